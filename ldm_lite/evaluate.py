@@ -46,16 +46,36 @@ def evaluate(options: EvaluateOptions) -> dict[str, float]:
     """Return what is measured, by name.  Raises ValueError, one line, for unusable folders or a missing package."""
     if options.images is None or (options.reference is None and options.clip is None):
         raise ValueError("wanted a folder of images, and `reference=FOLDER` or `clip=MODEL`")
-    folders = [Path(each) for each in (options.images, options.reference) if each is not None]
+    folders = [Path(folder) for folder in (options.images, options.reference) if folder is not None]
     for folder in folders:
         if not folder.is_dir():
             raise ValueError(f"{folder}: is not a folder, wanted one of images")
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     if options.reference is not None:
-        found |= _distances(options)
+        # Heusel et al. 2017 (FID); Kynkäänniemi et al. 2019 (precision and recall), in features of Inception v3.
+        fidelity = _imported("torch_fidelity")
+        for folder in folders:
+            _images(folder, options.neighbours + 1)
+        values: dict[str, Any] = fidelity.calculate_metrics(
+            input1=options.images,
+            input2=options.reference,
+            fid=True,
+            prc=True,
+            prc_neighborhood=options.neighbours,
+            feature_extractor="inception-v3-compat",  # of precision and recall too, whose own default is VGG-16
+            feature_layer_prc="2048",
+            feature_extractor_weights_path=options.inception,
+            batch_size=options.batch,
+            cuda=options.device == "cuda",
+            cache=False,
+            save_cpu_ram=True,  # no worker processes
+            verbose=False,
+        )
+        names = {"fid": "frechet_inception_distance", "precision": "precision", "recall": "recall"}
+        metrics |= {name: float(values[key]) for name, key in names.items()}
     if options.clip is not None:
-        found["clip_score"] = _clip_score(options, folders[0])
-    return found
+        metrics["clip_score"] = _clip_score(options, folders[0])
+    return metrics
 
 
 def _imported(name: str) -> Any:
@@ -69,32 +89,6 @@ def _imported(name: str) -> Any:
         ) from error
 
 
-def _distances(options: EvaluateOptions) -> dict[str, float]:
-    """Heusel et al. 2017 (FID); Kynkäänniemi et al. 2019 (precision and recall), in features of Inception v3."""
-    fidelity = _imported("torch_fidelity")
-    assert options.images is not None
-    assert options.reference is not None
-    for folder in (options.images, options.reference):
-        _images(Path(folder), options.neighbours + 1)
-    given: dict[str, Any] = fidelity.calculate_metrics(
-        input1=options.images,
-        input2=options.reference,
-        fid=True,
-        prc=True,
-        prc_neighborhood=options.neighbours,
-        feature_extractor="inception-v3-compat",  # of precision and recall too, whose own default is VGG-16
-        feature_layer_prc="2048",
-        feature_extractor_weights_path=options.inception,
-        batch_size=options.batch,
-        cuda=options.device == "cuda",
-        cache=False,
-        save_cpu_ram=True,  # no worker processes
-        verbose=False,
-    )
-    names = {"fid": "frechet_inception_distance", "precision": "precision", "recall": "recall"}
-    return {name: float(given[key]) for name, key in names.items()}
-
-
 def _clip_score(options: EvaluateOptions, folder: Path) -> float:
     """Hessel et al. 2021, of 100: images and their captions, NAME.txt beside each or the prompt in a PNG's text."""
     torch, metric = _imported("torch"), _imported("torchmetrics.multimodal").CLIPScore(options.clip).to(options.device)
@@ -102,18 +96,18 @@ def _clip_score(options: EvaluateOptions, folder: Path) -> float:
 
     paths = _images(folder, 1)
     for first in range(0, len(paths), options.batch):
-        own = paths[first : first + options.batch]
-        values = [torch.from_numpy(_imported("numpy").array(open_image(path))).permute(2, 0, 1) for path in own]
-        metric.update([value.to(options.device) for value in values], [_caption(path) for path in own])
+        batch = paths[first : first + options.batch]
+        values = [torch.from_numpy(_imported("numpy").array(open_image(path))).permute(2, 0, 1) for path in batch]
+        metric.update([value.to(options.device) for value in values], [_caption(path) for path in batch])
     return float(metric.compute())
 
 
 def _images(folder: Path, least: int) -> list[Path]:
     from ldm_lite.image import list_images
 
-    if len(found := list_images(folder)) < least:
-        raise ValueError(f"{folder}: holds {len(found)} images, wanted {least} or more")
-    return found
+    if len(paths := list_images(folder)) < least:
+        raise ValueError(f"{folder}: holds {len(paths)} images, wanted {least} or more")
+    return paths
 
 
 def _caption(path: Path) -> str:

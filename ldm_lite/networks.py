@@ -155,24 +155,19 @@ def lora_layers(networks: Mapping[str, nn.Module]) -> dict[str, tuple[nn.Module,
     layers: dict[str, tuple[nn.Module, slice | None]] = {}
     for role, network in networks.items():
         names, unread = file_names(role, network), _unread_parts(network)
+        # Kohya's names are others in SDXL than in Stable Diffusion 1 and 2.
+        has_original_names = isinstance(network, UNet) and network.spec.vector_dim is not None
+        is_numbered = isinstance(network, CLIPTextEncoder) and network.spec.skip
         for outer, part in network.named_modules():
             if not isinstance(part, kinds) or part in unread:
                 continue
             for inner, layer in part.named_modules():
                 if isinstance(layer, (nn.Linear, nn.Conv2d)):
-                    layers[_kohya_name(network, names[f"{outer}.{inner}"])] = layer, None
+                    name = names[f"{outer}.{inner}"][1 if has_original_names else 0]
+                    layers[name.replace("lora_te_", "lora_te1_", 1) if is_numbered else name] = layer, None
                 elif isinstance(layer, Attention):
                     width = len(layer.in_proj_weight) // 3
                     for i, name in enumerate("qkv"):
                         rows = slice(i * width, (i + 1) * width)
                         layers[names[f"{outer}.{inner}.{name}_proj"][0]] = layer, rows
     return layers
-
-
-def _kohya_name(network: nn.Module, names: Sequence[str]) -> str:
-    """Return kohya's of the names that a module has in files: others in SDXL than in Stable Diffusion 1 and 2."""
-    if isinstance(network, UNet) and network.spec.vector_dim is not None:
-        return names[1]  # the original's
-    if isinstance(network, CLIPTextEncoder) and network.spec.skip:
-        return names[0].replace("lora_te_", "lora_te1_", 1)
-    return names[0]

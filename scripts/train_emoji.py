@@ -39,14 +39,14 @@ from ldm_lite.models.unet import AttentionBlock, CrossOnlyBlock, ResBlock, UNet
 from ldm_lite.runtime.precision import pick_device
 from ldm_lite.text.tokenizer import CLIPTokenizer
 from ldm_lite.toolkit import load_model
+from ldm_lite.train.additions import Content
 from ldm_lite.train.batches import Batch, Draws, Order
-from ldm_lite.train.examples import Dataset, to_float
-from ldm_lite.train.files import write_tensors
+from ldm_lite.train.data import Dataset, to_float
+from ldm_lite.train.encoded import encoded, open_scenes
 from ldm_lite.train.losses import Loss, moments, moments_of, read
 from ldm_lite.train.options import TrainOptions
-from ldm_lite.train.outputs import Content, checkpoint, plot_losses
-from ldm_lite.train.run import lay_out, make_trainer, run_folder
-from ldm_lite.train.setup import check_model, encoded, open_scenes
+from ldm_lite.train.run import check_model, checkpoint, lay_out, make_trainer, plot_losses, run_folder
+from ldm_lite.train.state import write_tensors
 from ldm_lite.zoo.family import KL_F8, Family
 
 # ---- new models -----------------------------------------------------------------------------------------------------

@@ -34,11 +34,12 @@ from ldm_lite.cli.options import RuntimeOptions
 from ldm_lite.families.sd1 import SD1
 from ldm_lite.models.unet import UNet
 from ldm_lite.runtime.setup import prepare
+from ldm_lite.train.additions import LoRA
 from ldm_lite.train.batches import Batch, Draws
-from ldm_lite.train.lora import LoRA
 from ldm_lite.train.losses import DiffusionLoss
+from ldm_lite.train.options import TrainOptions
 from ldm_lite.train.run import lay_out
-from ldm_lite.train.trainer import TrainConfig, Trainer
+from ldm_lite.train.trainer import Trainer
 from ldm_lite.zoo.family import Family
 
 LR, DECAY, TOKENS = 1e-5, 0.999, 77
@@ -78,10 +79,9 @@ def ours(family: Family, options: argparse.Namespace, folder: Path) -> Step:
         networks = {"lora": lora}
     lay_out([unet, *networks.values()])
     empty = {"context": torch.zeros(1, TOKENS, family.unet.context_dim)}
-    config = TrainConfig(
-        steps=10**6, batch=options.batch, accumulate=1, lr=LR, warmup=0, weight_decay=0.01, ema_decay=DECAY, clip=1.0,
-        seed=0, minutes=None, save_every=10**6, workers=0, bf16=False,
-    )  # fmt: skip
+    config = TrainOptions(
+        steps=10**6, batch=options.batch, lr=LR, warmup=0, ema_decay=DECAY, save_every=10**6, workers=0
+    )
     trainer = Trainer(DiffusionLoss(model, networks, empty=empty), config, folder)
 
     def step(number: int) -> float:

@@ -15,20 +15,17 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ldm_lite.batch.store import JOB, Store, check_job
-from ldm_lite.batch.task import Report, Task, collected
+from ldm_lite.batch.store import JOB, Report, Store, Task, check_job, collected
 from ldm_lite.cli.files import read_json
+from ldm_lite.cli.writing import replacing
 from ldm_lite.networks import digest, encode_captions, encode_moments
 from ldm_lite.toolkit import contents, load_model, short_name
-from ldm_lite.train.data import ImageFolder, open_data
+from ldm_lite.train.data import ImageFolder, TarShards, open_data, to_float
 from ldm_lite.train.encoded import Row, encoder_digest, rows, write_index, write_shard
-from ldm_lite.train.examples import to_float
-from ldm_lite.train.tars import TarShards
 
 
 class EncodeWorker:
@@ -36,15 +33,27 @@ class EncodeWorker:
 
     def __init__(self, task: Task) -> None:
         """Load the model.  Raises ValueError, one line, if the images cannot be opened, or are another job's."""
-        self.task, self.store = task, task.store
+        self.task, self.store, options = task, task.store, task.options
         # Training is in float32 and compares the weights: of the same type by default.
         self.model = model = load_model(replace(task.load, dtype=task.load.dtype or "fp32"))
         self.data = open_data(task.folder / task.table.path, model.family.resolution)
-        check_job(task.out, self._job())
+        texts = model.text_encoders
+        job = {
+            "shard": options.shard_size,
+            "batch_size": options.batch_size,
+            "device": model.device.type,
+            "dtype": short_name(model.dtype),
+            "resolution": model.family.resolution,
+            "scale_factor": model.family.scale_factor,
+            "vae": encoder_digest(model.vae),
+            "text_encoder": digest(*texts) if texts else None,
+        }
+        check_job(task.out, job)
         self._readers = ThreadPoolExecutor(4)
         if not (task.out / "empty").exists():
-            with self.store.placing("empty") as empty:
-                write_shard(empty.part, rows([""], self._text([""])), 1)
+            with replacing(task.out / "empty", unique=True) as part:
+                part.mkdir()
+                write_shard(part, rows([""], self._text([""])), 1)
 
     def make(self, number: int) -> Report:
         """Make a shard, unless it is there and made of the same images.  Raises ValueError for a broken image."""
@@ -66,12 +75,10 @@ class EncodeWorker:
             now = ahead
             ahead = [self._readers.submit(self.data.example, index) for index in following]
             examples = [future.result() for future in now]
-            moments = self._moments(torch.stack([example.pixels for example in examples]))
+            pixels = torch.stack([example.pixels for example in examples])
+            moments = encode_moments(self.model, to_float(pixels, self.model.device)).half().cpu()
             captions = [example.caption for example in examples]
             yield from rows(captions, {"moments": moments, **self._text(captions)})
-
-    def _moments(self, pixels: Tensor) -> Tensor:
-        return encode_moments(self.model, to_float(pixels, self.model.device)).half().cpu()
 
     def _text(self, captions: Sequence[str]) -> dict[str, Tensor]:
         types = {"context": torch.float16, "y": torch.float32}
@@ -88,20 +95,6 @@ class EncodeWorker:
             assert isinstance(self.data, TarShards)
             about = [(contents(path), str(changed)) for path, changed in self.data.tars] + [(repr(indices), "")]
         return hashlib.sha256(repr(about).encode()).hexdigest()
-
-    def _job(self) -> dict[str, Any]:
-        model, options = self.model, self.task.options
-        texts = model.text_encoders
-        return {
-            "shard": options.shard_size,
-            "batch_size": options.batch_size,
-            "device": model.device.type,
-            "dtype": short_name(model.dtype),
-            "resolution": model.family.resolution,
-            "scale_factor": model.family.scale_factor,
-            "vae": encoder_digest(model.vae),
-            "text_encoder": digest(*texts) if texts else None,
-        }
 
 
 def count(path: Path) -> int:

@@ -19,11 +19,9 @@ import torch
 from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 
-from ldm_lite import Pipeline
 from ldm_lite.batch.rows import Failed, Item, Rows, describe, group
-from ldm_lite.batch.store import COLUMNS, Shard, check_job
+from ldm_lite.batch.store import COLUMNS, Report, Task, check_job, collected
 from ldm_lite.batch.table import Row as TableRow
-from ldm_lite.batch.task import Report, Task, collected
 from ldm_lite.cli.task_options import Txt2imgOptions
 from ldm_lite.cli.version import __version__
 from ldm_lite.networks import digest
@@ -46,6 +44,19 @@ PENDING = 4  # batches that may wait to be finished
 NOT_OF_THE_JOB = ("ckpt", "vae", "unet", "text_encoder", "lora", "device", "dtype", "offload", "compile", "compiled")
 
 
+@dataclass(frozen=True)
+class Made:
+    """An image: its file, its parameters as JSON, and its line of the manifest but for the shard."""
+
+    png: bytes
+    parameters: bytes
+    line: dict[str, Any]
+
+
+Outcome = Made | Failed | Future[Made | Failed]
+Prepared = tuple[Item, Sample]
+
+
 class ImageWorker:
     """Makes shards of images."""
 
@@ -60,9 +71,11 @@ class ImageWorker:
             )
         folders = [(task.folder / task.table.path).parent, task.folder]
         self.rows = Rows(self.model, task.defaults, task.options.most_pixels, folders)
-        if "txt2img" in able:
-            self._check_defaults()
-        self.maker = Maker(self.model, task.options.batch_size)
+        if "txt2img" in able:  # raises ValueError for options that would make every row fail
+            names = {field.name for field in dataclasses.fields(Txt2imgOptions)}
+            names &= {field.name for field in dataclasses.fields(task.defaults)}
+            prepare(self.model, Txt2imgOptions("", **{name: getattr(task.defaults, name) for name in names}))
+        self._decoder, self._writers = ThreadPoolExecutor(1, "decode"), ThreadPoolExecutor(2, "png")
         check_job(task.out, self._job())
 
     def make(self, number: int) -> Report:
@@ -76,9 +89,14 @@ class ImageWorker:
             readings = self.rows.read(first, rows)
             items = [item for item in readings if isinstance(item, Item)]
             unread = (failed for failed in readings if isinstance(failed, Failed))
-            for outcome in chain(unread, self.maker.make(items)):
-                _put(shard, outcome)
-                num_failed += isinstance(outcome, Failed)
+            for outcome in chain(unread, self._images(items)):
+                line = dict.fromkeys(COLUMNS) | {"shard": shard.name} | outcome.line
+                shard.lines.append(line)
+                if isinstance(outcome, Made):
+                    shard.add(f"{line['row']:09}.png", outcome.png)
+                    shard.add(f"{line['row']:09}.json", outcome.parameters)
+                else:
+                    num_failed += 1
         return Report(number, len(rows), True, num_failed, tuple(messages))
 
     def _digest(self, rows: Sequence[TableRow]) -> str:
@@ -89,12 +107,6 @@ class ImageWorker:
             for path in self.rows.files(row):
                 code.update(contents(path).encode("utf-8", "surrogatepass"))
         return code.hexdigest()
-
-    def _check_defaults(self) -> None:
-        """Raises ValueError for options that would make every row fail."""
-        names = {field.name for field in dataclasses.fields(Txt2imgOptions)}
-        names &= {field.name for field in dataclasses.fields(self.task.defaults)}
-        prepare(self.model, Txt2imgOptions("", **{name: getattr(self.task.defaults, name) for name in names}))
 
     def _job(self) -> dict[str, Any]:
         """All that the images depend on besides the rows."""
@@ -111,29 +123,7 @@ class ImageWorker:
         versions = {"ldm_lite": __version__, "torch": torch.__version__}
         return {**changed, **shape, **place, **versions, "model": family, "weights": digest(*model.networks.values())}
 
-
-@dataclass(frozen=True)
-class Made:
-    """An image: its file, its parameters as JSON, and its line of the manifest but for the shard."""
-
-    png: bytes
-    parameters: bytes
-    line: dict[str, Any]
-
-
-Outcome = Made | Failed | Future[Made | Failed]
-Prepared = tuple[Item, Sample]
-
-
-class Maker:
-    """Makes images of items; `batch_size` at a time."""
-
-    def __init__(self, model: Pipeline, batch_size: int) -> None:
-        self.model, self.batch_size = model, batch_size
-        self._decoder = ThreadPoolExecutor(1, "decode")
-        self._writers = ThreadPoolExecutor(2, "png")
-
-    def make(self, items: Sequence[Item]) -> Iterator[Made | Failed]:
+    def _images(self, items: Sequence[Item]) -> Iterator[Made | Failed]:
         """Yield the images of items, or why there is none, in an order that depends on the items alone.
 
         Raises what is no item's fault, such as an error of the GPU, after which nothing works.
@@ -142,7 +132,7 @@ class Maker:
         try:
             for outcome in self._begun(items):
                 waiting.append(outcome)
-                while len(waiting) > PENDING * self.batch_size:
+                while len(waiting) > PENDING * self.task.options.batch_size:
                     yield _result(waiting.popleft())
             while waiting:
                 yield _result(waiting.popleft())
@@ -187,7 +177,7 @@ class Maker:
             batch = sizes.setdefault(size, [])
             batch.append((item, sample))
             alone = item.options.noise in ("diffusers", "comfy")  # which draw the noise of a batch from one seed
-            if alone or len(batch) == self.batch_size:
+            if alone or len(batch) == self.task.options.batch_size:
                 yield sizes.pop(size)
         yield from sizes.values()
 
@@ -258,16 +248,3 @@ def _failed(item: Item, error: Exception) -> Failed:
     if out_of_memory(error):
         return Failed(item.number, item.name, "out of memory", item.seed)
     return Failed(item.number, item.name, describe(error), item.seed)
-
-
-def _put(shard: Shard, outcome: Made | Failed) -> None:
-    """Write an image, and its line or that of a failure."""
-    line = dict.fromkeys(COLUMNS) | {"shard": shard.path.name}
-    if isinstance(outcome, Failed):
-        about = {"id": outcome.name, "row": outcome.number, "seed": outcome.seed, "error": outcome.error}
-        shard.lines.append(line | about)
-        return
-    shard.lines.append(line | outcome.line)
-    key = f"{outcome.line['row']:09}"
-    shard.add(f"{key}.png", outcome.png)
-    shard.add(f"{key}.json", outcome.parameters)

@@ -11,8 +11,8 @@ import socket
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from ldm_lite.batch.store import Report, Task, Worker
 from ldm_lite.batch.table import extra
-from ldm_lite.batch.task import Report, Task, Worker
 
 log = logging.getLogger("ldm_lite")
 
@@ -53,15 +53,6 @@ class _Actor:
             return error
 
 
-def _check_address(address: str | None) -> None:
-    """Raises ValueError, one line, if nothing answers at HOST:PORT, for which Ray would wait minutes."""
-    if address is not None and (match := re.fullmatch(r"([\w.-]+):(\d{1,5})", address)):
-        try:
-            socket.create_connection((match[1], int(match[2])), timeout=10).close()
-        except (OSError, OverflowError) as error:
-            raise ValueError(f"got `address={address}`, where no Ray cluster answers: {error}") from error
-
-
 def reports(task: Task, make_worker: Callable[[Task], Worker], numbers: Sequence[int]) -> Iterator[Report]:
     """Make shards in a cluster, and yield a report of each when it is made.
 
@@ -71,7 +62,11 @@ def reports(task: Task, make_worker: Callable[[Task], Worker], numbers: Sequence
     ray, data = extra("ray", "ray"), extra("ray.data", "ray")
     least, most = task.options.pool
     address = task.options.address
-    _check_address(address)
+    if address is not None and (match := re.fullmatch(r"([\w.-]+):(\d{1,5})", address)):
+        try:  # Ray would wait for it for minutes
+            socket.create_connection((match[1], int(match[2])), timeout=10).close()
+        except (OSError, OverflowError) as error:
+            raise ValueError(f"got `address={address}`, where no Ray cluster answers: {error}") from error
     try:
         ray.init(
             address=address or "local",

@@ -47,6 +47,11 @@ class Failed:
     error: str
     seed: int | None = None
 
+    @property
+    def line(self) -> dict[str, Any]:
+        """Its line of the manifest but for the shard."""
+        return {"id": self.name, "row": self.number, "seed": self.seed, "error": self.error}
+
 
 @dataclass
 class Rows:
@@ -70,28 +75,30 @@ class Rows:
             values = self._values(row)
             name, prompt = values.pop("id", name), values.pop("prompt", None)
             seed = values.pop("seed") if "seed" in values else getattr(self.defaults, "seed") + number  # noqa: B009
-            return self._item(number, name, prompt, seed, values)
+            if "mask" in values and "init_img" not in values:
+                raise ValueError("got a mask, but no init_image")
+            files = tuple(self._find(values.pop(key)) for key in ("init_img", "mask") if key in values)
+            if prompt is None and prompt_kind(self.model) != "none":
+                raise ValueError("has no prompt")
+            negative = values.pop("negative_prompt", getattr(self.defaults, "negative_prompt"))  # noqa: B009
+            kind = KINDS[len(files)]
+            names = {field.name for field in dataclasses.fields(kind)}
+            if unused := sorted(values.keys() - names):
+                task, needs = kind.__name__.removesuffix("Options").lower(), "" if files else ": it needs an init_image"
+                raise ValueError(f"got {unused[0]}, which {task} has not{needs}")
+            shared = {key: getattr(self.defaults, key) for key in (*SHARED, "embedding") if key in names}
+            options = kind(**shared | values | {"seed": seed})
+            options = dataclasses.replace(options, seed=0, negative_prompt=None)
+            side = self.model.family.resolution
+            most = max(16 * side**2, 2048**2) if self.most_pixels is None else self.most_pixels
+            height = side if options.height is None else options.height
+            width = side if options.width is None else options.width
+            if height * width > most:
+                raise ValueError(f"got {width} x {height} pixels, wanted at most {most}, the limit of `most_pixels`")
+            length = text_length(self.model, (prompt, negative), options.prompt_syntax)
+            return Item(number, name, prompt or "", negative, seed, files, options, length)
         except (ValueError, TypeError, OSError) as error:
             return Failed(number, name, describe(error), seed)
-
-    def _item(self, number: int, name: str, prompt: str | None, seed: int, values: dict[str, Any]) -> Item:
-        if "mask" in values and "init_img" not in values:
-            raise ValueError("got a mask, but no init_image")
-        files = tuple(self._find(values.pop(name)) for name in ("init_img", "mask") if name in values)
-        if prompt is None and prompt_kind(self.model) != "none":
-            raise ValueError("has no prompt")
-        negative = values.pop("negative_prompt", getattr(self.defaults, "negative_prompt"))  # noqa: B009
-        kind = KINDS[len(files)]
-        names = {field.name for field in dataclasses.fields(kind)}
-        if unused := sorted(values.keys() - names):
-            needs = "" if files else ": it needs an init_image"
-            raise ValueError(f"got {unused[0]}, which {kind.__name__.removesuffix('Options').lower()} has not{needs}")
-        shared = {key: getattr(self.defaults, key) for key in (*SHARED, "embedding") if key in names}
-        options = kind(**shared | values | {"seed": seed})
-        options = dataclasses.replace(options, seed=0, negative_prompt=None)
-        self._check_pixels(options)
-        length = text_length(self.model, (prompt, negative), options.prompt_syntax)
-        return Item(number, name, prompt or "", negative, seed, files, options, length)
 
     def files(self, row: Row) -> list[str]:
         """The files that a row names, and that exist."""
@@ -114,25 +121,13 @@ class Rows:
         values: dict[str, Any] = {}
         for column, value in row.items():
             name = as_column(column)
-            if name not in COLUMNS:
-                self._ignore(column)
-                continue
-            values[FILES.get(name, name)] = convert(name, value)
+            if name in COLUMNS:
+                values[FILES.get(name, name)] = convert(name, value)
+            elif column not in self._ignored and len(self._ignored) < 100:
+                self._ignored.add(column)
+                near = difflib.get_close_matches(column, COLUMNS, n=1)
+                log.warning("column %r is ignored%s", column, f": did you mean {near[0]}?" if near else "")
         return values
-
-    def _ignore(self, name: str) -> None:
-        if name not in self._ignored and len(self._ignored) < 100:
-            self._ignored.add(name)
-            near = difflib.get_close_matches(name, COLUMNS, n=1)
-            log.warning("column %r is ignored%s", name, f": did you mean {near[0]}?" if near else "")
-
-    def _check_pixels(self, options: Txt2imgOptions) -> None:
-        side = self.model.family.resolution
-        most = max(16 * side**2, 2048**2) if self.most_pixels is None else self.most_pixels
-        height = side if options.height is None else options.height
-        width = side if options.width is None else options.width
-        if height * width > most:
-            raise ValueError(f"got {width} x {height} pixels, wanted at most {most}, the limit of `most_pixels`")
 
 
 def convert(name: str, value: Any) -> Any:

@@ -10,9 +10,8 @@ from pathlib import Path
 from ldm_lite.batch.encode import EncodeWorker, count, finish
 from ldm_lite.batch.images import ImageWorker
 from ldm_lite.batch.options import BatchOptions, check
-from ldm_lite.batch.store import job_locked, write_manifest
+from ldm_lite.batch.store import Report, Task, Worker, job_locked, write_manifest
 from ldm_lite.batch.table import Table, open_table
-from ldm_lite.batch.task import Report, Task, Worker
 from ldm_lite.cli.options import CheckedOptions, LoadOptions, given
 from ldm_lite.cli.progress import ImagesBar, memory
 
@@ -26,7 +25,15 @@ def run(options: BatchOptions, defaults: CheckedOptions, load: LoadOptions) -> P
     """
     check(options)
     which, of = options.turn
-    table = _open(options, defaults)
+    path = Path(os.path.expanduser(str(options.prompts)))
+    if options.encode:
+        if unused := sorted(given(defaults)):
+            raise ValueError(f"`{unused[0]}` has no effect with `encode`: leave it out")
+        table = Table(path, options.shard_size, count(path))
+    else:
+        if options.manifest == "parquet" and importlib.util.find_spec("pyarrow") is None:
+            raise ValueError('manifest.parquet needs pyarrow: pip install "ldm_lite[batch]", or take `manifest=jsonl`')
+        table = open_table(path, options.shard_size)
     out = Path("outputs/batch" if options.out is None else os.path.expanduser(options.out)).absolute()
     (out / "parts").mkdir(parents=True, exist_ok=True)
     task = Task(options, defaults, load, table, out, Path.cwd())
@@ -37,8 +44,7 @@ def run(options: BatchOptions, defaults: CheckedOptions, load: LoadOptions) -> P
                 "take another `out`, or delete that shard and its file in parts/"
             )
         task.store.clean(lambda number: number % of == which)
-        numbers = range(which, table.shards, of)
-        _report(task, numbers)
+        _make(task, range(which, table.shards, of))
         missing = sum(not task.store.is_done(number) for number in range(table.shards))
         if missing:
             log.info("%d of %d shards are missing: the last process writes the manifest", missing, table.shards)
@@ -51,23 +57,17 @@ def run(options: BatchOptions, defaults: CheckedOptions, load: LoadOptions) -> P
         return write_manifest(task.store, table.shards, options.manifest)
 
 
-def _open(options: BatchOptions, defaults: CheckedOptions) -> Table:
-    """Open what the job is made of."""
-    path = Path(os.path.expanduser(str(options.prompts)))
-    if options.encode:
-        if unused := sorted(given(defaults)):
-            raise ValueError(f"`{unused[0]}` has no effect with `encode`: leave it out")
-        return Table(path, options.shard_size, count(path))
-    if options.manifest == "parquet" and importlib.util.find_spec("pyarrow") is None:
-        raise ValueError('manifest.parquet needs pyarrow: pip install "ldm_lite[batch]", or take `manifest=jsonl`')
-    return open_table(path, options.shard_size)
-
-
-def _report(task: Task, numbers: Sequence[int]) -> None:
+def _make(task: Task, numbers: Sequence[int]) -> None:
     """Make shards, and say how it goes."""
     begun, num_images, num_failed, num_there = time.perf_counter(), 0, 0, 0
     bar = ImagesBar(min(task.table.count, len(numbers) * task.table.size))
-    for report in _reports(task, numbers):
+    if task.options.engine == "ray":
+        from ldm_lite.batch.ray_engine import reports  # of an extra
+
+        shards: Iterator[Report] = reports(task, worker_of, numbers)
+    else:
+        shards = map(worker_of(task).make, numbers)
+    for report in shards:
         bar(report.rows)
         if not report.made:
             num_there += 1
@@ -82,17 +82,6 @@ def _report(task: Task, numbers: Sequence[int]) -> None:
     if num_failed:
         log.warning("%d rows failed: the manifest says why", num_failed)
     log.info("%d image%s in %.1f s; %s", num_images, "s" * (num_images != 1), time.perf_counter() - begun, memory())
-
-
-def _reports(task: Task, numbers: Sequence[int]) -> Iterator[Report]:
-    if task.options.engine == "ray":
-        from ldm_lite.batch.ray_engine import reports  # of an extra
-
-        yield from reports(task, worker_of, numbers)
-        return
-    worker = worker_of(task)
-    for number in numbers:
-        yield worker.make(number)
 
 
 def worker_of(task: Task) -> Worker:

@@ -1,4 +1,4 @@
-"""The folder of a job: whole shards, a list of what is in each, and the manifest of all.
+"""The folder of a job: whole shards, a list of what is in each, and the manifest of all; and what workers are told.
 
 A shard is written beside its name and renamed, so that what has its name is whole.  Its list is written before it: a
 shard is done if its list tells of the rows that it is asked for, and if all its bytes are there.
@@ -7,15 +7,18 @@ shard is done if its list tells of the rows that it is asked for, and if all its
 import contextlib
 import io
 import json
+import logging
 import os
 import tarfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from ldm_lite.batch.table import extra
+from ldm_lite.batch.options import BatchOptions
+from ldm_lite.batch.table import Table, extra
 from ldm_lite.cli.files import read_json
+from ldm_lite.cli.options import CheckedOptions, LoadOptions
 from ldm_lite.cli.writing import flush, locked, remove, replacing, write_whole
 
 JOB = "job.json"
@@ -34,11 +37,18 @@ COLUMNS = {  # of the manifest, with their types in Parquet
 class Shard:
     """Files that are being written, beside their place."""
 
-    path: Path
+    name: str
     part: Path  # where they are now
-    add: Callable[[str, bytes], None]  # a file's name and content
-    close: Callable[[], None]  # when all files are there
+    tar: tarfile.TarFile | None  # None: in a folder
     lines: list[Mapping[str, Any]] = field(default_factory=list)  # of the manifest
+
+    def add(self, name: str, content: bytes) -> None:
+        """Write a file.  Raises OSError."""
+        if self.tar is not None:
+            _add(self.tar, name, content)
+        else:
+            (self.part / name).write_bytes(content)
+            flush(self.part / name)
 
 
 @dataclass(frozen=True)
@@ -72,31 +82,21 @@ class Store:
 
         What was there before is removed.  Raises OSError, with the shard's name, if the disk is full.
         """
-        self._remove(number)
-        with self.placing(self.name(number)) as shard:
-            yield shard
-            shard.close()
-            lines = b"".join(map(_json, sorted(shard.lines, key=lambda line: int(line["row"]))))
-            head = {"rows": rows, "size": _size(shard.part), "lines": len(lines)}
-            write_whole(self.list_of(number), _json(head) + lines, unique=True)
-
-    @contextlib.contextmanager
-    def placing(self, name: str) -> Iterator[Shard]:
-        """Write a tar file if this name ends so, else a folder; at the end of the block it has its name."""
-        path = self.out / name
-        with replacing(path, unique=True) as part, contextlib.ExitStack() as stack:
-            if path.suffix == ".tar":
-                tar = stack.enter_context(tarfile.open(part, "w", format=tarfile.USTAR_FORMAT))
-                shard = Shard(path, part, lambda key, content: _add(tar, key, content), tar.close)
-            else:
-                part.mkdir()
-                shard = Shard(path, part, lambda key, content: _write(part / key, content), lambda: None)
-            yield shard
-            shard.close()
-
-    def _remove(self, number: int) -> None:
         for name in ("manifest.parquet", "manifest.jsonl", "index.json", self.name(number)):
             remove(self.out / name)
+        path = self.out / self.name(number)
+        with replacing(path, unique=True) as part, contextlib.ExitStack() as opened:
+            tar = None
+            if self.suffix:
+                tar = opened.enter_context(tarfile.open(part, "w", format=tarfile.USTAR_FORMAT))
+            else:
+                part.mkdir()
+            shard = Shard(path.name, part, tar)
+            yield shard
+            opened.close()  # all its bytes are there
+            lines = b"".join(map(_json, sorted(shard.lines, key=lambda line: int(line["row"]))))
+            head = {"rows": rows, "size": _size(part), "lines": len(lines)}
+            write_whole(self.list_of(number), _json(head) + lines, unique=True)
 
     def lines(self, number: int) -> list[dict[str, Any]]:
         """Return a shard's lines of the manifest.  Raises OSError."""
@@ -176,11 +176,6 @@ def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
     tar.addfile(info, io.BytesIO(content))
 
 
-def _write(path: Path, content: bytes) -> None:
-    path.write_bytes(content)
-    flush(path)
-
-
 def _json(line: Mapping[str, Any]) -> bytes:
     """A line of JSON; the halves of characters, which UTF-8 does not have, become JSON's escapes."""
     return json.dumps(line, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
@@ -189,3 +184,58 @@ def _json(line: Mapping[str, Any]) -> bytes:
 def _size(path: Path) -> int:
     """The bytes of a file, or of the files in a folder."""
     return sum(file.stat().st_size for file in path.iterdir()) if path.is_dir() else path.stat().st_size
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a worker needs; it can be sent to another process."""
+
+    options: BatchOptions
+    defaults: CheckedOptions  # RowOptions
+    load: LoadOptions
+    table: Table
+    out: Path
+    folder: Path  # where the command was given
+
+    @property
+    def store(self) -> Store:
+        """Where the shards go."""
+        tars = self.options.format == "shards" and not self.options.encode
+        return Store(self.out, ".tar" if tars else "")
+
+
+@dataclass(frozen=True)
+class Report:
+    """What became of a shard."""
+
+    number: int
+    rows: int
+    made: bool  # False: it was there
+    failed: int = 0  # rows
+    messages: tuple[str, ...] = ()
+
+
+class Worker(Protocol):
+    """What makes shards."""
+
+    def make(self, number: int) -> Report:
+        """Make a shard, unless it is there and made of the same rows."""
+
+
+@contextlib.contextmanager
+def collected() -> Iterator[list[str]]:
+    """Within the block keep messages for the report: the first warnings, each once.  A job may have millions."""
+    messages: list[str] = []
+    logger = logging.getLogger("ldm_lite")
+
+    def keep(record: logging.LogRecord) -> bool:
+        text = record.getMessage() if record.levelno >= logging.WARNING and len(messages) < 10 else ""
+        if text and text not in messages:
+            messages.append(text)
+        return False
+
+    logger.addFilter(keep)
+    try:
+        yield messages
+    finally:
+        logger.removeFilter(keep)

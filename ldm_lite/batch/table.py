@@ -91,7 +91,16 @@ def open_table(path: Path, size: int) -> Table:
     """
     kind = path.suffix.lower()
     if kind == ".parquet":
-        table = _open_parquet(path, size)
+        parquet, arrow = extra("pyarrow.parquet", "batch"), extra("pyarrow", "batch")
+        try:
+            with open_file(path) as opened, parquet.ParquetFile(opened) as file:
+                names = list(file.schema_arrow.names)
+                known = [name for name in names if as_column(name) in COLUMNS]
+                table = Table(path, size, file.metadata.num_rows, columns=known)
+        except arrow.ArrowException as error:
+            raise ValueError(f"{path}: is not a Parquet file that can be read ({error})") from error
+        if len(known) < len(names):
+            log.warning("%s: columns %s are ignored", path, ", ".join(sorted(set(names) - set(known))))
     elif kind in (".jsonl", ".csv", ".txt"):
         table = Table(path, size, 0)
         with open_file(path) as file:
@@ -112,27 +121,14 @@ def open_table(path: Path, size: int) -> Table:
     return table
 
 
-def _open_parquet(path: Path, size: int) -> Table:
-    parquet, arrow = extra("pyarrow.parquet", "batch"), extra("pyarrow", "batch")
-    try:
-        with open_file(path) as opened, parquet.ParquetFile(opened) as file:
-            names = list(file.schema_arrow.names)
-            known = [name for name in names if as_column(name) in COLUMNS]
-            if len(known) < len(names):
-                log.warning("%s: columns %s are ignored", path, ", ".join(sorted(set(names) - set(known))))
-            return Table(path, size, file.metadata.num_rows, columns=known)
-    except arrow.ArrowException as error:
-        raise ValueError(f"{path}: is not a Parquet file that can be read ({error})") from error
-
-
 def _records(file: BinaryIO, kind: str, columns: list[str]) -> Iterator[tuple[Row, int]]:
     """Yield the rows of a text from its position on, each with the position after it.
 
     Without columns the row of a .csv is its header, as a dict of the names.
     """
-    lines = _Lines(file)
+    lines = _lines(file)
     if kind == ".csv":
-        reader = csv.reader(lines, strict=True)
+        reader = csv.reader(map(_raised, lines), strict=True)
         while True:
             try:
                 values = next(reader)
@@ -141,60 +137,41 @@ def _records(file: BinaryIO, kind: str, columns: list[str]) -> Iterator[tuple[Ro
             except (csv.Error, UnicodeDecodeError) as error:
                 yield f"is not a row of a table ({error})", file.tell()
                 continue
-            if not values:
-                continue
-            if not columns:
+            if values and not columns:
                 yield {name.strip(): "" for name in values}, file.tell()
                 return
-            yield _as_row(columns, values), file.tell()
-    for line in lines.lenient():
-        if isinstance(line, str) and not line.strip():
-            continue
+            if values and len(values) != len(columns):
+                yield f"has {len(values)} cells, wanted {len(columns)}, those of the header", file.tell()
+            elif values:  # empty cells are missing, except a prompt
+                cells = zip(columns, values, strict=True)
+                yield {name: value for name, value in cells if value or name == "prompt"}, file.tell()
+    for line in lines:
         if isinstance(line, Exception):
             yield f"is not a line of text in UTF-8 ({line})", file.tell()
-        elif kind == ".txt":
-            yield {"prompt": line.strip()}, file.tell()
-        else:
-            yield _as_json(line), file.tell()
+        elif line.strip():
+            yield {"prompt": line.strip()} if kind == ".txt" else _as_json(line), file.tell()
 
 
-class _Lines:
-    """The lines of a file as text, of limited length; each ends where file.tell() is."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self.file = file
-
-    def __iter__(self) -> "_Lines":
-        return self
-
-    def __next__(self) -> str:
-        begins = self.file.tell() == 0
-        line = self.file.readline(MOST_LINE)
-        if not line:
-            raise StopIteration
+def _lines(file: BinaryIO) -> Iterator[str | UnicodeDecodeError]:
+    """Yield the lines of a file as text, of limited length, or why one is none; each ends where file.tell() is."""
+    encoding = "utf-8-sig" if file.tell() == 0 else "utf-8"
+    while line := file.readline(MOST_LINE):
         rest = line
         while len(rest) == MOST_LINE and not rest.endswith(b"\n"):
-            rest = self.file.readline(MOST_LINE)
-        if rest is not line:
-            raise UnicodeDecodeError("utf-8", b"", 0, 1, f"more than {MOST_LINE} bytes")
-        return line.decode("utf-8-sig" if begins else "utf-8")
-
-    def lenient(self) -> Iterator[str | UnicodeDecodeError]:
-        """Yield every line, or why it is none."""
-        while True:
-            try:
-                yield next(self)
-            except StopIteration:
-                return
-            except UnicodeDecodeError as error:
-                yield error
+            rest = file.readline(MOST_LINE)
+        try:
+            if rest is not line:
+                raise UnicodeDecodeError("utf-8", b"", 0, 1, f"more than {MOST_LINE} bytes")
+            yield line.decode(encoding)
+        except UnicodeDecodeError as error:
+            yield error
+        encoding = "utf-8"
 
 
-def _as_row(columns: list[str], values: list[str]) -> Row:
-    """A row of a .csv; empty cells are missing, except a prompt."""
-    if len(values) != len(columns):
-        return f"has {len(values)} cells, wanted {len(columns)}, those of the header"
-    return {name: value for name, value in zip(columns, values, strict=True) if value or name == "prompt"}
+def _raised(line: str | UnicodeDecodeError) -> str:
+    if isinstance(line, Exception):
+        raise line
+    return line
 
 
 def _as_json(line: str) -> Row:

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from ldm_lite.cli import console, flags
 from ldm_lite.cli.options import LoadOptions
 from ldm_lite.cli.progress import TrainingBar
-from ldm_lite.train.config import with_config
-from ldm_lite.train.options import TrainOptions
+from ldm_lite.train.options import TrainOptions, with_config
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,7 +1,7 @@
 """Write the EMA of a given length afterwards: `python -m ldm_lite.train.averages RUN --length 0.1`.
 
-A run with --ema-lengths stores snapshots of two power-function averages (ema.py); from these the average of any length
-and step is a linear combination.  Karras et al. 2024 (EDM2), sec. 3 and appendix C.
+A run with --ema-lengths stores snapshots of two power-function averages (trainer.py); from these the average of any
+length and step is a linear combination.  Karras et al. 2024 (EDM2), sec. 3 and appendix C.
 """
 
 import re
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ldm_lite.cli import console, flags
 from ldm_lite.cli.options import CheckedOptions, option
-from ldm_lite.train.ema import FOLDER, Weights, exponent
+from ldm_lite.train.trainer import FOLDER, Weights, exponent
 
 NAME = re.compile(r"(\d+)-(0\.\d+)\.safetensors")
 
@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(options: AverageOptions) -> None:
     """Write the average, and print the file's path."""
-    from ldm_lite.train.outputs import write_average
+    from ldm_lite.train.run import write_average
 
     if options.run is None:
         raise ValueError("wanted the folder of a run with `ema_lengths`")

@@ -5,9 +5,10 @@ stay the same however a step is divided into processes and batches, and a run ca
 """
 
 import contextlib
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.utils import data as torch_data
 
 from ldm_lite.cli.signals import ignore_signals
-from ldm_lite.train.examples import Buckets, Dataset, Example
+from ldm_lite.train.data import Buckets, Dataset, Example
 
 T = TypeVar("T")
 
@@ -149,11 +150,6 @@ class BucketOrder:
         return int(self.firsts[bucket] + self._epochs[bucket][1][position])
 
 
-def order_of(dataset: Dataset, seed: int, batch: int) -> Order | BucketOrder:
-    """Return the order in which a run takes a dataset, in batches of `batch`."""
-    return BucketOrder(dataset, seed, batch) if isinstance(dataset, Buckets) else Order(dataset, seed)
-
-
 @dataclass(frozen=True)
 class Slice:
     """Which batches a process takes: `rows` of each `batch` examples, from batch `first` to before batch `end`."""
@@ -169,22 +165,37 @@ def batches(dataset: Dataset, seed: int, part: Slice, workers: int, prior: Datas
 
     Raises what `example` raises.
     """
+    sources = [
+        (source, BucketOrder(source, seed, part.batch) if isinstance(source, Buckets) else Order(source, seed))
+        for source in (dataset, prior)
+        if source is not None
+    ]
     loader = torch_data.DataLoader(
-        _Batches(dataset, seed, part, prior),
+        _Caught(functools.partial(_read_batch, sources, part)),
         batch_size=None,
         sampler=range(part.first, part.end),
         num_workers=workers,
         prefetch_factor=8 if workers else None,
         worker_init_fn=ignore_signals,
     )
-    return _reraised(loader)
+    yield from map(_reraised, loader)
+
+
+def _read_batch(sources: Sequence[tuple[Dataset, Order | BucketOrder]], part: Slice, index: int) -> Batch:
+    """Read a process's part of a batch of the run."""
+    numbers = [index * part.batch + i for i in part.rows]
+    batch, *prior = (
+        Batch.of([dataset.example(order[number]) for number in numbers], [first + number for number in numbers])
+        for (dataset, order), first in zip(sources, (0, PRIOR), strict=False)
+    )
+    return replace(batch, prior=prior[0]) if prior else batch
 
 
 def in_order(dataset: Dataset, batch: int, workers: int, first: int = 0) -> Iterator[Batch]:
     """Yield all examples of a finite dataset once, from one on, in batches; the last may be smaller."""
     assert dataset.shards is not None
     loader = torch_data.DataLoader(
-        _Examples(dataset, sum(dataset.shards)),
+        _Caught(dataset.example),
         batch_size=batch,
         sampler=range(first, sum(dataset.shards)),
         num_workers=workers,
@@ -192,58 +203,27 @@ def in_order(dataset: Dataset, batch: int, workers: int, first: int = 0) -> Iter
         worker_init_fn=ignore_signals,
     )
     for examples in loader:
-        yield Batch.of(list(_reraised(examples)), range(first, first + len(examples)))
+        yield Batch.of([_reraised(example) for example in examples], range(first, first + len(examples)))
         first += len(examples)
 
 
-class _Examples(torch_data.Dataset["Example | Exception"]):
-    """The examples of a finite dataset, for torch's DataLoader."""
+class _Caught(torch_data.Dataset[Any]):
+    """What a function reads, for torch's DataLoader; the error of a bad file is a value, or a worker prints it."""
 
-    def __init__(self, dataset: Dataset, size: int) -> None:
-        self.dataset, self.size = dataset, size
+    def __init__(self, read: Callable[[int], Any]) -> None:
+        self.read = read
 
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: int) -> Example | Exception:
-        return _caught(lambda: self.dataset.example(index))
-
-
-class _Batches(torch_data.Dataset["Batch | Exception"]):
-    """A process's part of each batch of the run, for torch's DataLoader."""
-
-    def __init__(self, dataset: Dataset, seed: int, part: Slice, prior: Dataset | None) -> None:
-        self.part, self.dataset, self.prior = part, dataset, prior
-        self.order = order_of(dataset, seed, part.batch)
-        self.prior_order = None if prior is None else order_of(prior, seed, part.batch)
-
-    def __len__(self) -> int:
-        return self.part.end
-
-    def __getitem__(self, index: int) -> Batch | Exception:
-        return _caught(lambda: self._batch([index * self.part.batch + i for i in self.part.rows]))
-
-    def _batch(self, numbers: list[int]) -> Batch:
-        batch = Batch.of([self.dataset.example(self.order[number]) for number in numbers], numbers)
-        if self.prior is None or self.prior_order is None:
-            return batch
-        examples = [self.prior.example(self.prior_order[number]) for number in numbers]
-        return replace(batch, prior=Batch.of(examples, [PRIOR + number for number in numbers]))
+    def __getitem__(self, index: int) -> Any:
+        try:
+            return self.read(index)
+        except (ValueError, OSError) as error:
+            return error
 
 
-def _caught(make: Callable[[], T]) -> T | Exception:
-    """Return the result, or the error of a bad file as a value: a worker would turn it into a traceback."""
-    try:
-        return make()
-    except (ValueError, OSError) as error:
-        return error
-
-
-def _reraised(items: Iterable[T | Exception]) -> Generator[T]:
-    for item in items:
-        if isinstance(item, Exception):
-            raise item
-        yield item
+def _reraised(value: T | Exception) -> T:
+    if isinstance(value, Exception):
+        raise value
+    return value
 
 
 @contextlib.contextmanager

@@ -1,41 +1,190 @@
-"""Training data: a folder of captioned images, tar files of them (tars.py), or a Python file that draws them."""
+"""Training data: a folder of captioned images, tar files of them (WebDataset), or a Python file that draws them."""
 
+import functools
 import importlib.util
+import io
 import json
+import math
+import os
 import sys
-from collections.abc import Callable
+import tarfile
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple, Protocol
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from PIL import ExifTags, Image
+from torch import Tensor
 
-from ldm_lite.cli.files import read_text
-from ldm_lite.image import SUFFIXES, list_images, open_image, read_image, to_rgb, upright
-from ldm_lite.train.examples import (
-    Buckets,
-    Example,
-    bucket_sizes,
-    caption_in,
-    check_caption,
-    crop,
-    nearest,
-    sizes_of,
-    to_tensor,
-)
-from ldm_lite.train.tars import TarShards, open_tars
+from ldm_lite.cli.files import open_file, read_text
+from ldm_lite.cli.options import MOST_CHARACTERS
+from ldm_lite.image import MOST_BYTES, SUFFIXES, decode_image, list_images, open_image, read_image, to_rgb, upright
 
 MOST_CAPTION = 2**20  # bytes
 BESIDE = (".mask", ".hint")  # NAME.mask.png and NAME.hint.png belong to the image NAME
+CAPTIONS = ("text", "caption", "prompt")  # what others call it in JSON
+OPEN_SHARDS = 64  # .tar files whose lists of files are in memory: more than batches.MIXED
 
 
-def open_data(path: Path, resolution: int) -> "ImageFolder | TarShards":
-    """Open captioned images: a folder (see open_folder), or WebDataset shards, a .tar file or a folder of them.
+class Example(NamedTuple):
+    """A captioned image, H x W pixels."""
 
-    Raises ValueError, one line, if these are none, or a caption is missing; OSError.
+    pixels: Tensor  # (3,H,W) uint8; or the moments (2C,h,w) of its latents, encoded beforehand
+    caption: str
+    context: Tensor | None = None  # (T,D): the caption, encoded beforehand
+    y: Tensor | None = None  # (V,): the vector that SDXL reads besides
+    sizes: Tensor | None = None  # (6,) int32: height, width of the image; top, left of its crop; H, W: what SDXL reads
+    mask: Tensor | None = None  # (1,H,W) or (1,h,w) uint8: 255 where the image is learned
+    hint: Tensor | None = None  # (3,H,W) uint8: the image that a ControlNet reads
+
+
+class Dataset(Protocol):
+    """Captioned images of one size."""
+
+    @property
+    def shards(self) -> Sequence[int] | None:
+        """Number of examples in each file, which are best read together; None: infinitely many examples."""
+
+    def example(self, index: int) -> Example:
+        """Return an example, of a finite dataset 0 <= index < sum(shards)."""
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """Finite datasets of one size each, as one; a batch is of one of them."""
+
+    parts: tuple[Dataset, ...]
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Number of examples in each part."""
+        return tuple(sum(part.shards or ()) for part in self.parts)
+
+    @property
+    def shards(self) -> tuple[int, ...]:
+        """The shards of all parts."""
+        return tuple(count for part in self.parts for count in part.shards or ())
+
+    @cached_property
+    def ends(self) -> NDArray[np.int64]:
+        """Where the examples of each part end."""
+        return np.cumsum(self.counts)
+
+    def example(self, index: int) -> Example:
+        """Return an example, in the order of the parts."""
+        part = int(np.searchsorted(self.ends, index, side="right"))
+        return self.parts[part].example(index - int(self.ends[part]) + self.counts[part])
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some examples of a dataset, for instance those that are held out for validation."""
+
+    whole: Dataset
+    indices: tuple[int, ...]
+
+    @property
+    def shards(self) -> tuple[int]:
+        """Their number: all in one shard."""
+        return (len(self.indices),)
+
+    def example(self, index: int) -> Example:
+        """Return an example of the whole."""
+        return self.whole.example(self.indices[index])
+
+
+def held_out(dataset: Dataset, fraction: float, seed: int) -> tuple[Dataset, Dataset]:
+    """Divide a finite dataset: what is learned, and the fraction that is only measured, at least one example each.
+
+    Raises ValueError if there are too few.
     """
-    tars = sorted(path.glob("*.tar")) if path.is_dir() else [path] * (path.suffix == ".tar")
-    return open_tars(tars, resolution) if tars else open_folder(path, resolution)
+    count = sum(dataset.shards or ())
+    if count < 2:
+        raise ValueError(f"got `validation` {fraction:g} of {count} images: wanted two or more")
+    order = [int(index) for index in np.random.default_rng([5, seed]).permutation(count)]
+    most = min(count - 1, max(1, round(fraction * count)))
+    divided: list[Dataset] = []
+    for indices in (sorted(order[most:]), sorted(order[:most])):
+        if not isinstance(dataset, Buckets):
+            divided.append(Part(dataset, tuple(indices)))
+            continue
+        parts = []
+        for part, end, size in zip(dataset.parts, dataset.ends.tolist(), dataset.counts, strict=True):
+            if rows := tuple(index - end + size for index in indices if end - size <= index < end):
+                parts.append(Part(part, rows))
+        divided.append(Buckets(tuple(parts)))
+    return divided[0], divided[1]
+
+
+# ---- images and captions --------------------------------------------------------------------------------------------
+
+
+def bucket_sizes(resolution: int, step: int) -> list[tuple[int, int]]:
+    """Return (height, width) of buckets: multiples of `step`, about resolution^2 pixels, a ratio of up to 4.
+
+    Podell et al. 2023, appendix I.
+    """
+    most, sizes = 2 * resolution, set()
+    for long in range(resolution // step * step, most + 1, step):
+        short = resolution**2 // long // step * step
+        if short >= resolution // 2:
+            sizes |= {(long, short), (short, long)}
+    return sorted(sizes)
+
+
+def nearest(sizes: Sequence[tuple[int, int]], height: int, width: int) -> tuple[int, int]:
+    """Return the size whose ratio is nearest to an image's, of equal ones the largest."""
+    wanted = math.log(height / width)
+    return min(sizes, key=lambda size: (abs(math.log(size[0] / size[1]) - wanted), -size[0] * size[1]))
+
+
+def crop(image: Image.Image, size: tuple[int, int]) -> tuple[Image.Image, tuple[int, int]]:
+    """Scale an image to cover `size` = (height, width) and cut out its middle.
+
+    Returns it, with the top and left of the cut in the scaled image.
+    """
+    (height, width), (w, h) = size, image.size
+    box = (w, w * height / width) if w * height <= h * width else (h * width / height, h)
+    left, top = (w - box[0]) // 2, (h - box[1]) // 2
+    cut = image.resize((width, height), Image.Resampling.LANCZOS, (left, top, left + box[0], top + box[1]))
+    return cut, (round(top * height / box[1]), round(left * width / box[0]))
+
+
+def sizes_of(image: Image.Image, corner: tuple[int, int], size: tuple[int, int]) -> Tensor:
+    """Return Example.sizes of a whole image and its crop."""
+    return torch.tensor([image.height, image.width, *corner, *size], dtype=torch.int32)
+
+
+def to_tensor(image: Image.Image) -> Tensor:
+    """Return an RGB or grey image as a tensor (3,H,W) or (1,H,W) uint8."""
+    values = torch.from_numpy(np.array(image))
+    return values[None] if values.ndim == 2 else values.permute(2, 0, 1)
+
+
+def to_float(pixels: Tensor, device: torch.device) -> Tensor:
+    """Convert pixels uint8 [0,255] to float32 [-1,1] on the device."""
+    return pixels.to(device, non_blocking=True).float() / 127.5 - 1
+
+
+def check_caption(caption: str, path: object) -> None:
+    """Raise ValueError, one line, for a caption that is empty or too long."""
+    if not caption:
+        raise ValueError(f"{path}: its caption is empty: write one, or remove the image")
+    if len(caption) > MOST_CHARACTERS:
+        raise ValueError(f"{path}: its caption has {len(caption):,} characters, wanted at most {MOST_CHARACTERS:,}")
+
+
+def caption_in(row: object, where: object) -> str:
+    """Return the caption in a JSON object.  Raises ValueError if there is none."""
+    values = row if isinstance(row, dict) else {}
+    for name in CAPTIONS:
+        if isinstance(text := values.get(name), str):
+            return text.strip()
+    raise ValueError(f"{where}: wanted a JSON object with a caption called {' or '.join(CAPTIONS)}")
 
 
 # ---- folders --------------------------------------------------------------------------------------------------------
@@ -173,6 +322,100 @@ def _from_list(path: Path) -> list[tuple[Path, str]]:
             raise ValueError(f"{where}: there is no file {name}")
         pairs.append((image, caption))
     return pairs
+
+
+# ---- tar files ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TarShards:
+    """WebDataset shards: images in .tar files, each with its caption in a .txt or .json file of the same name.
+
+    Only the shards in use have their lists of files in memory.
+    """
+
+    tars: tuple[tuple[Path, tuple[int, int]], ...]  # with their size and the time of their last change, in ns
+    shards: tuple[int, ...]
+    resolution: int
+
+    @functools.cached_property
+    def _ends(self) -> NDArray[np.int64]:
+        return np.cumsum(self.shards)
+
+    def example(self, index: int) -> Example:
+        """Return pixels (3,R,R) uint8 and the caption.  Raises ValueError, one line, for a broken image; OSError."""
+        shard = int(np.searchsorted(self._ends, index, side="right"))
+        path, state = self.tars[shard]
+        name, image, text, is_json = _members(path, state)[index - int(self._ends[shard])]
+        where = f"{path}, {name}"
+        with open_file(path) as file:
+            caption = _read(file, text, where).decode("utf-8-sig", errors="replace")
+            pixels = decode_image(io.BytesIO(_read(file, image, where)), where, to_rgb)
+        if is_json:
+            try:
+                caption = caption_in(json.loads(caption), where)
+            except (json.JSONDecodeError, RecursionError) as error:
+                raise ValueError(f"{where}: its .json cannot be read ({error})") from error
+        check_caption(caption.strip(), where)
+        size = (self.resolution, self.resolution)
+        cut, corner = crop(pixels, size)
+        return Example(to_tensor(cut), caption.strip(), sizes=sizes_of(pixels, corner, size))
+
+
+_Place = tuple[int, int]  # offset and size of a file in a tar
+
+
+@functools.lru_cache(maxsize=OPEN_SHARDS)
+def _members(path: Path, state: tuple[int, int]) -> list[tuple[str, _Place, _Place, bool]]:
+    """Return the examples of a tar: name, image, caption, and whether that is JSON."""
+    images: dict[str, _Place] = {}
+    texts: dict[str, _Place] = {}
+    rows: dict[str, _Place] = {}
+    try:
+        with open_file(path) as file, tarfile.open(fileobj=file, mode="r:") as tar:
+            for member in tar:
+                tar.members = []  # type: ignore[attr-defined]  # it would keep them all
+                folder, name = os.path.split(member.name)
+                stem, _, suffix = name.partition(".")
+                kind = {"txt": texts, "json": rows}.get(suffix.lower(), images)
+                if member.isfile() and stem and (kind is not images or f".{suffix.lower()}" in SUFFIXES):
+                    if (key := os.path.join(folder, stem)) in kind:
+                        raise ValueError(f"{path}, {member.name}: is the second file of {key} of its kind")
+                    kind[key] = (member.offset_data, member.size)
+    except (tarfile.TarError, EOFError) as error:
+        raise ValueError(f"{path}: is not an uncompressed tar file, or damaged ({error})") from error
+    without = [key for key in images if key not in texts and key not in rows]
+    if without:
+        raise ValueError(
+            f"{path}, {without[0]}: has no caption: wanted a .txt or .json of its name ({len(without)} have none)"
+        )
+    return [(key, place, texts.get(key) or rows[key], key not in texts) for key, place in images.items()]
+
+
+def _read(file: BinaryIO, place: _Place, where: str) -> bytes:
+    offset, size = place
+    if size > MOST_BYTES:
+        raise ValueError(f"{where}: is too large, wanted at most {MOST_BYTES / 2**20:,.0f} MiB")
+    file.seek(offset)
+    if len(content := file.read(size)) < size:
+        raise ValueError(f"{where}: ends too early")
+    return content
+
+
+def open_data(path: Path, resolution: int) -> ImageFolder | TarShards:
+    """Open captioned images: a folder (see open_folder), or WebDataset shards, a .tar file or a folder of them.
+
+    Raises ValueError, one line, if these are none, or a caption is missing; OSError.
+    """
+    paths = sorted(path.glob("*.tar")) if path.is_dir() else [path] * (path.suffix == ".tar")
+    if not paths:
+        return open_folder(path, resolution)
+    stats = [tar.stat() for tar in paths]
+    tars = tuple((tar, (stat.st_size, stat.st_mtime_ns)) for tar, stat in zip(paths, stats, strict=True))
+    counts = tuple(len(_members(*tar)) for tar in tars)
+    if not sum(counts):
+        raise ValueError(f"{paths[0]}: holds no images ({', '.join(SUFFIXES)})")
+    return TarShards(tars, counts, resolution)
 
 
 # ---- renderers ------------------------------------------------------------------------------------------------------

@@ -16,26 +16,50 @@ of its own data.  A folder holds, for example i in row i % shard of folder i // 
 
 import contextlib
 import functools
+import hashlib
 import itertools
 import json
+import logging
 import math
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from ldm_lite import Pipeline
 from ldm_lite.cli.files import read_json, read_text
 from ldm_lite.cli.writing import flush, replacing, write_whole
+from ldm_lite.core.vae import AutoencoderKL
 from ldm_lite.networks import digest
-from ldm_lite.train.batches import Batch
-from ldm_lite.train.examples import Example
-from ldm_lite.train.tars import OPEN_SHARDS
+from ldm_lite.train import distributed
+from ldm_lite.train.batches import in_order, reported_workers
+from ldm_lite.train.data import (
+    BESIDE,
+    OPEN_SHARDS,
+    Buckets,
+    Dataset,
+    Example,
+    ImageFolder,
+    RenderedScenes,
+    TarShards,
+    beside,
+    held_out,
+    in_buckets,
+    open_data,
+    open_folder,
+    open_renderer,
+    with_hints,
+)
+from ldm_lite.train.losses import moments_of
+from ldm_lite.train.options import TrainOptions
+
+log = logging.getLogger("ldm_lite")
 
 INDEX = "index.json"
 FORMAT = "ldm_lite encoded 1"
@@ -67,25 +91,24 @@ class EncodedDataset:
         Raises ValueError, one line, if a file is damaged, or not finite there; OSError.
         """
         shard, row = divmod(index, self.about["shard"])
-        captions = _captions(self._path(shard, "captions.jsonl"), self.written)
+        path = self.folder / f"{shard:05}" / "captions.jsonl"
+        captions = _captions(path, self.written)
         if len(captions) != self.shards[shard]:
-            raise ValueError(f"{self._path(shard, 'captions.jsonl')}: has {len(captions)} lines, not a shard's")
-        arrays = {name: self._row(shard, name, row) for name in KINDS if self.about.get(name) is not None}
+            raise ValueError(f"{path}: has {len(captions)} lines, not a shard's")
+        arrays = {name: self._tensor(f"{shard:05}", name, row) for name in KINDS if self.about.get(name) is not None}
         return Example(arrays.pop("moments"), captions[row], **arrays)
 
     def empty(self, name: str) -> Tensor | None:
         """Return the "context" (T,D) or "y" (V,) of the empty caption, if it is encoded.  Raises as example does."""
-        if self.about.get(name) is None:
-            return None
-        path = self.folder / "empty" / f"{name}.npy"
-        return _finite(_mapped(path, self.written, (1, *self.about[name]), KINDS[name][0]), 0)
+        return None if self.about.get(name) is None else self._tensor("empty", name, 0)
 
-    def _path(self, shard: int, name: str) -> Path:
-        return self.folder / f"{shard:05}" / name
-
-    def _row(self, shard: int, name: str, row: int) -> Tensor:
-        path, shape = self._path(shard, f"{name}.npy"), (self.shards[shard], *self.about[name])
-        return _finite(_mapped(path, self.written, shape, KINDS[name][0]), row)
+    def _tensor(self, shard: str, name: str, row: int) -> Tensor:
+        path, count = self.folder / shard / f"{name}.npy", 1 if shard == "empty" else self.shards[int(shard)]
+        values = _mapped(path, self.written, (count, *self.about[name]), KINDS[name][0])
+        tensor = torch.from_numpy(values[row].copy())
+        if not bool(torch.isfinite(tensor).all()):
+            raise ValueError(f"{path}: row {row} is not finite: encode it again")
+        return tensor
 
 
 def open_encoded(folder: Path) -> EncodedDataset:
@@ -104,35 +127,6 @@ def open_encoded(folder: Path) -> EncodedDataset:
     if bad:
         raise ValueError(f"{path}: its {bad[0]} cannot be {about.get(bad[0])!r:.50}: encode the examples again")
     return EncodedDataset(folder, about, path.stat().st_mtime_ns)
-
-
-def write_encoded(
-    folder: Path, encode: Callable[[int], Iterator[Batch]], count: int, about: dict[str, Any]
-) -> EncodedDataset:
-    """Write a folder of encoded examples, or finish one that has the same `about`, which is added to the index.
-
-    `encode(first)` yields batches with moments, from example `first` on, `count` examples in all.  A shard is written
-    beside its name and renamed; memory does not grow with their number.  Raises OSError, and what `encode` raises.
-    """
-    origin = folder / ORIGIN
-    key = json.dumps(about, sort_keys=True)
-    if not origin.is_file() or read_text(origin) != key:
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        write_whole(origin, key)
-    done = next(i for i in itertools.count() if not (folder / f"{i:05}").is_dir())
-    batches = encode(done * SHARD) if done * SHARD < count else ()
-    examples = itertools.chain.from_iterable(
-        rows(batch.captions, {name: batch.pixels if name == "moments" else getattr(batch, name) for name in KINDS})
-        for batch in batches
-    )
-    while done * SHARD < count:
-        with replacing(folder / f"{done:05}") as part:
-            part.mkdir()
-            write_shard(part, examples, min(SHARD, count - done * SHARD))
-        done += 1
-    write_index(folder, count, SHARD, about)
-    return open_encoded(folder)
 
 
 Row = tuple[dict[str, NDArray[Any]], str]  # the arrays of an example by name, and its caption
@@ -188,13 +182,6 @@ def _whole(sizes: list[object]) -> bool:
     return all(type(size) is int and 0 < size < 2**31 for size in sizes) and math.prod(sizes) < 2**40  # type: ignore[arg-type]
 
 
-def _finite(values: NDArray[Any], row: int) -> Tensor:
-    example = torch.from_numpy(values[row].copy())
-    if not bool(torch.isfinite(example).all()):
-        raise ValueError(f"{getattr(values, 'filename', 'encoded data')}: row {row} is not finite: encode it again")
-    return example
-
-
 @functools.lru_cache(maxsize=len(KINDS) * OPEN_SHARDS)
 def _mapped(path: Path, written: int, shape: tuple[int, ...], kind: str) -> NDArray[Any]:
     """Map a file of arrays into memory.  Raises ValueError, one line, for a damaged one or another shape; OSError."""
@@ -217,3 +204,160 @@ def _captions(path: Path, written: int) -> list[str]:
     if not all(isinstance(caption, str) for caption in captions):
         raise ValueError(f"{path}: wanted a JSON string in each line: encode the examples again")
     return captions
+
+
+# ---- the data of a run ----------------------------------------------------------------------------------------------
+
+
+class Data(NamedTuple):
+    """The data of a run, latents where they are finite."""
+
+    train: Dataset
+    prior: Dataset | None  # images of the class
+    validation: Dataset | None
+    encoded: bool  # beforehand: no step uses the autoencoder
+    empty: Mapping[str, Tensor] | None  # with the text: no step uses the text encoders
+
+
+def open_all(options: TrainOptions, model: Pipeline, reads_text: bool) -> Data:
+    """Open the data of a run, and encode what is finite; reads_text: the text encoders do not change in it.
+
+    Raises ValueError, one line, for unusable options or data; OSError.
+    """
+    dataset = open_dataset(options, model, options.data)
+    is_encoded = isinstance(dataset, EncodedDataset)
+
+    def latents(dataset: Dataset, name: str) -> Dataset:
+        if isinstance(dataset, EncodedDataset):
+            check_encoded(options, model, dataset, reads_text)
+        elif dataset.shards is not None:
+            return encoded(options, dataset, model.vae, name)
+        return dataset
+
+    train = latents(dataset, "latents")
+    prior = validation = empty = None
+    if options.class_data is not None:
+        prior = latents(open_dataset(options, model, options.class_data), "latents-class")
+    if options.held_out_fraction is not None:
+        train, validation = held_out(train, options.held_out_fraction, options.seed)
+    elif options.validation is not None:
+        validation = latents(open_dataset(options, model, options.validation), "latents-validation")
+        if validation.shards is None:
+            raise ValueError("`validation` needs finite data: give a folder of images")
+    folder = None if options.held_out_fraction is not None else options.validation
+    has_other_text = any((options.class_data, options.class_prompt, folder))
+    if isinstance(dataset, EncodedDataset) and reads_text and not has_other_text:
+        empty = _no_caption(model, dataset)
+    return Data(train, prior, validation, is_encoded, empty)
+
+
+def open_dataset(options: TrainOptions, model: Pipeline, path: str | None) -> Dataset:
+    """Open a folder of data, or the options' renderer.  Raises ValueError, one line, if they are not usable."""
+    resolution = model.family.resolution
+    if path is None:
+        return open_scenes(options, resolution)
+    folder = Path(path)
+    if (folder / INDEX).exists():
+        dataset: Dataset = open_encoded(folder)
+    elif folder.is_dir() and not any(folder.glob("*.tar")):
+        caption = options.class_prompt if path == options.class_data else options.caption
+        images = replace(open_folder(folder, resolution, caption), masked=options.masked)
+        images = with_hints(images) if options.stage == "control" else images
+        factor = model.vae.spec.factor * getattr(model.family.unet, "patch", 1)
+        step = factor * max(1, round(resolution / 8 / factor))
+        return in_buckets(images, step) if options.buckets else images
+    else:
+        dataset = open_data(folder, resolution)
+    if options.stage == "control":
+        raise ValueError(f"{path}: is no folder of images, with NAME.hint.png beside each, which `stage=control` needs")
+    for name in ("caption", "buckets", "masked"):
+        if getattr(options, name):
+            raise ValueError(f"{path}: is no folder of images, which `{name}` is for: leave it out")
+    return dataset
+
+
+def open_scenes(options: TrainOptions, resolution: int) -> RenderedScenes:
+    """Open the options' renderer.  Raises ValueError, one line, if it is not usable."""
+    try:
+        arguments = json.loads(options.renderer_options)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"got `renderer_options` {options.renderer_options!r:.100}, wanted JSON: {error}") from error
+    return open_renderer(Path(str(options.renderer)), resolution, arguments, options.scenes)
+
+
+def encoded(options: TrainOptions, dataset: Dataset, vae: nn.Module, name: str = "latents") -> Dataset:
+    """Encode finite data's latents into the run's folder, or take those there if data and autoencoder are the same.
+
+    A shard is written beside its name and renamed, and a run that was stopped goes on after the last one.
+    """
+    if isinstance(dataset, Buckets):
+        names = [f"{name}/{'x'.join(map(str, part.size))}" for part in dataset.parts if isinstance(part, ImageFolder)]
+        parts = zip(dataset.parts, names, strict=True)
+        return Buckets(tuple(encoded(options, part, vae, name) for part, name in parts))
+    assert isinstance(vae, AutoencoderKL)
+    assert dataset.shards is not None
+    # What identifies the data: names, sizes and times of the files, captions, the renderer.
+    if isinstance(dataset, ImageFolder):
+        files = [*dataset.items]
+        files += [(file, "") for path, _ in dataset.items for what in BESIDE if (file := beside(path, what)).is_file()]
+        stats = [(path.stat(), path, caption) for path, caption in files]
+        parts_of_data: list[object] = [(str(path), text, stat.st_size, stat.st_mtime_ns) for stat, path, text in stats]
+        parts_of_data.append((dataset.size, dataset.masked, dataset.hinted))
+    elif isinstance(dataset, TarShards):
+        parts_of_data = [(str(path), state) for path, state in dataset.tars]
+    else:
+        parts_of_data = [Path(str(options.renderer)).read_bytes(), options.renderer_options, options.scenes]
+    identity = repr((parts_of_data, getattr(dataset, "resolution", None)))
+    about = {"data": hashlib.sha256(identity.encode()).hexdigest()[:32], "vae": encoder_digest(vae)}
+    folder, count, device = Path(options.out) / name, sum(dataset.shards), next(vae.parameters()).device
+    if distributed.rank() == 0:
+        origin, key = folder / ORIGIN, json.dumps(about, sort_keys=True)
+        if not origin.is_file() or read_text(origin) != key:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+            write_whole(origin, key)
+        done = next(number for number in itertools.count() if not (folder / f"{number:05}").is_dir())
+
+        @torch.no_grad()
+        def encode() -> Iterator[Row]:
+            log.info("encoding %d images", count - done * SHARD)
+            with reported_workers():
+                for batch in in_order(dataset, options.batch, options.workers, done * SHARD):
+                    moments = torch.cat(moments_of(vae, batch.pixels, device), dim=1).cpu()
+                    tensors = {name: getattr(batch, name) for name in KINDS if name != "moments"}
+                    yield from rows(batch.captions, {"moments": moments, **tensors})
+
+        examples = encode()
+        for number in range(done, -(-count // SHARD)):
+            with replacing(folder / f"{number:05}") as part:
+                part.mkdir()
+                write_shard(part, examples, min(SHARD, count - number * SHARD))
+        write_index(folder, count, SHARD, about)
+    distributed.barrier()
+    return open_encoded(folder)
+
+
+def check_encoded(options: TrainOptions, model: Pipeline, dataset: EncodedDataset, reads_text: bool) -> None:
+    """Raise ValueError, one line, if data were encoded for another model; its text counts only if that is read."""
+    about, where = dataset.about, dataset.folder / INDEX
+    if about.get("vae") != encoder_digest(model.vae):
+        raise ValueError(f"{where}: was encoded by another autoencoder than this model's: encode the data again")
+    if not reads_text:
+        return
+    if options.tokens is not None:
+        raise ValueError("`tokens` has no effect on text that was encoded beforehand: leave it out")
+    if about["context"] is None or model.text_encoder is None:
+        raise ValueError(f"{where}: holds no text embeddings: encode the data again, or train the text encoder too")
+    if about.get("text_encoder") != digest(*model.text_encoders):
+        raise ValueError(f"{where}: was encoded by another text encoder than this model's: encode the data again")
+    if (model.family.conditioner == "sdxl" or model.schedule.is_flow) and about.get("y") is None:
+        raise ValueError(f"{where}: holds no y.npy, which {model.family.title} reads too: encode the data again")
+
+
+def _no_caption(model: Pipeline, dataset: EncodedDataset) -> dict[str, Tensor]:
+    """Return what the network reads without a caption, as inference does: SDXL reads zeros, others the empty text."""
+    texts = {name: dataset.empty(name) for name in ("context", "y")}
+    empty = {name: text[None].float() for name, text in texts.items() if text is not None}
+    if model.family.conditioner == "sdxl":
+        return {"context": torch.zeros_like(empty["context"]), "y": torch.zeros(1, *dataset.about["y"])}
+    return empty

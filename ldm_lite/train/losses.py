@@ -20,9 +20,70 @@ from ldm_lite import Pipeline
 from ldm_lite.core.vae import AutoencoderKL
 from ldm_lite.models.controlnet import ControlNet
 from ldm_lite.networks import blocks, encode_captions, network_inputs
-from ldm_lite.train.batches import Batch, Draws
-from ldm_lite.train.examples import to_float
-from ldm_lite.train.weighting import Weighting, uniform
+from ldm_lite.train import distributed
+from ldm_lite.train.batches import Batch, Draws, in_order
+from ldm_lite.train.data import Buckets, Dataset, to_float
+
+# ---- weights by noise level -----------------------------------------------------------------------------------------
+#
+# A fixed weighting is named for the weight that it gives the error of x0.  The error of a network's own prediction is
+# that of x0 times SNR (eps), SNR + 1 (v) or 1 (x0), so it is divided by these.
+
+Weighting = Callable[[Tensor, Tensor], Tensor]  # errors (B,) and SNR (B,) -> losses (B,)
+
+LEAST_SNR, MOST_SNR = 1e-9, 1e9  # it is 0 or infinite at the ends of some schedules
+
+
+def uniform(errors: Tensor, snr: Tensor) -> Tensor:
+    """The errors of the network's own prediction.  Ho et al. 2020, eq. 14."""
+    return errors
+
+
+def of_x0(kind: str, prediction: str, gamma: float = 5.0) -> Weighting:
+    """Return a fixed weighting.
+
+    "snr": SNR, as eps prediction has it.  Salimans and Ho 2022, sec. 4.  "min_snr": min(SNR, gamma).  Hang et al. 2023,
+    sec. 3.4.  "debiased": sqrt(SNR).  Yu et al. 2023, sec. 4.
+    """
+
+    def weighted(errors: Tensor, snr: Tensor) -> Tensor:
+        snr = snr.clamp(LEAST_SNR, MOST_SNR)
+        weight_of_x0 = {"snr": snr, "min_snr": snr.clamp(max=gamma), "debiased": snr.sqrt()}[kind]
+        weight_there_is = {"eps": snr, "v": snr + 1, "x0": torch.ones_like(snr)}[prediction]
+        return weight_of_x0 / weight_there_is * errors
+
+    return weighted
+
+
+class LearnedWeighting(nn.Module):
+    """errors / exp(u) + u: u follows the log of the mean error at a noise level, so all levels weigh the same.
+
+    u is linear in Fourier features of log(noise / signal) / 4.  Karras et al. 2024 (EDM2), eq. 21 and sec. 2.3.
+    """
+
+    frequencies: Tensor
+    phases: Tensor
+
+    def __init__(self, channels: int = 128) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.register_buffer("frequencies", 2 * math.pi * torch.randn(channels, generator=generator))
+        self.register_buffer("phases", 2 * math.pi * torch.rand(channels, generator=generator))
+        self.weight = nn.Parameter(torch.zeros(channels))
+
+    def forward(self, errors: Tensor, snr: Tensor) -> Tensor:
+        """Return the losses (B,) of errors (B,) at SNR (B,)."""
+        u = self.log_error(snr)
+        return errors / u.exp() + u
+
+    def log_error(self, snr: Tensor) -> Tensor:
+        """Return u (B,)."""
+        noise = -snr.clamp(LEAST_SNR, MOST_SNR).log() / 8
+        features = math.sqrt(2) * torch.cos(noise[:, None] * self.frequencies + self.phases)
+        return features @ self.weight / math.sqrt(len(self.weight))
+
+
+# ---- losses ---------------------------------------------------------------------------------------------------------
 
 
 class Loss(Protocol):
@@ -87,27 +148,24 @@ class DiffusionLoss:
     def errors(self, batch: Batch, draws: Draws, quantiles: Tensor) -> Tensor:
         """Return the mean squared errors (B,), without weights, at quantiles (B,) of the noise levels."""
         noised = self._noised(batch, draws, quantiles)
-        text = self._read(batch, torch.zeros(len(quantiles), dtype=torch.bool))
+        text = read(self.model, batch, torch.zeros(len(quantiles), dtype=torch.bool), self.empty)
         out = self._run(self.model, noised, text, batch.hint)
         return self._errors(out, noised.target, batch.mask)
 
     def _mean(self, batch: Batch, draws: Draws) -> Tensor:
         noised = self._noised(batch, draws)
-        text = self._read(batch, draws.uniform() < self.caption_dropout)
+        text = read(self.model, batch, draws.uniform() < self.caption_dropout, self.empty)
         errors = self._errors(self._run(self.model, noised, text, batch.hint), noised.target, batch.mask)
         loss = self.weighting(errors, noised.snr).mean()
         if self.prior is not None and self.prior.caption is not None:
-            loss = loss + self.prior.weight * self._kept(self.prior, noised, batch)
+            # The difference to the base model's prediction for the class, at the same latents.
+            of_class = replace(batch, captions=[self.prior.caption] * len(batch.captions), context=None)
+            kept = torch.zeros(len(batch.captions), dtype=torch.bool)
+            with torch.no_grad(), self.prior.base() as base:
+                wanted = self._run(base, noised, read(base, of_class, kept), batch.hint)
+            out = self._run(self.model, noised, read(self.model, of_class, kept), batch.hint)
+            loss = loss + self.prior.weight * self.weighting(self._errors(out, wanted, None), noised.snr).mean()
         return loss
-
-    def _kept(self, prior: Prior, noised: Noised, batch: Batch) -> Tensor:
-        """Return the mean squared difference to the base model's prediction for the class, at the same latents."""
-        of_class = replace(batch, captions=[str(prior.caption)] * len(batch.captions), context=None)
-        kept = torch.zeros(len(batch.captions), dtype=torch.bool)
-        with torch.no_grad(), prior.base() as base:
-            wanted = self._run(base, noised, read(base, of_class, kept), batch.hint)
-        out = self._run(self.model, noised, read(self.model, of_class, kept), batch.hint)
-        return self.weighting(self._errors(out, wanted, None), noised.snr).mean()
 
     def _noised(self, batch: Batch, draws: Draws, quantiles: Tensor | None = None) -> Noised:
         """Add noise of random levels to a batch's latents, or that of given quantiles of these."""
@@ -117,7 +175,10 @@ class DiffusionLoss:
         x0 = family.scale_factor * (mean + (logvar / 2).exp() * z - family.shift_factor)
         if schedule.is_flow:
             logits = draws.normal().double() if quantiles is None else torch.special.ndtri(quantiles.double())
-            t, a, s = self._flow_levels(logits, (x0.shape[1], x0.shape[2], x0.shape[3]))
+            sized = self.model.sized((x0.shape[1], x0.shape[2], x0.shape[3])).schedule
+            levels = [sized.between(1000 * float(place) - 1) for place in torch.sigmoid(logits)]
+            times = torch.tensor([[level.t, 1 - level.s, level.s] for level in levels], dtype=torch.float32)
+            t, a, s = times.to(self._device).unbind(1)
         else:
             num = len(self._a)
             t = draws.integers(num) if quantiles is None else (quantiles * num).long().clamp(max=num - 1)
@@ -127,17 +188,6 @@ class DiffusionLoss:
         targets = {"eps": lambda: noise, "v": lambda: a * noise - s * x0, "x0": lambda: x0}
         targets |= {"flow": lambda: noise - x0, "reverse_flow": lambda: x0 - noise}
         return Noised(a * x0 + s * noise, t, targets[schedule.prediction](), snr)
-
-    def _flow_levels(self, logits: Tensor, shape: tuple[int, int, int]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return time, 1 - s and s (B,) of a flow's levels, for the logits (B,) of their places on the schedule."""
-        schedule = self.model.sized(shape).schedule
-        levels = [schedule.between(1000 * float(place) - 1) for place in torch.sigmoid(logits)]
-        values = [[level.t, 1 - level.s, level.s] for level in levels]
-        t, a, s = torch.tensor(values, dtype=torch.float32).to(self._device).unbind(1)
-        return t, a, s
-
-    def _read(self, batch: Batch, dropped: Tensor) -> dict[str, Tensor]:
-        return read(self.model, batch, dropped, self.empty)
 
     def _run(self, model: Pipeline, noised: Noised, text: Mapping[str, Tensor], hint: Tensor | None) -> Tensor:
         """Return the network's prediction."""
@@ -181,11 +231,12 @@ class ConsistencyLoss(DiffusionLoss):
         t = stride * (1 + draws.integers(TIMESTEPS)) - 1
         now = self._noised(batch, draws, (t + 0.5) / len(self._a))
         all_kept = torch.zeros(len(t), dtype=torch.bool)
-        text = self._read(batch, all_kept)
+        text = read(self.model, batch, all_kept, self.empty)
         with torch.no_grad():
             with self.base():
                 out = self._run(self.model, now, text, None)
-                out = out + self.guidance * (out - self._run(self.model, now, self._read(batch, ~all_kept), None))
+                unguided = self._run(self.model, now, read(self.model, batch, ~all_kept, self.empty), None)
+                out = out + self.guidance * (out - unguided)
             x0 = self._x0(now, out)
             (a, s), after = self._levels(now.t), (now.t - stride).clamp(min=0)
             next_a, next_s = self._levels(after)
@@ -261,3 +312,41 @@ def moments_of(vae: AutoencoderKL, pixels: Tensor, device: torch.device) -> tupl
         return moments(vae, to_float(pixels, device))
     mean, logvar = pixels.to(device).float().chunk(2, dim=1)
     return mean, logvar
+
+
+# ---- validation -----------------------------------------------------------------------------------------------------
+
+LEVELS = 4  # noise levels of each example
+FIRST = 2**41  # number of the first example: its noise is no training example's
+GOLDEN = 0.618034  # fractions of its multiples are spread evenly
+
+
+class Validation:
+    """Measures a loss on a dataset."""
+
+    def __init__(self, loss: DiffusionLoss, dataset: Dataset, batch: int, every: int) -> None:
+        """every: steps between measurements."""
+        self.loss, self.dataset, self.batch, self.every = loss, dataset, batch, every
+
+    @torch.no_grad()
+    def __call__(self) -> float:
+        """Return the mean of the squared errors, unweighted, of all examples at LEVELS noise levels each.
+
+        The levels of an example are one in each quarter of those that training draws.  Raises ValueError, OSError.
+        """
+        sums = torch.zeros(2, dtype=torch.float64)
+        parts = self.dataset.parts if isinstance(self.dataset, Buckets) else (self.dataset,)
+        batches = (batch for part in parts for batch in in_order(part, self.batch, workers=0))
+        first = FIRST  # their numbers go through all parts
+        for turn, batch in enumerate(batches):
+            examples = range(first, first + len(batch.numbers))
+            first = examples.stop
+            if turn % distributed.world_size() != distributed.rank():
+                continue
+            for level in range(LEVELS):
+                numbers = [LEVELS * example + level for example in examples]
+                places = [(level + GOLDEN * (example - FIRST) % 1) / LEVELS for example in examples]
+                errors = self.loss.errors(batch, Draws(0, numbers), torch.tensor(places, dtype=torch.float64))
+                sums += torch.tensor([float(errors.double().sum()), len(errors)], dtype=torch.float64)
+        total, count = distributed.all_reduce_sum(sums).tolist()
+        return total / count

@@ -1,10 +1,17 @@
-"""Options of `python -m ldm_lite.train`.  Nothing here imports torch."""
+"""Options of `python -m ldm_lite.train`, and a run's config.toml.  Nothing here imports torch."""
 
+import dataclasses
+import importlib
+import json
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass, fields
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from ldm_lite.cli.options import FINITE, MOST, CheckedOptions, LoadOptions, option
+from ldm_lite.cli.files import read_text
+from ldm_lite.cli.options import FINITE, MOST, CheckedOptions, LoadOptions, given, option
+from ldm_lite.cli.version import __version__
 
 
 @dataclass(frozen=True)
@@ -136,21 +143,12 @@ class TrainOptions(DataOptions, LearnedOptions, OptimiserOptions):
     debug: bool = option(False, "show the traceback of an error")
 
     @property
-    def share(self) -> float | None:
-        """The share of the data that is held out for validation, if `validation` is a number."""
+    def held_out_fraction(self) -> float | None:
+        """The fraction of the data that is held out for validation, if `validation` is a number."""
         try:
             return None if self.validation is None else float(self.validation)
         except ValueError:
             return None
-
-
-_OF_LORA = ("lora_alpha", "lora_text", "lora_kind", "lokr_factor", "lcm")
-_NOT_OF_LCM = (
-    *("lora_text", "caption_dropout", "masked"),
-    *("min_snr", "weighting", "class_data", "class_prompt", "validation"),
-)
-_OF_EMBEDDING = ("token", "init_word", "vectors")
-_OF_FOLDERS = ("caption", "buckets", "masked")
 
 
 def check(options: TrainOptions, load: LoadOptions) -> None:
@@ -163,64 +161,97 @@ def check(options: TrainOptions, load: LoadOptions) -> None:
         raise ValueError(f"got `dtype={load.dtype}`, but weights are trained in float32: leave it out")
     if options.lora_rank is not None and options.stage != "diffusion":
         raise ValueError("`lora_rank` trains a LoRA for the diffusion model: leave out `stage`")
-    if options.stage != "diffusion" or options.lora_rank is not None:
-        _refuse(options, ("shard",), "but on the whole diffusion model")
     if unknown := sorted(set(options.log_to) - {"tensorboard", "wandb"}):
         raise ValueError(f"got `log_to` {unknown[0]!r}, wanted tensorboard or wandb")
-    if options.optimizer != "adamw":
-        _refuse(options, ("shard",), f"with `optimizer={options.optimizer}`")
-    if options.shard:
-        _refuse(options, ("ema_lengths",), "with `shard`")
-    _check_stage(options)
-    _check_data(options)
-
-
-def _check_stage(options: TrainOptions) -> None:
-    """Raise ValueError for options that what is trained does not use."""
-    if options.stage == "embedding":
-        if not options.token:
-            raise ValueError("`stage=embedding` learns a name in captions: give it as `token`, such as '<my-cat>'")
-    else:
-        _refuse(options, _OF_EMBEDDING, "without `stage=embedding`")
-    if options.stage in ("embedding", "control"):
-        _refuse(options, ("freeze_text",), f"with `stage={options.stage}`, which keeps the model frozen")
-    if options.stage == "control":
-        _refuse(options, ("class_data", "class_prompt", "renderer"), "with `stage=control`")
-    if options.lora_rank is None:
-        _refuse(options, _OF_LORA, "without `lora_rank`")
-    else:
-        _refuse(options, ("freeze_text",), "with `lora_rank`, which keeps the model frozen")
-    if options.lcm:
-        _refuse(options, _NOT_OF_LCM, "with `lcm`")
-    else:
-        _refuse(options, ("lcm_guidance",), "without `lcm`")
-    if options.lora_kind != "lokr":
-        _refuse(options, ("lokr_factor",), "without `lora_kind=lokr`")
-    if options.min_snr is not None and options.weighting is not None:
-        raise ValueError(f"got `min_snr` and `weighting={options.weighting}`: wanted one of them")
-
-
-def _check_data(options: TrainOptions) -> None:
-    """Raise ValueError for data given twice or not at all, and for options that they do not use."""
+    if options.stage == "embedding" and not options.token:
+        raise ValueError("`stage=embedding` learns a name in captions: give it as `token`, such as '<my-cat>'")
     if (options.data is None) == (options.renderer is None):
         raise ValueError("wanted either `data=FOLDER` or `renderer=FILE.py`")
-    if options.renderer is None:
-        _refuse(options, ("renderer_options", "scenes"), "without `renderer`")
-    else:
-        _refuse(options, _OF_FOLDERS, "with `renderer`")
-    if options.class_data is None and options.class_prompt is None:
-        _refuse(options, ("prior_weight",), "without `class_data` or `class_prompt`")
-    if options.validation is None:
-        _refuse(options, ("validate_every",), "without `validation`")
-    if options.share is not None and not 0 < options.share < 1:
+    stage, fraction, has_lora = options.stage, options.held_out_fraction, options.lora_rank is not None
+    has_class = options.class_data is not None or options.class_prompt is not None
+    not_of_lcm = "lora_text caption_dropout masked min_snr weighting class_data class_prompt validation"
+    defaults = {field.name: field.default for field in dataclasses.fields(options)}
+    for unused, when, names in (
+        (stage != "diffusion" or has_lora, "but on the whole diffusion model", "shard"),
+        (options.optimizer != "adamw", f"with `optimizer={options.optimizer}`", "shard"),
+        (options.shard, "with `shard`", "ema_lengths"),
+        (stage != "embedding", "without `stage=embedding`", "token init_word vectors"),
+        (stage in ("embedding", "control"), f"with `stage={stage}`, which keeps the model frozen", "freeze_text"),
+        (stage == "control", "with `stage=control`", "class_data class_prompt renderer"),
+        (not has_lora, "without `lora_rank`", "lora_alpha lora_text lora_kind lokr_factor lcm"),
+        (has_lora, "with `lora_rank`, which keeps the model frozen", "freeze_text"),
+        (options.lcm, "with `lcm`", not_of_lcm),
+        (not options.lcm, "without `lcm`", "lcm_guidance"),
+        (options.lora_kind != "lokr", "without `lora_kind=lokr`", "lokr_factor"),
+        (options.renderer is None, "without `renderer`", "renderer_options scenes"),
+        (options.renderer is not None, "with `renderer`", "caption buckets masked"),
+        (not has_class, "without `class_data` or `class_prompt`", "prior_weight"),
+        (options.validation is None, "without `validation`", "validate_every"),
+    ):
+        for name in names.split():
+            if getattr(options, name) != defaults[name] and unused:
+                raise ValueError(f"`{name}` has no effect {when}: leave it out")
+    if options.min_snr is not None and options.weighting is not None:
+        raise ValueError(f"got `min_snr` and `weighting={options.weighting}`: wanted one of them")
+    if fraction is not None and not 0 < fraction < 1:
         raise ValueError(f"got `validation` {options.validation}, wanted a folder, or a share between 0 and 1")
-    if options.share is not None and options.renderer is not None and options.scenes is None:
+    if fraction is not None and options.renderer is not None and options.scenes is None:
         raise ValueError("`validation` as a share needs finite data: give `scenes`, or a folder")
 
 
-def _refuse(options: TrainOptions, names: Iterable[str], when: str) -> None:
-    """Raise ValueError if one of these options is not at its default."""
-    defaults = {field.name: field.default for field in fields(options)}
-    for name in names:
-        if getattr(options, name) != defaults[name]:
-            raise ValueError(f"`{name}` has no effect {when}: leave it out")
+# ---- config.toml ----------------------------------------------------------------------------------------------------
+
+CONFIG = "config.toml"
+_OF_A_CALL = ("out", "resume", "config", "debug")  # they do not change what a run computes
+
+
+def as_toml(options: TrainOptions, load: LoadOptions) -> str:
+    """Return the text of a config.toml: every option of a run that has a value."""
+    lines = [f"# Of a run of ldm_lite {__version__}: `python -m ldm_lite.train --config FILE --out FOLDER` repeats it."]
+    for title, group in (("train", options), ("load", load)):
+        lines += ["", f"[{title}]"]
+        for field in dataclasses.fields(group):
+            value = getattr(group, field.name)
+            if value is not None and field.name not in _OF_A_CALL:
+                lines.append(f"{field.name} = {_toml(value)}")
+    return "\n".join(lines) + "\n"
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_toml, value))}]"
+    if isinstance(value, (bool, int, float)):
+        return json.dumps(value)
+    return json.dumps(str(getattr(value, "path", value)))  # an open checkpoint has a path
+
+
+def with_config(options: TrainOptions, load: LoadOptions) -> tuple[TrainOptions, LoadOptions]:
+    """Return the options with those of the file `options.config`, if there is one, where none were given.
+
+    Raises ValueError, one line, for a file that is no config.toml, and for options that do not exist; OSError.
+    """
+    if options.config is None:
+        return options, load
+    path = Path(options.config)
+    try:
+        tables = importlib.import_module("tomllib").loads(read_text(path))
+    except ModuleNotFoundError as error:
+        raise ValueError("`config` needs Python 3.11 or newer: give the options one by one") from error
+    except ValueError as error:
+        raise ValueError(f"{path}: is not a config.toml ({error})") from error
+    for title, table in tables.items():
+        if title not in ("train", "load") or not isinstance(table, dict):
+            raise ValueError(f"{path}: has {title!r:.50}, wanted the tables [train] and [load]")
+    return _filled(options, tables.get("train", {}), path), _filled(load, tables.get("load", {}), path)
+
+
+def _filled(options: Any, table: dict[str, Any], path: Path) -> Any:
+    names = {field.name for field in dataclasses.fields(options)} - set(_OF_A_CALL)
+    if unknown := sorted(table.keys() - names):
+        raise ValueError(f"{path}: {unknown[0]!r:.50} is not an option of training")
+    assert isinstance(options, CheckedOptions)
+    explicit = {name: getattr(options, name) for name in given(options) if name != "config"}
+    try:
+        return type(options)(**{**table, **explicit})
+    except TypeError as error:
+        raise ValueError(f"{os.fspath(path)}: {error}") from error

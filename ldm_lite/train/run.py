@@ -1,15 +1,15 @@
-"""A training run, from its options to its checkpoint."""
+"""A training run, from its options to its files: the model, the data, the loss, the trainer, and what is saved."""
 
 import contextlib
 import copy
-import dataclasses
 import functools
+import importlib.util
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,34 +17,50 @@ from torch.utils._pytree import tree_map
 
 from ldm_lite import Pipeline
 from ldm_lite.cli.options import LoadOptions
-from ldm_lite.cli.writing import locked, write_whole
-from ldm_lite.networks import has_fast_bf16
-from ldm_lite.train import distributed, outputs
-from ldm_lite.train.config import CONFIG, as_toml, with_config
-from ldm_lite.train.ema import using
-from ldm_lite.train.encoded import EncodedDataset
-from ldm_lite.train.examples import Dataset
-from ldm_lite.train.loggers import open_logger
-from ldm_lite.train.lora import AttachedLoRA, LoRA
-from ldm_lite.train.losses import ConsistencyLoss, DiffusionLoss, Loss, Prior, checkpoint_activations
-from ldm_lite.train.options import TrainOptions, check
-from ldm_lite.train.setup import (
-    check_encoded,
-    encoded,
-    held_out,
-    make_loss,
-    make_model,
-    no_caption,
-    open_dataset,
-    side_of,
-    text_encoders,
-    trained_networks,
+from ldm_lite.cli.writing import locked, replacing, write_whole
+from ldm_lite.core.vae import AutoencoderKL
+from ldm_lite.image import grid
+from ldm_lite.models.unet import UNet
+from ldm_lite.networks import (
+    checkpoint_content,
+    control_with,
+    has_fast_bf16,
+    token_tables,
+    unread_parameters,
 )
-from ldm_lite.train.state import STATE
-from ldm_lite.train.trainer import TrainConfig, Trainer
-from ldm_lite.train.validation import Validation
+from ldm_lite.toolkit import load_model
+from ldm_lite.train import distributed
+from ldm_lite.train.additions import (
+    AttachedLoRA,
+    Content,
+    LoRA,
+    Vectors,
+    control_file,
+    embedding_file,
+    kohya_file,
+    new_control,
+)
+from ldm_lite.train.encoded import open_all
+from ldm_lite.train.losses import (
+    ConsistencyLoss,
+    DiffusionLoss,
+    LearnedWeighting,
+    Loss,
+    Prior,
+    Validation,
+    Weighting,
+    checkpoint_activations,
+    of_x0,
+    uniform,
+)
+from ldm_lite.train.options import CONFIG, TrainOptions, as_toml, check, with_config
+from ldm_lite.train.state import LOG, STATE, open_logger, read_log, write_tensors
+from ldm_lite.train.trainer import Trainer, Weights, using
 
 log = logging.getLogger("ldm_lite")
+
+SAMPLES = 4  # per prompt
+SAMPLE_STEPS = 20
 
 
 def train(
@@ -52,8 +68,8 @@ def train(
 ) -> Path:
     """Start or continue a training run and return the path of its checkpoint.
 
-    on_step gets the number of steps done and, now and then, their mean loss.  Raises ValueError, one line, for unusable
-    options, data or models, and if the loss is not finite.
+    on_step gets the number of steps done and, every 20 steps, their mean loss.  Raises ValueError, one line, for
+    unusable options, data or models, and if the loss is not finite.
     """
     options, load = with_config(options, load)
     check(options, load)
@@ -61,11 +77,58 @@ def train(
     if distributed.rank() > 0:
         log.setLevel(logging.WARNING)
         on_step = lambda step, loss: None  # noqa: E731
-    with run_folder(options) as folder:
+    with run_folder(options) as folder, contextlib.ExitStack() as stack:
         if distributed.rank() == 0:
             write_whole(folder / CONFIG, as_toml(options, load))
-        _train(options, load, on_step)
-    return outputs.checkpoint_path(options)
+        torch.manual_seed(options.seed)
+        # What is learned, from what, by which loss.
+        model = make_model(options, load)
+        reads_text = "text_encoder" not in trained_networks(options, model) and options.stage != "embedding"
+        data = open_all(options, model, reads_text)
+        loss = make_loss(options, model, data.empty)
+        if options.stage == "embedding" and isinstance(loss, DiffusionLoss):
+            model = loss.model  # whose prompts know the name
+        # Networks that no step uses; a save loads them again.
+        unused = ["vae"] * data.encoded + list(text_encoders(model)) * (data.empty is not None)
+        for role in unused:
+            getattr(model, role).to("meta")
+        attached = None
+        if isinstance(lora := loss.networks.get("lora"), LoRA):
+            attached = stack.enter_context(lora.attach(trained_networks(options, model)))
+        if isinstance(loss, DiffusionLoss):
+            loss.prior = _prior(options, model, attached)
+        if not options.shard:  # which takes contiguous weights only
+            lay_out([*loss.networks.values(), *model.networks.values()])
+        # The trainer, and what changes how its networks run.
+        trainer = make_trainer(options, loss)
+        if options.compile_network:
+            whole = options.lora_rank is None and options.stage != "embedding"
+            for network in loss.networks.values() if whole else [model.unet]:
+                network.compile()
+        if isinstance(loss, ConsistencyLoss) and attached is not None:
+            loss.base, loss.average = attached.off, functools.partial(using, loss.networks, trainer.ema)
+        if data.validation is not None and isinstance(loss, DiffusionLoss):
+            every = options.validate_every or options.save_every
+            trainer.validation = Validation(loss, data.validation, options.batch, every)
+        if options.checkpointing:  # after the trainer has copied the networks for the EMA
+            for network in (model.unet, *model.text_encoders, *loss.networks.values()):
+                stack.enter_context(checkpoint_activations(network))
+
+        def on_save(step: int) -> None:
+            average = {role: tree_map(distributed.gather, net.state_dict()) for role, net in trainer.ema.items()}
+            if distributed.rank() == 0:
+                fresh = make_model(options, replace(load, device="cpu")) if unused or options.shard else model
+                ema = dict(trainer.ema)
+                for role in average if options.shard else ():
+                    ema[role] = getattr(fresh, role)
+                    ema[role].load_state_dict(average[role])
+                    ema[role].to(model.device)
+                loaded = {role: getattr(fresh, role).to(model.device) for role in unused}
+                hint = data.train.example(0).hint if options.stage == "control" else None
+                save(options, replace(model, **loaded), trainer, ema, hint)
+
+        trainer.fit(data.train, on_step, on_save, data.prior)
+    return checkpoint_path(options)
 
 
 @contextlib.contextmanager
@@ -83,94 +146,97 @@ def run_folder(options: TrainOptions) -> Iterator[Path]:
         yield folder
 
 
-class Data(NamedTuple):
-    """The data of a run, latents where they are finite."""
-
-    train: Dataset
-    prior: Dataset | None  # images of the class
-    validation: Dataset | None
-    encoded: bool  # beforehand: no step uses the autoencoder
-    empty: Mapping[str, Tensor] | None  # with the text: no step uses the text encoders
+# ---- the model ------------------------------------------------------------------------------------------------------
 
 
-def _train(options: TrainOptions, load: LoadOptions, on_step: Callable[[int, float | None], None]) -> None:
-    torch.manual_seed(options.seed)
-    model = make_model(options, load)
-    model = replace(model, family=replace(model.family, resolution=side_of(options, model)))
+def make_model(options: TrainOptions, load: LoadOptions) -> Pipeline:
+    """Return the model to start from: in float32, frozen, and of the run's resolution.
+
+    Raises ValueError, one line, if it cannot be trained here, or its latents cannot have that resolution.
+    """
+    model = load_model(replace(load, dtype="fp32"))
+    check_model(options, model)
     for network in model.networks.values():
         network.requires_grad_(False).eval()
-    data = _data(options, model)
-    loss = make_loss(options, model, data.empty)
-    if options.stage == "embedding" and isinstance(loss, DiffusionLoss):
-        model = loss.model  # whose prompts know the name
-    released = ["vae"] * data.encoded + list(text_encoders(model)) * (data.empty is not None)
-    for role in released:
-        getattr(model, role).to("meta")  # no step uses it
-    with contextlib.ExitStack() as stack:
-        attached = None
-        if isinstance(lora := loss.networks.get("lora"), LoRA):
-            attached = stack.enter_context(lora.attach(trained_networks(options, model)))
-        if isinstance(loss, DiffusionLoss):
-            loss.prior = _prior(options, model, attached)
-        if not options.shard:  # which takes contiguous weights only
-            lay_out([*loss.networks.values(), *model.networks.values()])
-        trainer = make_trainer(options, loss)
-        if options.compile_network:
-            whole = options.lora_rank is None and options.stage != "embedding"
-            for network in loss.networks.values() if whole else [model.unet]:
-                network.compile()
-        if isinstance(loss, ConsistencyLoss) and attached is not None:
-            loss.base, loss.average = attached.off, functools.partial(using, loss.networks, trainer.ema)
-        if data.validation is not None and isinstance(loss, DiffusionLoss):
-            every = options.validate_every or options.save_every
-            trainer.validation = Validation(loss, data.validation, options.batch, every)
-        if options.checkpointing:  # after the trainer has copied the networks for the EMA
-            for network in (model.unet, *model.text_encoders, *loss.networks.values()):
-                stack.enter_context(checkpoint_activations(network))
-
-        def save(step: int) -> None:
-            average = {role: tree_map(distributed.gather, net.state_dict()) for role, net in trainer.ema.items()}
-            if distributed.rank() == 0:
-                fresh = make_model(options, replace(load, device="cpu")) if released or options.shard else model
-                ema = dict(trainer.ema)
-                for role in average if options.shard else ():
-                    ema[role] = getattr(fresh, role)
-                    ema[role].load_state_dict(average[role])
-                    ema[role].to(model.device)
-                whole = {role: getattr(fresh, role).to(model.device) for role in released}
-                hint = data.train.example(0).hint if options.stage == "control" else None
-                outputs.save(options, replace(model, **whole), trainer, ema, hint)
-
-        trainer.fit(data.train, on_step, save, data.prior)
+    side = options.resolution or model.family.resolution
+    model.latent_shape(side, side)
+    return replace(model, family=replace(model.family, resolution=side))
 
 
-def _data(options: TrainOptions, model: Pipeline) -> Data:
-    """Open and encode the data of a run."""
-    dataset = open_dataset(options, model, options.data)
-    reads_text = "text_encoder" not in trained_networks(options, model) and options.stage != "embedding"
-    images = (options.class_data, options.class_prompt, options.validation if options.share is None else None)
+def check_model(options: TrainOptions, model: Pipeline) -> None:
+    """Raise ValueError, one line, if this model cannot be trained here."""
+    family, title = model.family, model.family.title
+    if not isinstance(model.vae, AutoencoderKL):
+        raise ValueError(f"{title}: has no KL autoencoder, the only kind that can be trained with here")
+    if options.lcm and (model.schedule.is_flow or family.unet.guidance_dim is not None):
+        raise ValueError(f"{title}: `lcm` distils Stable Diffusion 1, 2 and XL only: leave it out")
+    if model.schedule.is_flow and family.task == "txt2img":  # transformers with several text encoders
+        if options.lora_rank is None or options.lora_text:
+            raise ValueError(f"{title}: only a LoRA of its transformer can be trained here: give `lora_rank=16`")
+        fixed = options.min_snr is not None or options.weighting in ("snr", "debiased")
+        if fixed or options.tokens is not None:
+            raise ValueError(f"{title}: leave out `min_snr`, `weighting` and `tokens`, which are for CLIP and betas")
+        return
+    if family.unet.guidance_dim is not None and options.lora_rank is None and options.stage == "diffusion":
+        raise ValueError(f"{title}: is distilled: train a LoRA of it, or the model it was distilled from")
+    if options.stage == "control" and not isinstance(model.unet, UNet):
+        raise ValueError(f"{title}: has no UNet that a ControlNet could steer")
+    encoders: tuple[Any, ...] = model.text_encoders
+    reads_text = family.task == "txt2img" and family.conditioner in ("clip", "sdxl")
+    if not reads_text or len(token_tables(model)) < len(encoders):
+        raise ValueError(f"{title}: only text-to-image models with CLIP text encoders can be trained here")
+    length = min(encoder.spec.length for encoder in encoders)
+    if options.tokens is not None and (options.tokens > length or len(encoders) > 1):
+        raise ValueError(f"got `tokens` {options.tokens}, wanted 2 to {length}, the length of a single text encoder")
 
-    def latents(dataset: Dataset, name: str) -> Dataset:
-        if isinstance(dataset, EncodedDataset):
-            check_encoded(options, model, dataset, reads_text)
-        elif dataset.shards is not None:
-            return encoded(options, dataset, model.vae, name)
-        return dataset
 
-    train = latents(dataset, "latents")
-    prior = validation = None
-    if options.class_data is not None:
-        prior = latents(open_dataset(options, model, options.class_data), "latents-class")
-    if options.share is not None:
-        train, validation = held_out(options, train, options.share)
-    elif options.validation is not None:
-        validation = latents(open_dataset(options, model, options.validation), "latents-validation")
-        if validation.shards is None:
-            raise ValueError("`validation` needs finite data: give a folder of images")
-    empty = None
-    if isinstance(dataset, EncodedDataset) and reads_text and not any(images):
-        empty = no_caption(model, dataset)
-    return Data(train, prior, validation, isinstance(dataset, EncodedDataset), empty)
+def text_encoders(model: Pipeline) -> dict[str, nn.Module]:
+    """Return a model's text encoders by role."""
+    return {role: network for role, network in model.networks.items() if role not in ("unet", "vae")}
+
+
+def trained_networks(options: TrainOptions, model: Pipeline) -> dict[str, nn.Module]:
+    """Return the networks of a diffusion model that are trained, or changed by a LoRA, by role."""
+    if options.stage in ("embedding", "control"):
+        return {}
+    with_text = options.lora_text if options.lora_rank is not None else not options.freeze_text
+    return {"unet": model.unet} | (text_encoders(model) if with_text else {})
+
+
+# ---- what is trained, and how ---------------------------------------------------------------------------------------
+
+
+def make_loss(options: TrainOptions, model: Pipeline, empty: Mapping[str, Tensor] | None = None) -> Loss:
+    """Return the loss with the networks to train: the diffusion model, or what is new.
+
+    `empty` holds the embeddings of no caption, if those of all captions are in the data.  A LoRA is not attached yet.
+    """
+    if options.tokens is not None:
+        assert model.tokenizer is not None
+        model = replace(model, tokenizer=replace(model.tokenizer, length=options.tokens))
+    networks, control = trained_networks(options, model), None
+    if options.stage == "embedding":
+        vectors = Vectors(model, options.init_word, options.vectors)
+        model, networks = vectors.known_to(model, str(options.token)), {"embedding": vectors}
+    elif options.stage == "control":
+        control = new_control(model)
+        networks = {"control": control}
+    elif options.lora_rank is not None:
+        lora = LoRA(networks, options.lora_rank, options.lora_alpha, options.lora_kind, options.lokr_factor)
+        networks = {"lora": lora}
+    else:
+        for network in networks.values():
+            network.requires_grad_(True)
+            for parameter in unread_parameters(network):  # which would have no gradient
+                parameter.requires_grad_(False)
+    weighting: Weighting = uniform
+    if options.weighting == "learned":
+        networks["weighting"] = weighting = LearnedWeighting().to(model.device)
+    elif options.weighting is not None or options.min_snr is not None:
+        weighting = of_x0(options.weighting or "min_snr", model.schedule.prediction, options.min_snr or 5.0)
+    if options.lcm:
+        return ConsistencyLoss(model, networks, empty=empty, guidance=options.lcm_guidance)
+    return DiffusionLoss(model, networks, options.caption_dropout, weighting, empty, control=control)
 
 
 def _prior(options: TrainOptions, model: Pipeline, attached: AttachedLoRA | None) -> Prior | None:
@@ -194,16 +260,15 @@ def _prior(options: TrainOptions, model: Pipeline, attached: AttachedLoRA | None
 def make_trainer(options: TrainOptions, loss: Loss) -> Trainer:
     """Return a trainer of a loss's networks, at the run's current step.  Raises as Trainer does."""
     device = next(p for network in loss.networks.values() for p in network.parameters()).device
-    trainer = Trainer(loss, _config(options, device), Path(options.out))
+    trainer = Trainer(loss, options, Path(options.out), has_fast_bf16(device))
     if options.resume and os.path.lexists(trainer.folder / STATE):
         trainer.resume()
         log.info("continuing at step %d", trainer.step)
     elif options.resume:
         log.info("%s: holds no state to continue from, a new run begins", trainer.folder)
     if distributed.rank() == 0:
-        trainer.log.loggers = [
-            open_logger(name, trainer.folder, dataclasses.asdict(options), trainer.step) for name in options.log_to
-        ]
+        about = asdict(options)
+        trainer.log.loggers = [open_logger(name, trainer.folder, about, trainer.step) for name in options.log_to]
     return trainer
 
 
@@ -214,22 +279,99 @@ def lay_out(networks: Iterable[nn.Module]) -> None:
             weight.data = weight.data.contiguous(memory_format=torch.channels_last)
 
 
-def _config(options: TrainOptions, device: torch.device) -> TrainConfig:
-    return TrainConfig(
-        steps=options.steps,
-        batch=options.batch,
-        accumulate=options.accumulate,
-        lr=options.lr,
-        warmup=options.warmup,
-        weight_decay=options.weight_decay,
-        ema_decay=options.ema_decay,
-        ema_lengths=options.ema_lengths,
-        optimizer=options.optimizer,
-        clip=options.clip,
-        seed=options.seed,
-        minutes=options.minutes,
-        save_every=options.save_every,
-        workers=options.workers,
-        bf16=has_fast_bf16(device),
-        shard=options.shard,
-    )
+# ---- the files besides the state and the log ------------------------------------------------------------------------
+
+
+def checkpoint_path(options: TrainOptions) -> Path:
+    """Return the path of the checkpoint that a run writes."""
+    kind = "lora" if options.lora_rank is not None else {"diffusion": "model"}.get(options.stage, options.stage)
+    return Path(options.out) / f"{kind}.safetensors"
+
+
+def save(
+    options: TrainOptions, model: Pipeline, trainer: Trainer, ema: Mapping[str, nn.Module], hint: Tensor | None = None
+) -> None:
+    """Write the checkpoint with the EMA weights, by network, a grid of samples, and a plot of the loss.
+
+    Each prompt has a row of samples, from the same noise at every checkpoint.  hint (3,H,W) uint8 is the image that a
+    ControlNet reads for all of them.
+    """
+    _write(checkpoint_path(options), options, model, ema, trainer.step)
+    if trainer.averages is not None:
+        trainer.averages.store(trainer.folder, trainer.step)
+    prompts = options.samples.split("|")
+    how: dict[str, Any] = {"sampler": "dpmpp_2m", "steps": SAMPLE_STEPS}
+    if options.lcm:
+        how = {"sampler": "lcm", "steps": 4, "scale": 1.0}
+    if hint is not None:
+        how |= {"height": hint.shape[1], "width": hint.shape[2]}
+        how["control"] = [control_with(model, ema["control"], hint.float() / 127.5 - 1)]
+    with_ema: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if ema.keys() & {"lora", "embedding"}:  # which change the model's networks
+        with_ema = using(trainer.loss.networks, ema)
+    else:
+        model = _with_networks(model, ema)
+    with with_ema:
+        images = model.txt2img(
+            [prompt for prompt in prompts for _ in range(SAMPLES)],
+            seed=[*range(SAMPLES)] * len(prompts),
+            batch_size=SAMPLES,
+            **how,
+        )
+    with replacing(trainer.folder / f"samples-{trainer.step:07}.png") as part:
+        grid(images, columns=SAMPLES).save(part, format="PNG")
+    plot_losses(trainer.folder)
+
+
+def _write(path: Path, options: TrainOptions, model: Pipeline, networks: Mapping[str, nn.Module], step: int) -> None:
+    """Write the file of a run after a step, with the weights of networks that it trained, by name."""
+    if options.stage == "embedding":
+        tensors, metadata = embedding_file(networks["embedding"], model)
+    elif options.stage == "control":
+        tensors, metadata = control_file(networks["control"])
+    elif options.lora_rank is not None:
+        tensors, metadata = kohya_file(networks["lora"], model)
+    else:
+        tensors, metadata = checkpoint(model, networks)
+    write_tensors(path, tensors, metadata | {"step": str(step)})
+
+
+def checkpoint(model: Pipeline, networks: Mapping[str, nn.Module]) -> Content:
+    """Return tensors (float16) and metadata of a checkpoint in the original layout, with these networks by role."""
+    whole = _with_networks(model, networks)
+    return checkpoint_content(model, {role: getattr(whole, role).state_dict() for role in model.family.networks})
+
+
+def _with_networks(model: Pipeline, networks: Mapping[str, nn.Module]) -> Pipeline:
+    return replace(model, **{role: net for role, net in networks.items() if role in model.family.networks})  # type: ignore[arg-type]
+
+
+def write_average(folder: Path, average: tuple[Weights, int], out: Path) -> None:
+    """Write the file of a run with the weights of an average after a step.  Raises as a run does."""
+    options, load = with_config(TrainOptions(config=os.fspath(folder / CONFIG), out=os.fspath(folder)), LoadOptions())
+    model = make_model(options, replace(load, device="cpu"))
+    networks, (weights, step) = make_loss(options, model).networks, average
+    for name, network in networks.items():
+        for key, parameter in network.named_parameters():
+            parameter.data = weights[f"{name}.{key}"]
+    _write(out, options, model, networks, step)
+
+
+def plot_losses(folder: Path) -> None:
+    """Plot the losses of the log as loss.png, if matplotlib is installed."""
+    path = folder / LOG
+    if importlib.util.find_spec("matplotlib") is None or not path.exists():  # no loss is logged yet
+        return
+    from matplotlib.figure import Figure
+
+    rows = read_log(path)
+    figure = Figure(figsize=(8, 4), layout="constrained")
+    axes = figure.subplots()
+    for kind, style in (("loss", {"alpha": 0.5}), ("validation", {"marker": "o", "markersize": 3})):
+        if points := [(row["step"], row[kind]) for row in rows if kind in row]:
+            axes.semilogy(*zip(*points, strict=True), label=kind, **style)
+    axes.legend()
+    axes.set(xlabel="step", ylabel="loss")
+    axes.grid(alpha=0.3)
+    with replacing(folder / "loss.png") as part:
+        figure.savefig(part, format="png")

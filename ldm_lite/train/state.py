@@ -4,9 +4,13 @@ Whatever happens while they are written, the last good ones stay.
 """
 
 import contextlib
+import errno
+import importlib
 import json
 import logging
-from collections.abc import Iterator, Sequence
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from ldm_lite.cli.files import open_file, read_bytes
-from ldm_lite.cli.writing import write_whole
+from ldm_lite.cli.writing import replacing, write_whole
 from ldm_lite.train import distributed
-from ldm_lite.train.loggers import Logger
 
 log = logging.getLogger("ldm_lite")
 
@@ -70,7 +73,75 @@ def opened_state(path: Path, device: torch.device) -> Iterator[dict[str, Any]]:
             ) from error
 
 
+def write_state(path: Path, state: Mapping[str, Any]) -> None:
+    """Write what torch.load reads; an earlier file stays as it is if that fails.  Raises OSError."""
+    with replacing(path) as part:
+        try:
+            torch.save(state, part)
+        except RuntimeError as error:  # which does not tell when a disk is full
+            full = shutil.disk_usage(path.parent).free < 2**20
+            why = os.strerror(errno.ENOSPC) if full else f"cannot be written ({str(error).splitlines()[0]:.200})"
+            raise OSError(errno.ENOSPC if full else errno.EIO, why, os.fspath(path)) from error
+
+
+DTYPES = {torch.float16: "F16", torch.float32: "F32"}  # in .safetensors files
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+    """Write a .safetensors file of tensors on the CPU; an earlier one stays as it is if that fails.  Raises OSError.
+
+    Equal content has equal bytes.  The format's own library orders metadata at random, does not say when a disk is
+    full, and leaves a file of a random name if it is killed.
+    """
+    header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
+    end, ordered = 0, sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
+    for name, tensor in ordered:
+        begin, end = end, end + tensor.nbytes
+        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": [*tensor.shape], "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text = text.ljust(-(-len(text) // 8) * 8)  # so that numbers lie at multiples of their size
+    with replacing(path) as part, open(part, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for _, tensor in ordered:
+            file.write(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
+
+
 # ---- log ------------------------------------------------------------------------------------------------------------
+
+Logger = Callable[[Mapping[str, float]], None]  # takes a row: "step", and values by name
+
+
+def open_logger(name: str, folder: Path, options: Mapping[str, Any], step: int) -> Logger:
+    """Open a log in a run's folder that goes on after a step: "tensorboard" or "wandb" (offline: WANDB_MODE=offline).
+
+    Raises ValueError, one line, if its package is missing.
+    """
+
+    def imported(module: str) -> Any:
+        try:
+            return importlib.import_module(module)
+        except ImportError as error:
+            raise ValueError(f'`log_to={name}` needs its package: pip install "ldm_lite[loggers]"') from error
+
+    if name == "tensorboard":
+        imported("tensorboard")
+        writer = imported("torch.utils.tensorboard").SummaryWriter(folder / "tensorboard", purge_step=step + 1)
+
+        def log_row(row: Mapping[str, float]) -> None:
+            for key in row.keys() - {"step"}:
+                writer.add_scalar(key, row[key], int(row["step"]))
+            writer.flush()
+
+    else:
+        config, run_name = {key: value for key, value in options.items() if value is not None}, folder.resolve().name
+        run = imported("wandb").init(
+            project="ldm_lite", name=run_name, id=run_name, resume="allow", dir=folder, config=config
+        )
+
+        def log_row(row: Mapping[str, float]) -> None:
+            run.log({key: value for key, value in row.items() if key != "step"}, step=int(row["step"]))
+
+    return log_row
 
 
 class Log:

@@ -6,16 +6,16 @@ run is the same as one that was never stopped, bit for bit on as many processes,
 
 import contextlib
 import copy
-import dataclasses
+import importlib
 import json
 import logging
 import math
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -25,42 +25,21 @@ from torch.utils._pytree import tree_map_only
 from ldm_lite.cli.signals import Stopped, noted
 from ldm_lite.train import distributed
 from ldm_lite.train.batches import Batch, Draws, Slice, batches, reported_workers
-from ldm_lite.train.ema import PowerAverages, using
-from ldm_lite.train.examples import Dataset
-from ldm_lite.train.files import write_state
-from ldm_lite.train.losses import Loss
-from ldm_lite.train.optimizers import make_optimizer, restore
-from ldm_lite.train.state import STATE, Log, check_averages, load_finite, opened_state
-from ldm_lite.train.validation import Validation
+from ldm_lite.train.data import Dataset
+from ldm_lite.train.losses import Loss, Validation
+from ldm_lite.train.options import TrainOptions
+from ldm_lite.train.state import STATE, Log, check_averages, load_finite, opened_state, write_state, write_tensors
 
 log = logging.getLogger("ldm_lite")
 
 CHECK_EVERY = 20  # steps between rows of the log
 
 
-@dataclass(frozen=True)
-class TrainConfig:
-    """How to optimise."""
-
-    steps: int
-    batch: int
-    accumulate: int  # batches per optimiser step
-    lr: float
-    warmup: int  # steps
-    weight_decay: float
-    ema_decay: float
-    clip: float  # norm of the gradient
-    seed: int
-    minutes: float | None  # stop after this time
-    save_every: int  # steps
-    workers: int
-    bf16: bool  # autocast
-    optimizer: str = "adamw"
-    ema_lengths: bool = False  # keep averages of two lengths too
-    shard: bool = False  # divide weights, averages and gradients among the processes
-
-
-_WITHOUT_EFFECT = ("minutes", "save_every", "workers", "bf16", "shard")  # on results
+# The options that results depend on.
+SETTINGS = (
+    *("steps", "batch", "accumulate", "lr", "warmup", "weight_decay", "ema_decay", "clip", "seed", "optimizer"),
+    "ema_lengths",
+)
 
 
 class _Whole(nn.Module):
@@ -78,15 +57,16 @@ class _Whole(nn.Module):
 class Trainer:
     """A run in a folder: the networks of a loss, their EMA, the optimiser, and the current step."""
 
-    def __init__(self, loss: Loss, config: TrainConfig, folder: Path) -> None:
+    def __init__(self, loss: Loss, options: TrainOptions, folder: Path, bf16: bool = False) -> None:
         """The networks of `loss` are trained in place: the parameters that require gradients, or all if none does.
 
-        Raises ValueError for more processes than images of a batch.
+        bf16: the loss is computed in bfloat16 where autocast does so.  Raises ValueError for more processes than images
+        of a batch.
         """
-        self.loss, self.config, self.folder = loss, config, folder
-        if config.batch < distributed.world_size():
+        self.loss, self.options, self.folder, self.bf16 = loss, options, folder, bf16
+        if options.batch < distributed.world_size():
             raise ValueError(
-                f"got `batch` {config.batch} for {distributed.world_size()} processes: wanted one for each, or more"
+                f"got `batch` {options.batch} for {distributed.world_size()} processes: wanted one for each, or more"
             )
         self.step = self.saved = 0  # steps done; steps done in the state on disk
         for network in loss.networks.values():
@@ -94,26 +74,23 @@ class Trainer:
                 network.requires_grad_(True)
             network.train()
         self.ema = {name: copy.deepcopy(net).requires_grad_(False).eval() for name, net in loss.networks.items()}
-        self.averages = PowerAverages(loss.networks) if config.ema_lengths else None
+        self.averages = PowerAverages(loss.networks) if options.ema_lengths else None
         self.validation: Validation | None = None
-        if config.shard:
+        if options.shard:
             for network in (*loss.networks.values(), *self.ema.values()):
                 distributed.shard(network)
         self.parameters = [p for network in loss.networks.values() for p in network.parameters()]
         self.device = self.parameters[0].device
-        self.optimizer = make_optimizer(config.optimizer, self._groups(), config.lr, config.weight_decay)
+        weighting = list(loss.networks.get("weighting", nn.Module()).parameters())
+        ids = {id(p) for p in weighting}
+        groups: list[dict[str, Any]] = [{"params": [p for p in self.parameters if id(p) not in ids]}]
+        if weighting:  # which is far from the networks in scale: EDM2 trains both at 1e-2
+            groups.append({"params": weighting, "peak": 1e-2, "weight_decay": 0.0})
+        self.optimizer = make_optimizer(options.optimizer, groups, options.lr, options.weight_decay)
         self.log = Log(folder)
         self._losses: list[float] = []  # of the steps since the log's last row
         self._last: Batch  # the batch of the last good step
         self._module = distributed.parallel(_Whole(loss))
-
-    def _groups(self) -> list[dict[str, Any]]:
-        """Return the parameters, with the settings of those that have their own."""
-        weighting = list(self.loss.networks.get("weighting", nn.Module()).parameters())
-        ids = {id(p) for p in weighting}
-        groups: list[dict[str, Any]] = [{"params": [p for p in self.parameters if id(p) not in ids]}]
-        # A weighting is far from the networks in scale: EDM2 trains both at 1e-2.
-        return groups + [{"params": weighting, "peak": 1e-2, "weight_decay": 0.0}] * bool(weighting)
 
     # ---- state ------------------------------------------------------------------------------------------------------
 
@@ -148,35 +125,29 @@ class Trainer:
                 for average, stored in zip(self.averages.networks, state["averages"], strict=True):
                     for name, network in average.items():
                         load_finite(network, stored[name])
-            self._restore(state["optimizer"], state["step"])
+            if self.options.optimizer == "adamw":
+                averages = state["optimizer"]["state"]
+                check_averages(averages, self.parameters, state["step"])
+                for index, values in averages.items():
+                    for name in ("exp_avg", "exp_avg_sq"):
+                        values[name] = distributed.shard_like(values[name], self.parameters[index])
+                groups = self.optimizer.state_dict()["param_groups"]  # the settings are the options'
+                self.optimizer.load_state_dict({"state": averages, "param_groups": groups})
+            else:
+                restore(self.optimizer, state["optimizer"])
             self._losses = [float(loss) for loss in state["losses"]]
             self.step = self.saved = state["step"]
             settings = dict(state["settings"])
-        if self.step > self.config.steps:
-            raise ValueError(f"{path}: is of step {self.step}, beyond `steps={self.config.steps}`: give more steps")
+        if self.step > self.options.steps:
+            raise ValueError(f"{path}: is of step {self.step}, beyond `steps={self.options.steps}`: give more steps")
         changed = {key: value for key, value in self._settings().items() if settings.get(key) != value}
         if changed:
             log.info("the run goes on with other settings than before: %s", json.dumps(changed))
         if distributed.rank() == 0:
             self.log.trim(self.step)
 
-    def _restore(self, stored: dict[str, Any], step: int) -> None:
-        """Load the optimiser's state after a step.  Raises any exception if it is not that."""
-        if self.config.optimizer != "adamw":
-            restore(self.optimizer, stored)
-            return
-        averages = stored["state"]
-        check_averages(averages, self.parameters, step)
-        for index, values in averages.items():
-            for name in ("exp_avg", "exp_avg_sq"):
-                values[name] = distributed.shard_like(values[name], self.parameters[index])
-        groups = self.optimizer.state_dict()["param_groups"]  # the settings are the config's
-        self.optimizer.load_state_dict({"state": averages, "param_groups": groups})
-
     def _settings(self) -> dict[str, object]:
-        """The part of the config that results depend on."""
-        values = dataclasses.asdict(self.config)
-        return {key: value for key, value in values.items() if key not in _WITHOUT_EFFECT}
+        return {name: getattr(self.options, name) for name in SETTINGS}
 
     # ---- steps ------------------------------------------------------------------------------------------------------
 
@@ -187,7 +158,7 @@ class Trainer:
         on_save: Callable[[int], None],
         prior: Dataset | None = None,
     ) -> None:
-        """Train to the last step of the config, or until its time is over; each batch brings one of `prior`, if given.
+        """Train to the last step of the options, or until its time is over; each batch brings one of `prior`, if given.
 
         on_step gets the number of steps done and, every CHECK_EVERY steps, their mean loss; on_save gets the number of
         steps done, after the state was written.  A save that fails is tried again later, the last one raises OSError.
@@ -195,56 +166,42 @@ class Trainer:
         signal stops at once.  Raises ValueError if the loss is not finite: the weights of the step before are saved
         then, if theirs is; ChildProcessError if a worker or another process of the run dies.
         """
+        options, start, unsaved = self.options, time.perf_counter(), False
         data = contextlib.closing(self._batches(dataset, prior))  # its workers end before the process waits for them
         with noted() as received, reported_workers(), distributed.reported_peers(), data as batches:
-            self._fit(batches, on_step, on_save, received)
+            if self.step > 0 and self._is_due():
+                on_save(self.step)  # the run may have been killed between this state and on_save
+            if self.step == 0:
+                self._validate()
+            last = self.step == options.steps
+            while not last:
+                self._losses.append(self._step(batches, on_save))
+                self.step += 1
+                seconds = time.perf_counter() - start
+                over = options.minutes is not None and seconds > 60 * options.minutes
+                # A signal to one process stops all of them.
+                ends = distributed.all_reduce_sum(torch.tensor([bool(received), over]).float())
+                signalled, over = (ends > 0).tolist()
+                last = signalled or over or self.step == options.steps
+                mean = None
+                if self.step % CHECK_EVERY == 0 or self.step == options.steps:
+                    mean, self._losses = sum(self._losses) / len(self._losses), []
+                    if distributed.rank() == 0:
+                        self.log.add({"step": self.step, "loss": mean, "seconds": round(seconds, 2)})
+                on_step(self.step, mean)
+                self._validate()
+                if last or self._is_due() or (unsaved and self.step % CHECK_EVERY == 0):
+                    # After a signal the state alone is saved, which is quick.
+                    unsaved = not self._save_all(None if signalled else on_save, last)
         if received:
             raise Stopped(received[0], f"the state of step {self.step} is saved, `resume=True` continues")
 
-    def _fit(
-        self,
-        data: Iterator[Batch],
-        on_step: Callable[[int, float | None], None],
-        on_save: Callable[[int], None],
-        received: Sequence[int],
-    ) -> None:
-        """Train until the end, or until a signal is received; then save the state alone, which is quick."""
-        config, start = self.config, time.perf_counter()
-        if self.step > 0 and self._is_due():
-            on_save(self.step)  # the run may have been killed between this state and on_save
-        unsaved = False
-        if self.step == 0:
-            self._validate()
-        while self.step < config.steps:
-            self._losses.append(self._step(data, on_save))
-            self.step += 1
-            over = config.minutes is not None and time.perf_counter() - start > 60 * config.minutes
-            # A signal to one process stops all of them.
-            signalled, over = (distributed.all_reduce_sum(torch.tensor([bool(received), over]).float()) > 0).tolist()
-            last = signalled or over or self.step == config.steps
-            mean = self._mean(time.perf_counter() - start)
-            on_step(self.step, mean)
-            self._validate()
-            if last or self._is_due() or (unsaved and self.step % CHECK_EVERY == 0):
-                unsaved = not self._save_all(None if signalled else on_save, last)
-            if last:
-                return
-
     def _is_due(self) -> bool:
-        return self.step % self.config.save_every == 0 or self.step == self.config.steps
-
-    def _mean(self, seconds: float) -> float | None:
-        """Add a row to the log every CHECK_EVERY steps, and return its loss."""
-        if self.step % CHECK_EVERY and self.step < self.config.steps:
-            return None
-        mean, self._losses = sum(self._losses) / len(self._losses), []
-        if distributed.rank() == 0:
-            self.log.add({"step": self.step, "loss": mean, "seconds": round(seconds, 2)})
-        return mean
+        return self.step % self.options.save_every == 0 or self.step == self.options.steps
 
     def _validate(self) -> None:
         """Add the validation loss of the EMA to the log, if it is due."""
-        if self.validation is None or (self.step % self.validation.every and self.step < self.config.steps):
+        if self.validation is None or (self.step % self.validation.every and self.step < self.options.steps):
             return
         with using(self.loss.networks, self.ema), self._kernels(), self._autocast():
             value = self.validation()
@@ -252,7 +209,7 @@ class Trainer:
             self.log.add({"step": self.step, "validation": value})
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        return torch.autocast(self.device.type, torch.bfloat16) if self.config.bf16 else contextlib.nullcontext()
+        return torch.autocast(self.device.type, torch.bfloat16) if self.bf16 else contextlib.nullcontext()
 
     def _save_all(self, on_save: Callable[[int], None] | None, last: bool) -> bool:
         """Save the state and call on_save.  Returns whether both worked; if not at the last step, raises OSError."""
@@ -277,29 +234,29 @@ class Trainer:
 
     def _batches(self, dataset: Dataset, prior: Dataset | None = None) -> Generator[Batch]:
         """Yield this process's part of each batch, from the current step on."""
-        config, rank, size = self.config, distributed.rank(), distributed.world_size()
-        rows = range(rank * config.batch // size, (rank + 1) * config.batch // size)
-        part = Slice(config.batch, rows, self.step * config.accumulate, config.steps * config.accumulate)
-        return batches(dataset, config.seed, part, config.workers, prior)
+        options, rank, size = self.options, distributed.rank(), distributed.world_size()
+        rows = range(rank * options.batch // size, (rank + 1) * options.batch // size)
+        part = Slice(options.batch, rows, self.step * options.accumulate, options.steps * options.accumulate)
+        return batches(dataset, options.seed, part, options.workers, prior)
 
     def _step(self, data: Iterator[Batch], on_save: Callable[[int], None]) -> float:
         """Run one optimiser step over `accumulate` batches of all processes.  Returns its loss.
 
         Raises ValueError, with the weights as before, if the loss or a gradient is not finite.
         """
-        config = self.config
+        options = self.options
         for group in self.optimizer.param_groups:
-            group["lr"] = group.get("peak", config.lr) * learning_rate(self.step, config.warmup, config.steps)
+            group["lr"] = group.get("peak", options.lr) * learning_rate(self.step, options.warmup, options.steps)
         total = torch.zeros((), device=self.device)  # of this process
-        for left in reversed(range(config.accumulate)):
+        for left in reversed(range(options.accumulate)):
             batch = next(data)
-            part = len(batch.numbers) / (config.batch * config.accumulate)
+            part = len(batch.numbers) / (options.batch * options.accumulate)
             with distributed.without_exchange(self._module) if left else contextlib.nullcontext(), self._kernels():
                 with self._autocast():
-                    loss = part * self._module(batch, Draws(config.seed, batch.numbers))
+                    loss = part * self._module(batch, Draws(options.seed, batch.numbers))
                 (distributed.world_size() * loss).backward()  # whose gradients' mean is taken
             total += loss.detach()
-        norm = nn.utils.clip_grad_norm_(self.parameters, config.clip)
+        norm = nn.utils.clip_grad_norm_(self.parameters, options.clip)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         value, size = torch.stack([distributed.all_reduce_sum(total), norm]).tolist()
         if not math.isfinite(value):
@@ -319,13 +276,13 @@ class Trainer:
 
         In float32 both passes take 0.4 to 0.7 of plain attention's time, and the maps are never in memory.
         """
-        slow = self.device.type == "cpu" and self.config.bf16
+        slow = self.device.type == "cpu" and self.bf16
         return sdpa_kernel(SDPBackend.MATH) if slow else contextlib.nullcontext()
 
     @torch.no_grad()
     def _update_ema(self) -> None:
         """Update the EMA with decay min(ema_decay, (1 + step) / (10 + step)): it follows faster at first."""
-        decay = min(self.config.ema_decay, (1 + self.step) / (10 + self.step))
+        decay = min(self.options.ema_decay, (1 + self.step) / (10 + self.step))
         for name, network in self.loss.networks.items():
             torch._foreach_lerp_(list(self.ema[name].parameters()), list(network.parameters()), 1 - decay)
 
@@ -348,7 +305,7 @@ class Trainer:
         compiled = any(network._compiled_call_impl is not None for network in self.loss.networks.values())
         # Compiled code is for steps with gradients: without them everything would be compiled once more.
         with torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext():
-            loss = self.loss(self._last, Draws(self.config.seed, self._last.numbers))
+            loss = self.loss(self._last, Draws(self.options.seed, self._last.numbers))
         return float(distributed.all_reduce_sum(loss)) / distributed.world_size()
 
 
@@ -357,3 +314,127 @@ def learning_rate(step: int, warmup: int, steps: int) -> float:
     if step < warmup:
         return (step + 1) / warmup
     return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
+
+
+FOLDER = "averages"
+LENGTHS = (0.05, 0.1)  # of the two that a run keeps
+Weights = Mapping[str, Tensor]  # of all networks, "unet.out.2.weight"
+
+
+def exponent(length: float) -> float:
+    """Return the exponent of an average of a length in (0,0.28).  EDM2, algorithm 2."""
+    t = length**-2
+    return float(np.roots([1, 7, 16 - t, 12 - t]).real.max())
+
+
+class PowerAverages:
+    """Averages of networks by power functions, one for each of LENGTHS."""
+
+    def __init__(self, networks: Mapping[str, nn.Module]) -> None:
+        self.exponents = [exponent(length) for length in LENGTHS]
+        self.networks = [
+            {name: copy.deepcopy(net).requires_grad_(False) for name, net in networks.items()} for _ in LENGTHS
+        ]
+
+    @torch.no_grad()
+    def update(self, networks: Mapping[str, nn.Module], step: int) -> None:
+        """Add the weights after a step, counted from 1.  EDM2, eq. 127: the first replaces what was there."""
+        for g, averages in zip(self.exponents, self.networks, strict=True):
+            weight = 1 - (1 - 1 / step) ** (g + 1)
+            for name, network in networks.items():
+                torch._foreach_lerp_(list(averages[name].parameters()), list(network.parameters()), weight)
+
+    def state(self) -> list[dict[str, Weights]]:
+        """Return the averages, for the state of a run."""
+        return [{name: net.state_dict() for name, net in averages.items()} for averages in self.networks]
+
+    def store(self, folder: Path, step: int) -> None:
+        """Write snapshots, in float16, to the folder of a run.  Raises OSError."""
+        (folder / FOLDER).mkdir(exist_ok=True)
+        for length, averages in zip(LENGTHS, self.networks, strict=True):
+            values = {
+                f"{name}.{key}": parameter.detach().to("cpu", torch.float16).contiguous()
+                for name, network in averages.items()
+                for key, parameter in network.named_parameters()
+            }
+            path = folder / FOLDER / f"{step:07}-{length:.3f}.safetensors"
+            write_tensors(path, values)
+
+
+@contextlib.contextmanager
+@torch.no_grad()  # not in the block itself
+def using(networks: Mapping[str, nn.Module], averages: Mapping[str, nn.Module]) -> Iterator[None]:
+    """Within the block networks hold the parameters of others of the same kind, such as their averages."""
+    parameters = [parameter for network in networks.values() for parameter in network.parameters()]
+    values = [parameter for name in networks for parameter in averages[name].parameters()]
+    before = [parameter.clone() for parameter in parameters]
+    for parameter, average in zip(parameters, values, strict=True):
+        parameter.copy_(average)
+    try:
+        yield
+    finally:
+        for parameter, value in zip(parameters, before, strict=True):
+            parameter.copy_(value)
+
+
+# ---- optimisers -----------------------------------------------------------------------------------------------------
+
+PACKAGES = {"adamw8bit": ("bitsandbytes", "optim.AdamW8bit"), "prodigy": ("prodigyopt", "Prodigy")}
+BETAS = (0.9, 0.99)
+
+
+class _AdamW(torch.optim.AdamW):
+    """AdamW for weights with channels last: PyTorch's fused kernel for a CPU copies them all in each step.
+
+    It gets contiguous views of them.  If averages or gradients lie otherwise, it would pair their values wrongly.
+    """
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """As torch's; averages take the layout of their weights, whose values were perhaps divided when stored."""
+        super().load_state_dict(state_dict)
+        for weight, values in self.state.items():
+            for name, value in values.items():
+                if value.ndim and value.stride() != weight.stride():
+                    values[name] = torch.empty_like(weight).copy_(value)
+
+    def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> Any:
+        # This fills the lists: weights, gradients, averages, step numbers.
+        result = super()._init_group(group, *lists)  # type: ignore[no-untyped-call]
+        last, filled = torch.channels_last, [tensors for tensors in lists if tensors]
+        for i, weight in enumerate(filled[0] if filled else ()):
+            if weight.ndim == 4 and weight.is_contiguous(memory_format=last):
+                for tensors in filled:
+                    if tensors[i].ndim:
+                        tensors[i] = tensors[i].detach().contiguous(memory_format=last).permute(0, 2, 3, 1)
+        return result
+
+
+def make_optimizer(name: str, groups: list[dict[str, Any]], lr: float, weight_decay: float) -> torch.optim.Optimizer:
+    """Return the optimiser of a name for groups of parameters.
+
+    "adamw8bit" keeps its averages in 8 bits (Dettmers et al. 2022), "prodigy" finds the learning rate, of which `lr` is
+    then a factor, usually 1 (Mishchenko and Defazio 2024).  Raises ValueError, one line, if its package is missing.
+    """
+    if name == "adamw":
+        fused = groups[0]["params"][0].device.type in ("cuda", "cpu")
+        return _AdamW(groups, lr=lr, betas=BETAS, weight_decay=weight_decay, fused=fused)
+    package, path = PACKAGES[name]
+    try:
+        optimizer: Any = importlib.import_module(package)
+    except ImportError as error:
+        raise ValueError(f'`optimizer={name}` needs {package}: pip install "ldm_lite[optimizers]"') from error
+    for part in path.split("."):
+        optimizer = getattr(optimizer, part)
+    return optimizer(groups, lr=lr, betas=BETAS, weight_decay=weight_decay)
+
+
+def restore(optimizer: torch.optim.Optimizer, stored: dict[str, Any]) -> None:
+    """Load an optimiser's own state, for those whose groups have state too.  Raises any exception for another's."""
+    settings_of_run = [{key: group[key] for key in ("weight_decay", "betas")} for group in optimizer.param_groups]
+    for values in stored["state"].values():
+        for name, value in values.items():
+            if isinstance(value, Tensor) and value.is_floating_point() and not bool(torch.isfinite(value).all()):
+                raise ValueError(f"{name} of the optimiser is not finite")
+    optimizer.load_state_dict(stored)
+    for group, settings in zip(optimizer.param_groups, settings_of_run, strict=True):
+        group.update(settings)

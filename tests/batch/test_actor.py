@@ -8,8 +8,8 @@ import pytest
 
 from ldm_lite.batch.options import BatchOptions, RowOptions
 from ldm_lite.batch.ray_engine import MOST_LOST, _Actor
+from ldm_lite.batch.store import Report, Task
 from ldm_lite.batch.table import Table
-from ldm_lite.batch.task import Report, Task
 from ldm_lite.cli.options import LoadOptions
 
 

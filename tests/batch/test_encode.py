@@ -14,8 +14,7 @@ from PIL import Image
 
 import ldm_lite
 from ldm_lite.batch.__main__ import main
-from ldm_lite.train.data import open_folder
-from ldm_lite.train.examples import to_float
+from ldm_lite.train.data import open_folder, to_float
 
 Encode = Callable[..., int]
 

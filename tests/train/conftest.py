@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from ldm_lite.train import outputs, trainer
+from ldm_lite.train import run, trainer
 
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Log the loss of every step, draw samples in little time, and no plots."""
     monkeypatch.setattr(trainer, "CHECK_EVERY", 1)
-    monkeypatch.setattr(outputs, "SAMPLES", 1)
-    monkeypatch.setattr(outputs, "SAMPLE_STEPS", 2)
-    monkeypatch.setattr(outputs, "plot_losses", lambda folder: None)
+    monkeypatch.setattr(run, "SAMPLES", 1)
+    monkeypatch.setattr(run, "SAMPLE_STEPS", 2)
+    monkeypatch.setattr(run, "plot_losses", lambda folder: None)
 
 
 @pytest.fixture(scope="session")

@@ -14,8 +14,8 @@ import ldm_lite
 from ldm_lite.control.control import Control
 from ldm_lite.control.loading import load_controls
 from ldm_lite.models.controlnet import ControlNet
+from ldm_lite.train.additions import new_control
 from ldm_lite.train.batches import Batch, Draws
-from ldm_lite.train.control import new_control
 from ldm_lite.train.losses import DiffusionLoss
 
 
@@ -93,17 +93,17 @@ def test_optimisers_of_libraries_learn_and_resume(
 
 
 def test_a_missing_package_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ldm_lite.train import loggers, optimizers
+    from ldm_lite.train import state, trainer
 
     def missing(name: str) -> None:
         raise ImportError(name)
 
-    monkeypatch.setattr(optimizers.importlib, "import_module", missing)
+    monkeypatch.setattr(trainer.importlib, "import_module", missing)
     with pytest.raises(ValueError, match=r'needs prodigyopt: pip install "ldm_lite\[optimizers\]"'):
-        optimizers.make_optimizer("prodigy", [], 1.0, 0.0)
+        trainer.make_optimizer("prodigy", [], 1.0, 0.0)
     for name in ("tensorboard", "wandb"):
         with pytest.raises(ValueError, match=rf'`log_to={name}` needs its package: pip install "ldm_lite\[loggers\]"'):
-            loggers.open_logger(name, tmp_path, {}, 0)
+            state.open_logger(name, tmp_path, {}, 0)
 
 
 @pytest.mark.extra

@@ -20,11 +20,10 @@ import ldm_lite
 from ldm_lite.batch import __main__ as batch_command
 from ldm_lite.checkpoint.digest import digest
 from ldm_lite.core.vae import AutoencoderKL
-from ldm_lite.train import batches, encoded, setup
+from ldm_lite.train import batches, encoded
 from ldm_lite.train.batches import Batch, Draws, Order, Slice
-from ldm_lite.train.data import open_data
-from ldm_lite.train.examples import Dataset, Example
-from ldm_lite.train.tars import TarShards
+from ldm_lite.train.data import Dataset, Example, TarShards, open_data
+from ldm_lite.train.losses import DiffusionLoss
 
 
 def tar(path: Path, files: dict[str, bytes]) -> Path:
@@ -229,15 +228,15 @@ def test_training_from_encoded_data_runs_neither_autoencoder_nor_text_encoder(
     data = write(tmp_path / "data", folder, small_path)
     train(options(folder, tmp_path / "images", **LORA), load_options(small_path))
     kept = []
-    step = setup.DiffusionLoss.__call__
+    step = DiffusionLoss.__call__
 
-    def watched(self: setup.DiffusionLoss, batch: Batch, draws: Draws) -> Tensor:
+    def watched(self: DiffusionLoss, batch: Batch, draws: Draws) -> Tensor:
         assert batch.pixels.dtype == torch.float16
         networks: list[nn.Module] = [self._vae, *self.model.text_encoders]
         kept.extend(p.device.type for network in networks for p in network.parameters())
         return step(self, batch, draws)
 
-    monkeypatch.setattr(setup.DiffusionLoss, "__call__", watched)
+    monkeypatch.setattr(DiffusionLoss, "__call__", watched)
     monkeypatch.setattr(AutoencoderKL, "encode", None)
     train(options(data, tmp_path / "encoded", **LORA), load_options(small_path))
     assert set(kept) == {"meta"}
@@ -323,9 +322,9 @@ def test_damaged_encoded_data_is_one_line(name: str, tmp_path: Path, good: Path,
     pipe, given = ldm_lite.load(small_path, device="cpu"), options(data, tmp_path / "out", **LORA)
 
     def use() -> None:
-        dataset = setup.open_dataset(given, pipe, given.data)
+        dataset = encoded.open_dataset(given, pipe, given.data)
         assert isinstance(dataset, encoded.EncodedDataset)
-        setup.check_encoded(given, pipe, dataset, reads_text=True)
+        encoded.check_encoded(given, pipe, dataset, reads_text=True)
         dataset.example(0)
 
     with pytest.raises(ValueError, match=re.escape(message)) as error:
@@ -345,15 +344,15 @@ def test_a_runs_latents_are_made_once_and_finished_after_a_kill(
         firsts.append(first)
         return in_order(dataset, batch, workers, first)
 
-    monkeypatch.setattr(setup, "in_order", noted)
+    monkeypatch.setattr(encoded, "in_order", noted)
     images = open_data(folder, pipe.family.resolution)
-    whole = pairs(setup.encoded(given, images, pipe.vae))
+    whole = pairs(encoded.encoded(given, images, pipe.vae))
     assert [caption for _, caption in whole] == [f"picture {i}" for i in range(6)]
-    assert pairs(setup.encoded(given, images, pipe.vae)) == whole
+    assert pairs(encoded.encoded(given, images, pipe.vae)) == whole
     (tmp_path / "latents" / "index.json").unlink()
     (tmp_path / "latents" / "00001").rename(tmp_path / "latents" / ".00001.part")
-    assert pairs(setup.encoded(given, images, pipe.vae)) == whole
+    assert pairs(encoded.encoded(given, images, pipe.vae)) == whole
     assert firsts == [0, 4]
     renamed = replace(images, items=tuple((path, f"a {caption}") for path, caption in images.items))  # type: ignore[type-var,attr-defined]
-    assert pairs(setup.encoded(given, renamed, pipe.vae)) != whole
+    assert pairs(encoded.encoded(given, renamed, pipe.vae)) != whole
     assert firsts == [0, 4, 0]

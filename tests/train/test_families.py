@@ -26,15 +26,13 @@ from ldm_lite.batch import __main__ as batch_command
 from ldm_lite.checkpoint.model import with_embeddings
 from ldm_lite.diffusion.guidance import Conditioning
 from ldm_lite.networks import encode_captions
-from ldm_lite.train import run
+from ldm_lite.train import encoded
+from ldm_lite.train.additions import LoRA, Vectors
 from ldm_lite.train.batches import Batch, BucketOrder, Draws
-from ldm_lite.train.data import in_buckets, open_folder
-from ldm_lite.train.ema import using
-from ldm_lite.train.embedding import Vectors
-from ldm_lite.train.examples import Buckets, Example, bucket_sizes
-from ldm_lite.train.lora import LoRA
+from ldm_lite.train.data import Buckets, Example, bucket_sizes, in_buckets, open_folder
 from ldm_lite.train.losses import ConsistencyLoss, DiffusionLoss
-from ldm_lite.train.setup import check_model, make_loss
+from ldm_lite.train.run import check_model, make_loss
+from ldm_lite.train.trainer import using
 from ldm_lite.zoo.families import FAMILIES as FAMILY_ROWS
 
 FAMILIES = ("sd2", "sdxl_base")
@@ -386,7 +384,7 @@ def test_latents_kept_by_size_give_the_losses_of_the_images(
     more: dict[str, Any] = {"steps": 6, "lora_rank": 2, "buckets": True, "caption": "noise"}
     for name in ("kept", "images"):
         if name == "images":
-            monkeypatch.setattr(run, "encoded", lambda options, dataset, vae, name: dataset)
+            monkeypatch.setattr(encoded, "encoded", lambda options, dataset, vae, name: dataset)
         train(options(tmp_path / "data", tmp_path / name, **more), load(files, "sdxl_base"))
     kept, images = ([sizes for dtype, sizes in seen if dtype == wanted] for wanted in (torch.float16, torch.uint8))
     assert kept == images

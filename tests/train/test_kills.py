@@ -14,9 +14,9 @@ from torch.utils._pytree import tree_flatten
 CODE = """
 import os, random, signal, sys, time
 import ldm_lite.train.run
-from ldm_lite.train import __main__ as command, outputs, trainer
+from ldm_lite.train import __main__ as command, run, trainer
 
-trainer.CHECK_EVERY, outputs.SAMPLES, outputs.SAMPLE_STEPS = 3, 1, 2
+trainer.CHECK_EVERY, run.SAMPLES, run.SAMPLE_STEPS = 3, 1, 2
 wanted, out, *argv = sys.argv[1:]
 
 def attempt(folder, seconds):

@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ldm_lite.train.kinds import KINDS, factorised
-from ldm_lite.train.lora import AttachedLoRA, LoRA, Place
+from ldm_lite.train.additions import KINDS, AttachedLoRA, LoRA, Place, factorised
 
 GOLDEN = dict(np.load(Path(__file__).parents[1] / "data" / "kinds.npz"))
 

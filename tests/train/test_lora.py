@@ -18,8 +18,8 @@ import ldm_lite
 from ldm_lite import Pipeline
 from ldm_lite.image import grid, to_pil
 from ldm_lite.runtime.patching import runs_as_written
-from ldm_lite.train import outputs, setup
-from ldm_lite.train.lora import LoRA
+from ldm_lite.train import run
+from ldm_lite.train.additions import LoRA
 
 GOLDEN = dict(np.load(Path(__file__).parents[1] / "data" / "lora.npz"))
 
@@ -90,7 +90,7 @@ def test_training_removes_its_lora(
 ) -> None:
     """Also if it ends with an error, as with the second learning rate."""
     pipe = ldm_lite.load(small_path, device="cpu")
-    monkeypatch.setattr(setup, "load_model", lambda *given: pipe)
+    monkeypatch.setattr(run, "load_model", lambda *given: pipe)
     given = options(folder, tmp_path, steps=1, lora_rank=2, lora_text=True, checkpointing=True, lr=lr, warmup=0)
     seen = list[bool]()
     with pytest.raises(ValueError, match="the loss is") if lr > 1 else contextlib.nullcontext():
@@ -103,8 +103,8 @@ def test_training_removes_its_lora(
 def test_the_file_is_kohyas_and_gives_the_same_images(
     tmp_path: Path, folder: Path, small_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(outputs, "SAMPLES", 4)
-    monkeypatch.setattr(outputs, "SAMPLE_STEPS", 20)
+    monkeypatch.setattr(run, "SAMPLES", 4)
+    monkeypatch.setattr(run, "SAMPLE_STEPS", 20)
     extra = {"lora_rank": 4, "lora_alpha": 3.0, "lora_text": True, "save_every": 9, "lr": 1e-2}
     path = train(options(folder, tmp_path, **extra), load_options(small_path))
     with safe_open(path, "pt") as file:

@@ -16,9 +16,9 @@ from training import load_options, losses, options, train
 STEPS = 6
 CODE = """
 import os, sys
-from ldm_lite.train import __main__ as command, outputs, trainer
-trainer.CHECK_EVERY = outputs.SAMPLES = 1
-outputs.SAMPLE_STEPS = 2
+from ldm_lite.train import __main__ as command, run, trainer
+trainer.CHECK_EVERY = run.SAMPLES = 1
+run.SAMPLE_STEPS = 2
 class Last:
     def __del__(self, write=os.write):
         write(2, b"Python shuts down")

@@ -11,7 +11,7 @@ from training import load_options, options, train
 from ldm_lite.train import run
 from ldm_lite.train.batches import Batch, Draws
 from ldm_lite.train.losses import DiffusionLoss
-from ldm_lite.train.optimizers import make_optimizer, restore
+from ldm_lite.train.trainer import make_optimizer, restore
 
 
 @pytest.mark.parametrize("gradients", [torch.channels_last, torch.contiguous_format])

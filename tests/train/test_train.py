@@ -17,7 +17,7 @@ from training import CONFIG, load_options, losses, options, plain_options, train
 
 import ldm_lite
 from ldm_lite.train import __main__ as command
-from ldm_lite.train import data, distributed, setup, trainer
+from ldm_lite.train import data, distributed, run, trainer
 from ldm_lite.train.batches import Batch, Draws
 
 
@@ -155,7 +155,7 @@ def test_a_model_that_reads_an_image_is_refused(folder: Path, small_path: Path) 
     pipe = ldm_lite.load(small_path, device="cpu")
     pipe = replace(pipe, family=replace(pipe.family, task="inpaint"))
     with pytest.raises(ValueError, match="only text-to-image models with CLIP text encoders can be trained here"):
-        setup.check_model(options(folder, folder), pipe)
+        run.check_model(options(folder, folder), pipe)
 
 
 @pytest.mark.parametrize(
@@ -287,12 +287,12 @@ def test_the_check_at_a_save_compiles_nothing() -> None:
     """Compiled code is for steps with gradients; the check has none, and would compile everything once more."""
     network, counter = Doubled(), CompileCounter()
     network.compile(backend=counter)
-    run = trainer.Trainer.__new__(trainer.Trainer)
-    run.loss = SumOfOutputs(network)
-    run.config = replace(CONFIG, batch=1)
-    run._last = Batch(torch.ones(1, 2), [""], None, (0,))
-    run.loss(run._last, Draws(0, (0,)))
-    run._loss_now()
+    new = trainer.Trainer.__new__(trainer.Trainer)
+    new.loss = SumOfOutputs(network)
+    new.options = replace(CONFIG, batch=1)
+    new._last = Batch(torch.ones(1, 2), [""], None, (0,))
+    new.loss(new._last, Draws(0, (0,)))
+    new._loss_now()
     assert counter.frame_count == 1
 
 

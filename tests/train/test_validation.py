@@ -10,6 +10,7 @@ import pytest
 import torch
 import toy
 from PIL import Image
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from training import load_options, losses, options, train
@@ -19,10 +20,9 @@ from ldm_lite.train import averages as averages_command
 from ldm_lite.train.averages import coefficients, products
 from ldm_lite.train.batches import Batch, Draws
 from ldm_lite.train.data import open_folder
-from ldm_lite.train.ema import LENGTHS, PowerAverages, exponent
-from ldm_lite.train.losses import DiffusionLoss, Prior
+from ldm_lite.train.losses import DiffusionLoss, LearnedWeighting, Prior, of_x0
 from ldm_lite.train.state import read_log
-from ldm_lite.train.weighting import LearnedWeighting, of_x0
+from ldm_lite.train.trainer import LENGTHS, PowerAverages, exponent
 
 
 def validations(out: Path) -> dict[int, float]:
@@ -304,3 +304,13 @@ def test_a_run_keeps_averages_and_the_command_writes_one(
         assert torch.allclose(made[key.removeprefix("lora.")].float(), value.float(), atol=1e-4)
     assert averages_command.main([str(folder), "--length", "0.05"]) == 2
     assert "holds no averages: train with --ema-lengths" in capsys.readouterr().err
+
+
+def test_an_average_tells_what_the_checkpoint_of_its_run_tells(tmp_path: Path, folder: Path, small_path: Path) -> None:
+    """Such as the run's resolution, where that is not the model's."""
+    more = {"ema_lengths": True, "steps": 1, "resolution": 32, "freeze_text": True}
+    path = train(options(folder, tmp_path, **more), load_options(small_path))
+    assert averages_command.main([str(tmp_path), "--out", str(tmp_path / "average.safetensors")]) == 0
+    with safe_open(path, "pt") as wanted, safe_open(tmp_path / "average.safetensors", "pt") as average:
+        assert average.metadata() == wanted.metadata()
+        assert average.metadata()["resolution"] == "32"

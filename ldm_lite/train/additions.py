@@ -1,0 +1,333 @@
+"""What is trained beside a frozen model, and its files: LoRAs and their relatives, textual inversion, ControlNets."""
+
+import contextlib
+import functools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ldm_lite import Pipeline
+from ldm_lite.models.controlnet import ControlNet
+from ldm_lite.networks import lora_layers, token_tables
+from ldm_lite.runtime.patching import patch, unpatch
+
+Content = tuple[dict[str, Tensor], dict[str, str]]  # tensors and metadata of a file
+
+# ---- changes of a frozen layer --------------------------------------------------------------------------------------
+#
+# Their parameters have the names of LyCORIS's files.  A change is called with a layer's input x, its frozen weight W
+# (out,in), its output and its bias, and returns what is to be added to the output; it is 0 at first.  Layers are
+# linears, x (...,in), or 1x1 convolutions, x (B,in,h,w).  Shape letters: r rank; LoKr's W is the Kronecker product of
+# (a,c) and (b,d), out = a b, in = c d.
+
+
+class LowRank(nn.Module):
+    """alpha / r * up(down(x)).  Hu et al. 2021, eq. 3."""
+
+    def __init__(self, weight: Tensor, rank: int, alpha: float) -> None:
+        """weight (out,in) or (out,in,1,1) of the layer."""
+        super().__init__()
+        out, width = weight.shape[:2]
+        if weight.ndim == 2:
+            self.lora_down: nn.Module = nn.Linear(width, rank, bias=False)
+            self.lora_up: nn.Module = nn.Linear(rank, out, bias=False)
+        else:
+            self.lora_down = nn.Conv2d(width, rank, 1, bias=False)
+            self.lora_up = nn.Conv2d(rank, out, 1, bias=False)
+        nn.init.kaiming_uniform_(self.lora_down.weight, a=math.sqrt(5))
+        nn.init.zeros_(self.lora_up.weight)
+        self.register_buffer("alpha", torch.tensor(float(alpha)))
+        self.scale = alpha / rank
+
+    def forward(self, x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None) -> Tensor:
+        up, down = (layer.get_parameter("weight").flatten(1) for layer in (self.lora_up, self.lora_down))
+        return _times(self.scale * _times(x, down), up)
+
+
+class DoRA(LowRank):
+    """m (W + BA) / |W + BA|, with a trained length m (out,) of each row and the norm as a constant in gradients.
+
+    Liu et al. 2024, eq. 5 and sec. 4.3.
+    """
+
+    def __init__(self, weight: Tensor, rank: int, alpha: float) -> None:
+        super().__init__(weight, rank, alpha)
+        lengths = weight.detach().float().flatten(1).norm(dim=1)
+        self.dora_scale = nn.Parameter(lengths.view(-1, *[1] * (weight.ndim - 1)).clone())
+
+    def forward(self, x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None) -> Tensor:
+        with torch.no_grad():
+            up, down = (layer.get_parameter("weight").flatten(1) for layer in (self.lora_up, self.lora_down))
+            norm = (weight + self.scale * up @ down).norm(dim=1)
+        factor = self.dora_scale.flatten() / norm
+        factor, shape = (factor[:, None, None], (-1, 1, 1)) if self.dora_scale.ndim == 4 else (factor, (-1,))
+        base = out if bias is None else out - bias.view(shape)
+        return (factor - 1) * base + factor * super().forward(x, weight, out, bias)
+
+
+class LoHa(nn.Module):
+    """alpha / r * (w1_a w1_b) * (w2_a w2_b), multiplied element by element.  Hyeon-Woo et al. 2022, eq. 2."""
+
+    def __init__(self, weight: Tensor, rank: int, alpha: float) -> None:
+        super().__init__()
+        out, width = weight.shape[:2]
+        self.hada_w1_a, self.hada_w2_a = (nn.Parameter(torch.zeros(out, rank)) for _ in range(2))
+        self.hada_w1_b, self.hada_w2_b = (nn.Parameter(torch.randn(rank, width)) for _ in range(2))
+        nn.init.normal_(self.hada_w1_a, std=0.1)
+        self.register_buffer("alpha", torch.tensor(float(alpha)))
+        self.scale = alpha / rank
+
+    def forward(self, x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None) -> Tensor:
+        change = (self.hada_w1_a @ self.hada_w1_b) * (self.hada_w2_a @ self.hada_w2_b)
+        return _times(x, self.scale * change)
+
+
+class LoKr(nn.Module):
+    """alpha / r * kron(w1, w2_a w2_b), or kron(w1, w2) if r is no less than half of w2.  Yeh et al. 2024."""
+
+    def __init__(self, weight: Tensor, rank: int, alpha: float, factor: int = -1) -> None:
+        super().__init__()
+        (a, b), (c, d) = (factorised(size, factor) for size in weight.shape[:2])
+        self.lokr_w1 = nn.Parameter(torch.empty(a, c))
+        nn.init.kaiming_uniform_(self.lokr_w1, a=math.sqrt(5))
+        self.full = rank >= max(b, d) / 2
+        if self.full:
+            self.lokr_w2 = nn.Parameter(torch.zeros(b, d, *weight.shape[2:]))
+        else:
+            self.lokr_w2_a, self.lokr_w2_b = nn.Parameter(torch.empty(b, rank)), nn.Parameter(torch.zeros(rank, d))
+            nn.init.kaiming_uniform_(self.lokr_w2_a, a=math.sqrt(5))
+        self.scale = 1.0 if self.full else alpha / rank
+        self.register_buffer("alpha", torch.tensor(float(rank if self.full else alpha)))  # LyCORIS reads it so
+
+    def forward(self, x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None) -> Tensor:
+        w2 = self.lokr_w2.flatten(1) if self.full else self.lokr_w2_a @ self.lokr_w2_b
+        channels_first = x.ndim == 4
+        x = x.movedim(1, -1) if channels_first else x
+        rows = F.linear(x.reshape(*x.shape[:-1], -1, w2.shape[1]), w2)  # (...,c,b)
+        y = self.scale * (self.lokr_w1 @ rows).flatten(-2)  # (...,a,b) -> (...,out)
+        return y.movedim(-1, 1) if channels_first else y
+
+
+KINDS: dict[str, type[LowRank | LoHa | LoKr]] = {"lora": LowRank, "dora": DoRA, "loha": LoHa, "lokr": LoKr}
+
+
+def factorised(size: int, factor: int) -> tuple[int, int]:
+    """Return (small, large) with small * large = size: small is `factor` if that divides it, else the largest below.
+
+    -1 is as near to a square as possible.
+    """
+    if factor > 0 and size % factor == 0:
+        return min(factor, size // factor), max(factor, size // factor)
+    most = math.isqrt(size) if factor < 0 else min(factor, math.isqrt(size))
+    small = next(divisor for divisor in range(most, 0, -1) if size % divisor == 0)
+    return small, size // small
+
+
+def _times(x: Tensor, weight: Tensor) -> Tensor:
+    """Multiply the channels of x (...,in) or (B,in,h,w) by a weight (out,in)."""
+    return F.linear(x.movedim(1, -1), weight).movedim(-1, 1) if x.ndim == 4 else F.linear(x, weight)
+
+
+# ---- LoRAs ----------------------------------------------------------------------------------------------------------
+
+
+class Place(NamedTuple):
+    """A weight that is changed: of a layer, or rows of OpenCLIP's joined one of queries, keys and values."""
+
+    layer: nn.Module
+    rows: slice | None = None
+
+    @property
+    def weight(self) -> Tensor:
+        """(out,in), or (out,in,1,1) of a convolution."""
+        name = "weight" if self.rows is None else "in_proj_weight"
+        return self.layer.get_parameter(name)[self.rows or slice(None)]
+
+    @property
+    def bias(self) -> Tensor | None:
+        """(out,), if there is one."""
+        bias: Tensor | None = getattr(self.layer, "bias" if self.rows is None else "in_proj_bias")
+        return None if bias is None else bias[self.rows or slice(None)]
+
+
+class LoRA(nn.Module):
+    """The changes of some networks' layers, by kohya's names: its state dict is the content of a file.
+
+    The networks do not use them until attach().  It holds no reference to them, so a deep copy copies only its weights.
+    """
+
+    def __init__(
+        self,
+        networks: Mapping[str, nn.Module],
+        rank: int,
+        alpha: float | None = None,
+        kind: str = "lora",
+        factor: int = -1,
+    ) -> None:
+        """networks by role ("unet", "text_encoder"); alpha defaults to the rank; factor is LoKr's.
+
+        Raises ValueError if rank < 1.
+        """
+        super().__init__()
+        if rank < 1:
+            raise ValueError(f"got a LoRA rank of {rank}, wanted 1 or more")
+        self.kind, self.rank, self.alpha = kind, rank, float(rank) if alpha is None else alpha
+        more = {"factor": factor} if kind == "lokr" else {}
+        for name, place in _places(networks).items():
+            self.add_module(name, KINDS[kind](place.weight, rank, self.alpha, **more).to(place.weight.device))
+
+    def attach(self, networks: Mapping[str, nn.Module]) -> "AttachedLoRA":
+        """Add these changes to networks with the same layers, and freeze the networks, until remove().
+
+        Raises ValueError, with nothing changed, if they have other layers.
+        """
+        return AttachedLoRA(self, networks)
+
+
+class AttachedLoRA(contextlib.ExitStack):
+    """A LoRA attached to networks, until remove() or the end of a `with` block."""
+
+    def __init__(self, lora: LoRA, networks: Mapping[str, nn.Module]) -> None:
+        """As LoRA.attach."""
+        super().__init__()
+        places, changes = _places(networks), dict(lora.named_children())
+        if places.keys() != changes.keys():
+            name = min(places.keys() ^ changes.keys())
+            raise ValueError(f"the LoRA was made for networks with other layers: {name} is in only one of them")
+        self.active = True  # whether the networks run with the changes
+        for parameter in (p for network in networks.values() for p in network.parameters() if p.requires_grad):
+            self.callback(parameter.requires_grad_)
+            parameter.requires_grad_(False)
+        joined: dict[nn.Module, list[tuple[Place, nn.Module]]] = {}
+        for name, place in places.items():
+            if place.rows is None:
+                hook = functools.partial(self._add, place, changes[name])
+                self.callback(place.layer.register_forward_hook(hook).remove)
+            else:
+                joined.setdefault(place.layer, []).append((place, changes[name]))
+        for layer, parts in joined.items():
+            patch(layer, functools.partial(self._attend, parts))
+            self.callback(unpatch, layer)
+
+    def _add(self, place: Place, change: nn.Module, layer: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
+        """Forward hook of a layer."""
+        return out + self.added(place, change, args[0], out) if self.active else out
+
+    def _attend(self, parts: Sequence[tuple[Place, nn.Module]], attention: Any, x: Tensor) -> Tensor:
+        """Forward of OpenCLIP's attention with changes of its queries, keys and values."""
+        qkv = F.linear(x, attention.in_proj_weight, attention.in_proj_bias)  # (B, T, 3 * D)
+        if self.active:
+            rows = [self.added(place, change, x, qkv[..., place.rows]) for place, change in parts]
+            qkv = qkv + torch.cat(rows, dim=-1)
+        return attention.attend(qkv)
+
+    def added(self, place: Place, change: nn.Module, x: Tensor, out: Tensor) -> Tensor:
+        """Return what a change adds to a layer's output."""
+        return change(x, place.weight.flatten(1), out, place.bias)
+
+    @contextlib.contextmanager
+    def off(self) -> Iterator[None]:
+        """Within the block the networks run without the changes."""
+        self.active = False
+        try:
+            yield
+        finally:
+            self.active = True
+
+    def remove(self) -> None:
+        """Detach the LoRA: the networks run as before, and the frozen parameters require gradients again."""
+        self.close()
+
+
+def _places(networks: Mapping[str, nn.Module]) -> dict[str, Place]:
+    """Return the weights that are changed, by kohya's names, the rows of a joined one in their order."""
+    return {name: Place(layer, rows) for name, (layer, rows) in lora_layers(networks).items()}
+
+
+def kohya_file(lora: nn.Module, model: Pipeline) -> Content:
+    """Return the tensors (float16, on the CPU) and the metadata of a LoRA file, from a LoRA or its EMA, for a model."""
+    assert isinstance(lora, LoRA)
+    second = model.family.unet.context_dim == 1024
+    version = ("sd_v2" + "_v" * (model.schedule.prediction == "v")) if second else "sd_v1"
+    version = {"flux": "flux1", "sd3": "sd3", "z_image": "zimage", "sdxl": "sdxl_base_v1-0"}.get(
+        model.family.conditioner, version
+    )
+    metadata = {
+        "ss_network_module": "networks.lora" if lora.kind == "lora" else "lycoris.kohya",
+        "ss_network_dim": str(lora.rank),
+        "ss_network_alpha": f"{lora.alpha:g}",
+        "ss_v2": str(second),
+        "ss_base_model_version": version,
+        "ss_sd_model_name": model.name,
+    }
+    if lora.kind != "lora":
+        algorithm = {"dora": "lora"}.get(lora.kind, lora.kind)
+        metadata["ss_network_args"] = f'{{"algo": "{algorithm}"' + ', "dora_wd": "True"' * (lora.kind == "dora") + "}"
+    return {key: value.to("cpu", torch.float16).contiguous() for key, value in lora.state_dict().items()}, metadata
+
+
+# ---- textual inversion ----------------------------------------------------------------------------------------------
+
+
+class Vectors(nn.Module):
+    """The vectors (n,D) of one name, for each text encoder of width D.  Gal et al. 2022."""
+
+    def __init__(self, model: Pipeline, word: str, count: int) -> None:
+        """They begin as those of a word's tokens, repeated.  Raises ValueError for a word without tokens."""
+        super().__init__()
+        assert model.tokenizer is not None
+        ids = replace(model.tokenizer, added=()).encode(word)
+        if not ids:
+            raise ValueError(f"got `init_word` {word!r}, wanted a word that CLIP knows, such as 'cat'")
+        chosen = torch.tensor([ids[i % len(ids)] for i in range(count)])
+        self.vectors = nn.ParameterDict(
+            {
+                str(table.shape[1]): nn.Parameter(table[chosen.to(table.device)].float().clone())
+                for table in token_tables(model)
+            }
+        )
+
+    def known_to(self, model: Pipeline, name: str) -> Pipeline:
+        """Return the model whose prompts know the name: changes of the vectors count at once."""
+        assert model.tokenizer is not None
+        first = max(map(len, token_tables(model)))
+        count = len(next(iter(self.vectors.values())))
+        tokenizer = replace(model.tokenizer, added=((name, tuple(range(first, first + count))),))
+        return replace(model, tokenizer=tokenizer, learned={int(width): rows for width, rows in self.vectors.items()})
+
+
+def embedding_file(vectors: nn.Module, model: Pipeline) -> Content:
+    """Return the tensors (float32, on the CPU) and the metadata of a file in the layout of kohya's."""
+    assert isinstance(vectors, Vectors)
+    values = [rows.detach().to("cpu", torch.float32).contiguous() for rows in vectors.vectors.values()]
+    names = ("emb_params",) if len(values) == 1 else ("clip_l", "clip_g")
+    return dict(zip(names, values, strict=True)), {"ss_sd_model_name": model.name}
+
+
+# ---- ControlNets ----------------------------------------------------------------------------------------------------
+
+
+def new_control(model: Pipeline) -> ControlNet:
+    """Return a ControlNet for a model, to be trained beside its UNet: a copy of the encoder that reads an image.
+
+    It has the UNet's weights, a new embedding of the image, and outputs that are 0.  Zhang et al. 2023, sec. 3.1.
+    """
+    with torch.device(model.device):
+        network = ControlNet(model.family.unet)
+    new, unet = network.state_dict(), model.unet.state_dict()
+    network.load_state_dict({key: unet.get(key, value).float() for key, value in new.items()})
+    for part in (network.input_hint_block[-1], network.zero_convs, network.middle_block_out):
+        for parameter in part.parameters():
+            nn.init.zeros_(parameter)
+    return network.requires_grad_(True)
+
+
+def control_file(network: nn.Module) -> Content:
+    """Return the tensors (float16, on the CPU) and the metadata of a ControlNet's file in the original layout."""
+    values = network.state_dict().items()
+    return {f"control_model.{key}": value.to("cpu", torch.float16).contiguous() for key, value in values}, {}
