@@ -26,6 +26,7 @@ LAYERS = [
     {"toolkit", "networks"},
     {"train"},
     {"batch", "bench", "serve"},
+    {"commands"},
     {"txt2img", "img2img", "inpaint", "upscale", "cascade", "reconstruct", "samplers", "export", "verify", "evaluate"},
     {"__init__", "__main__"},
 ]
@@ -33,7 +34,8 @@ LAYERS = [
 ALSO = {("generate", "control"), ("conditioning", "control"), ("zoo", "runtime"), ("image", "cli"), ("text", "cli")}
 # The main parts of commands.
 PRINTING = {
-    *("tasks.command", "tasks.compare", "tasks.quality", "tasks.export", "train.__main__", "train.averages"),
+    *("tasks.command", "tasks.compare", "tasks.quality", "tasks.export", "tasks.reconstruct", "tasks.verify"),
+    *("train.__main__", "train.averages"),
     "batch.__main__",
     "core.__main__",
 }

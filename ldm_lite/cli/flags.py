@@ -96,7 +96,7 @@ def parse(
     command: str,
     about: str,
     groups: Sequence[type],
-    extend: Callable[[argparse.ArgumentParser], object] = lambda parser: None,
+    extend: Callable[[argparse.ArgumentParser], object] | None = None,
 ) -> tuple[list[Any], dict[str, Any]]:
     """Parse flags into one instance of each dataclass in `groups`, and the values of the flags that `extend` adds.
 
@@ -116,7 +116,8 @@ def parse(
                     action = _add(section, each, hints[each.name])
                     if each.metadata["common"] or not marks:
                         parser.common.append(action)
-    extend(parser)
+    if extend is not None:
+        extend(parser)
     given = vars(parser.parse_args(argv))
     for key in [key for key in given if key.endswith("_argument")]:
         name, value = key.removesuffix("_argument"), given.pop(key)

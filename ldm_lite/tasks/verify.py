@@ -5,7 +5,7 @@ in float32 from fixed latents, and compare a corner of the blue channel in [0,1]
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +13,9 @@ import torch
 from numpy.typing import NDArray
 
 from ldm_lite.checkpoint.hub import download
-from ldm_lite.checkpoint.model import Model
+from ldm_lite.checkpoint.model import Model, load_model
+from ldm_lite.cli.command_options import VerifyOptions
+from ldm_lite.cli.options import LoadOptions
 from ldm_lite.cli.task_options import Txt2imgOptions
 from ldm_lite.diffusion.names import make_plan
 from ldm_lite.diffusion.schedule import CLEAN, Level, Schedule, Spacing
@@ -272,3 +274,18 @@ def verdict(checks: Sequence[Check], name: str) -> str:
             return f"{name} is {checkpoint}: all {len(own)} published test vectors agree"
     tried = ", ".join(dict.fromkeys(each.vector.checkpoint for each in checks))
     raise ValueError(f"{name} agrees with the published test vectors of none of these: {tried}")
+
+
+def run(options: VerifyOptions, load: LoadOptions) -> None:
+    """Load in float32 unless told otherwise, run every vector, print the comparison and the verdict."""
+    model = load_model(replace(load, dtype=load.dtype or "fp32"), Model)
+    vectors = vectors_for(model, options.whole is not None)
+    chosen = [vector for vector in vectors if options.only is None or options.only in vector.checkpoint]
+    if not chosen:
+        known = ", ".join(dict.fromkeys(vector.checkpoint for vector in vectors))
+        raise ValueError(f"got `only` {options.only!r}, wanted a part of one of: {known}")
+    checks = []
+    for vector in chosen:
+        checks.append(check(model, vector, lambda name: stored_image(options.whole or "hub", name)))
+        print(f"{checks[-1]}\n", flush=True)
+    print(verdict(checks, model.name))
