@@ -7,6 +7,8 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from tqdm import tqdm
+
 from ldm_lite.batch.encode import EncodeWorker, count, finish
 from ldm_lite.batch.images import ImageWorker
 from ldm_lite.batch.options import BatchOptions, check
@@ -14,7 +16,7 @@ from ldm_lite.batch.store import job_locked, write_manifest
 from ldm_lite.batch.table import Table, open_table
 from ldm_lite.batch.task import Report, Task, Worker
 from ldm_lite.cli.options import CheckedOptions, LoadOptions, given
-from ldm_lite.cli.progress import ImagesBar, memory
+from ldm_lite.cli.progress import memory
 
 log = logging.getLogger("ldm_lite")
 
@@ -66,9 +68,9 @@ def _open(options: BatchOptions, defaults: CheckedOptions) -> Table:
 def _report(task: Task, numbers: Sequence[int]) -> None:
     """Make shards, and say how it goes."""
     begun, num_images, num_failed, num_there = time.perf_counter(), 0, 0, 0
-    bar = ImagesBar(min(task.table.count, len(numbers) * task.table.size))
+    bar = tqdm(total=min(task.table.count, len(numbers) * task.table.size), unit="image", smoothing=0)
     for report in _reports(task, numbers):
-        bar(report.rows)
+        bar.update(report.rows)
         if not report.made:
             num_there += 1
             continue

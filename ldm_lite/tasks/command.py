@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from PIL import Image
+from tqdm import tqdm
 
 from ldm_lite import generate
 from ldm_lite.checkpoint.model import Model, load_model, with_autoencoder
@@ -15,7 +16,7 @@ from ldm_lite.checkpoint.parts import is_upscaler
 from ldm_lite.cli.command_options import CascadeOptions, StageOptions
 from ldm_lite.cli.options import LoadOptions, SaveOptions, given
 from ldm_lite.cli.output import Saver
-from ldm_lite.cli.progress import Progress, memory
+from ldm_lite.cli.progress import memory
 from ldm_lite.cli.task_options import Img2imgOptions, InpaintOptions, Txt2imgOptions, UpscaleOptions
 from ldm_lite.cli.version import __version__
 from ldm_lite.core.denoise import State
@@ -48,12 +49,18 @@ class Preview:
 
 def _on_step(preview: Preview | None = None) -> Callable[[State], None]:
     """Return a function that updates the preview and a progress bar after every step."""
-    progress = Progress()
+    bar: Any = None  # of a batch, from its first step to its last
 
     def update(state: State) -> None:
+        nonlocal bar
         if preview is not None:
             preview(state)
-        progress(state.step, state.num_steps, len(state.latents))
+        if bar is None:
+            count = len(state.latents)
+            bar = tqdm(total=state.num_steps, desc=f"{count} image{'s' * (count > 1)}", unit="it")
+        bar.update()
+        if state.step == state.num_steps:
+            bar = bar.close()
 
     return update
 

@@ -107,7 +107,9 @@ def _of(checkpoint: str, family: str, *runs: tuple[str, int, Any, float, str], *
     return [Vector(checkpoint, family, *run, **same) for run in runs]
 
 
-# Of LDM is assumed: the repository's stored configuration has diffusers' defaults, so its last step is of timestep 0.
+# Assumed: the repository's stored configuration has diffusers' defaults, so its last step is that of timestep 0.
+_LARGE: dict[str, Any] = {"prompt": SQUIRREL, "scale": 6.0, "side": 32, "spacing": from_0}
+_V: dict[str, Any] = {"prompt": SQUIRREL, "prediction": "v", "side": 96, "corner": 253, "seeded": True}
 VECTORS = (
     *_of(
         *("Stable Diffusion 1.4", "sd1"),
@@ -126,7 +128,7 @@ VECTORS = (
         *("LDM text2img-large", "ldm_text2img_large"),
         ("ddim", 3, _nine(".51825 .52850 .52543 .54258 .52304 .52569 .54363 .55276 .56878"), 1e-3, f"{LDM}:151"),
         ("ddim", 50, "ldm_text2img/ldm_large_256_ddim.npy", 1e-3, f"{LDM}:nightly"),
-        **{"prompt": SQUIRREL, "scale": 6.0, "side": 32, "spacing": from_0},
+        **_LARGE,
     ),
     *_of(
         *("Stable Diffusion 2 base", "sd2"),
@@ -135,7 +137,7 @@ VECTORS = (
     *_of(
         *("Stable Diffusion 2 (768, v)", "sd2"),
         ("ddim", 20, _nine(".1868 .1922 .1527 .1921 .1908 .1624 .1779 .1652 .1734"), 1e-2, f"{SD2_V}:280"),
-        **{"prompt": SQUIRREL, "prediction": "v", "side": 96, "corner": 253, "seeded": True},
+        **_V,
     ),
     *_of(
         *("LCM Dreamshaper v7", "lcm"),
