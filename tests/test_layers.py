@@ -139,8 +139,8 @@ BESIDE_THE_FACADE = {
     "batch": {"train"},
     # Tables of names (samplers, spacings, A1111's), the text of pictures, and X/Y plots: small interfaces of their own.
     "serve": {"diffusion", "features.from_png", "tasks.xy", "text.parameters"},
-    # It measures what is behind the facade: kernels, compilation, reading files, networks of any size.
-    "bench": {"checkpoint", "diffusion", "models", "runtime", "text", "zoo"},
+    # It names kernels and devices, counts a sampler's calls, and makes checkpoints of every family with random weights.
+    "bench": {"checkpoint.reader", "checkpoint.sources", "diffusion.names", "runtime", "zoo"},
 }
 
 

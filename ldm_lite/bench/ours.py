@@ -15,11 +15,9 @@ import ldm_lite
 from ldm_lite.bench.checkpoints import open_model
 from ldm_lite.bench.options import Options
 from ldm_lite.bench.work import CHECK_SCALE, Inputs, inputs
-from ldm_lite.checkpoint.reader import on_meta
-from ldm_lite.diffusion.guidance import Conditioning
-from ldm_lite.diffusion.plan import H, X
+from ldm_lite.core.pipeline import DTYPES
+from ldm_lite.core.plan import H, X
 from ldm_lite.runtime import attention
-from ldm_lite.runtime.precision import DTYPES
 from ldm_lite.runtime.setup import KERNELS
 
 
@@ -98,9 +96,9 @@ class OurWorkload:
 
     def _denoise(self, given: Inputs, steps: int, scale: float) -> tuple[Any, Tensor]:
         plan = self.pipe.plan("ddim", steps, spacing="trailing")
-        cond, uncond = Conditioning(given.context), Conditioning(given.uncond)
+        contexts: list[Any] = [given.context, given.uncond]
         with self.autocast:
-            return plan, self.pipe.denoise(given.noise, cond, uncond, plan, scale)
+            return plan, self.pipe.denoise(given.noise, *contexts, plan, scale)
 
     def prediction(self, given: Inputs) -> Tensor:
         """Return it as recovered from the latents of one step."""
@@ -130,7 +128,7 @@ class OurWorkload:
 
 def plain_copy(network: nn.Module) -> nn.Module:
     """Build a network of the same class with the same weights, untuned; weights in another layout are copied."""
-    with on_meta():
+    with torch.device("meta"):
         copy = type(network)(network.spec)
     copy.load_state_dict({key: value.contiguous() for key, value in network.state_dict().items()}, assign=True)
     return copy.requires_grad_(False).eval()

@@ -14,8 +14,8 @@ from ldm_lite.bench.checkpoints import family_of, open_model
 from ldm_lite.bench.options import Options
 from ldm_lite.bench.work import CHECK_SCALE, Inputs, Unavailable, inputs
 from ldm_lite.checkpoint.reader import prefix, split
+from ldm_lite.core.pipeline import DTYPES
 from ldm_lite.core.tasks import noise_of
-from ldm_lite.runtime.precision import DTYPES
 
 PEERS = {"diffusers": ("diffusers",), "diffusers-compiled": ("diffusers",), "openvino": ("openvino", "diffusers")}
 # What a network, by its role, is called with: latents, timestep and context; unscaled latents; token ids.
