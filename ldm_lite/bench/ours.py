@@ -96,9 +96,10 @@ class OurWorkload:
 
     def _denoise(self, given: Inputs, steps: int, scale: float) -> tuple[Any, Tensor]:
         plan = self.pipe.plan("ddim", steps, spacing="trailing")
-        contexts: list[Any] = [given.context, given.uncond]
+        cond: Any = given.context
+        uncond: Any = given.uncond
         with self.autocast:
-            return plan, self.pipe.denoise(given.noise, *contexts, plan, scale)
+            return plan, self.pipe.denoise(given.noise, cond, uncond, plan, scale)
 
     def prediction(self, given: Inputs) -> Tensor:
         """Return it as recovered from the latents of one step."""
