@@ -26,11 +26,8 @@ CALLS: dict[str, Callable[..., Tensor]] = {
 }
 
 
-def peer(name: str, options: Options) -> tuple[str, Callable[[str], Any]]:
-    """Return a peer's versions, and a function that makes its workload in a dtype, given by its short name.
-
-    Raises Unavailable if it is not installed or does not run on the device.
-    """
+def versions(name: str, options: Options) -> str:
+    """Return a peer's versions.  Raises Unavailable if it is not installed or does not run on the device."""
     needed = (*PEERS[name], "transformers")
     try:
         numbers = {module: importlib.import_module(module).__version__.partition("-")[0] for module in needed}
@@ -38,20 +35,16 @@ def peer(name: str, options: Options) -> tuple[str, Callable[[str], Any]]:
         raise Unavailable(f"is not installed ({error.name}): pip install {' '.join(needed)}") from error
     if name == "openvino" and options.device != "cpu":
         raise Unavailable("is for CPUs")
-
-    def make(dtype: str) -> Any:
-        if name == "openvino" and dtype != "fp32":
-            raise Unavailable("runs in fp32 here")
-        return PeerWorkload(name, options, dtype)
-
-    versions = ", ".join(f"{module} {number}" for module, number in numbers.items())
-    return versions.removeprefix(f"{name} "), make
+    return ", ".join(f"{module} {number}" for module, number in numbers.items()).removeprefix(f"{name} ")
 
 
 class PeerWorkload:
     """A workload by a peer's networks, which are made when they are needed."""
 
     def __init__(self, name: str, options: Options, dtype: str) -> None:
+        """dtype is a short name.  Raises Unavailable if the peer does not run in it here."""
+        if name == "openvino" and dtype != "fp32":
+            raise Unavailable("runs in fp32 here")
         checkpoint = open_model(options.size, options.ckpt)
         self._parts, self.family = split(checkpoint), family_of(checkpoint)
         self.name, self.options, self.device, self.dtype = name, options, torch.device(options.device), DTYPES[dtype]

@@ -109,8 +109,8 @@ def make_backend(name: str, options: Options) -> tuple[str, Backend]:
         torch.set_num_threads(options.threads)
     device = torch.device(options.device)
     if name in theirs.PEERS:
-        versions, make = theirs.peer(name, options)
-        return versions, InProcessBackend(name, device, make)
+        versions = theirs.versions(name, options)
+        return versions, InProcessBackend(name, device, lambda dtype: theirs.PeerWorkload(name, options, dtype))
     row = ours.REFERENCE if name == "reference" else ours.configuration(name)
     return row.title, InProcessBackend(name, device, lambda dtype: ours.OurWorkload(row, options, dtype))
 
