@@ -5,28 +5,10 @@ is loaded when it is its turn.
 """
 
 import sys
-from collections.abc import Sequence
 
-from ldm_lite.cli import console
-from ldm_lite.cli.command_options import CascadeOptions, StageOptions
-from ldm_lite.cli.flags import parse
-from ldm_lite.cli.options import SaveOptions
-from ldm_lite.cli.output import Saver
+from ldm_lite.commands import main_of
 
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns its exit status."""
-    groups = (CascadeOptions, StageOptions, SaveOptions)
-    (options, stages, save), _ = parse(argv, "cascade", __doc__.splitlines()[0], groups)
-    return console.run(lambda: run(options, stages, save), (options, stages, save))
-
-
-def run(options: CascadeOptions, stages: StageOptions, save: SaveOptions) -> None:
-    """Run the stages and save the images."""
-    from ldm_lite.tasks.command import make_cascade
-
-    make_cascade(options, stages, Saver(save, "cascade"))
-
+main = main_of("cascade", __doc__)
 
 if __name__ == "__main__":
     sys.exit(main())

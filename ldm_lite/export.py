@@ -5,26 +5,10 @@ has no weights: it runs on those of the checkpoint that is loaded.
 """
 
 import sys
-from collections.abc import Sequence
 
-from ldm_lite.cli import console
-from ldm_lite.cli.command_options import ExportOptions
-from ldm_lite.cli.flags import parse
-from ldm_lite.cli.options import LoadOptions
+from ldm_lite.commands import main_of
 
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns its exit status."""
-    (options, load), _ = parse(argv, "export", __doc__.splitlines()[0], (ExportOptions, LoadOptions))
-    return console.run(lambda: run(options, load), (options,))
-
-
-def run(options: ExportOptions, load: LoadOptions) -> None:
-    """Load the checkpoint, and compile and check the package."""
-    from ldm_lite.tasks.export import run
-
-    run(options, load)
-
+main = main_of("export", __doc__)
 
 if __name__ == "__main__":
     sys.exit(main())

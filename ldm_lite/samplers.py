@@ -5,26 +5,10 @@ matplotlib (extra "plot").
 """
 
 import sys
-from collections.abc import Sequence
 
-from ldm_lite.cli import console
-from ldm_lite.cli.command_options import CompareOptions
-from ldm_lite.cli.flags import parse
-from ldm_lite.cli.options import LoadOptions
+from ldm_lite.commands import main_of
 
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns its exit status."""
-    (options, load), _ = parse(argv, "samplers", __doc__.splitlines()[0], (CompareOptions, LoadOptions))
-    return console.run(lambda: run(options, load), (options, load))
-
-
-def run(options: CompareOptions, load: LoadOptions) -> None:
-    """Load the checkpoint, compare, print the table and save the chart."""
-    from ldm_lite.tasks.compare import run
-
-    run(options, load)
-
+main = main_of("samplers", __doc__)
 
 if __name__ == "__main__":
     sys.exit(main())

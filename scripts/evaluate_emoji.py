@@ -62,6 +62,7 @@ from torch.nn import functional as F
 import ldm_lite
 from ldm_lite import generate
 from ldm_lite.cli import options
+from ldm_lite.cli.writing import write_whole
 from ldm_lite.conditioning.prompts import encode_prompts
 from ldm_lite.core.tasks import noise_of
 from ldm_lite.diffusion.guidance import classifier_free
@@ -641,7 +642,7 @@ def compare(
         verdicts = judge(images, prompts, classify)
         shares = {name: sum(getattr(each, name) for each in verdicts) / count for name in quality.ACCURACIES}
         point |= {**shares, **judged}
-        quality.write(path, kept)
+        write_whole(path, json.dumps(kept, indent=1) + "\n")
         say(f"{case.name}, {point['steps']} steps: identity {shares['identity']:.0%}, {shares['background']:.0%}")
 
 

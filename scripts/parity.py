@@ -16,6 +16,7 @@ Prints relative errors |ours - theirs| / |theirs| and exits 1 if one exceeds its
 import argparse
 import importlib.metadata
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -88,7 +89,8 @@ class Checks:
 
 def sd1(args: argparse.Namespace, checks: Checks) -> None:
     """Text encoder, autoencoder and UNet, then whole runs, in float32."""
-    peers = importlib.import_module("ldm_lite.bench.peers")
+    sys.path.insert(0, os.fspath(Path(__file__).parents[1] / "tests" / "fixtures"))
+    peers = importlib.import_module("peers")
     pipe, weights = ldm_lite.load(args.path, device="cpu", dtype="fp32"), load_file(args.path)
     print(pipe.description, flush=True)
     generator, side = torch.Generator().manual_seed(0), args.size // pipe.vae.spec.factor

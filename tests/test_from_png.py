@@ -14,8 +14,7 @@ from PIL import Image
 
 import ldm_lite
 from ldm_lite import Pipeline
-from ldm_lite.cli.task_options import Txt2imgOptions
-from ldm_lite.cli.trick_options import TrickOptions
+from ldm_lite.cli.task_options import TrickOptions, Txt2imgOptions
 from ldm_lite.features.from_png import with_picture
 from ldm_lite.text.parameters import parameters, parse_parameters
 from ldm_lite.txt2img import main

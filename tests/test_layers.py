@@ -27,6 +27,7 @@ LAYERS = [
     {"toolkit", "networks"},
     {"train"},
     {"batch", "bench", "serve"},
+    {"commands"},
     {"txt2img", "img2img", "inpaint", "upscale", "cascade", "reconstruct", "samplers", "export", "verify", "evaluate"},
     {"__init__", "__main__"},
 ]
@@ -34,7 +35,8 @@ LAYERS = [
 ALSO = {("generate", "control"), ("conditioning", "control"), ("zoo", "runtime"), ("image", "cli"), ("text", "cli")}
 # The main parts of commands.
 PRINTING = {
-    *("tasks.command", "tasks.compare", "tasks.quality", "tasks.export", "train.__main__", "train.averages"),
+    *("tasks.command", "tasks.compare", "tasks.quality", "tasks.export", "tasks.reconstruct", "tasks.verify"),
+    *("train.__main__", "train.averages"),
     "batch.__main__",
     "core.__main__",
 }
@@ -139,8 +141,8 @@ BESIDE_THE_FACADE = {
     "batch": {"train"},
     # Tables of names (samplers, spacings, A1111's), the text of pictures, and X/Y plots: small interfaces of their own.
     "serve": {"diffusion", "features.from_png", "tasks.xy", "text.parameters"},
-    # It measures what is behind the facade: kernels, compilation, reading files, networks of any size.
-    "bench": {"checkpoint", "diffusion", "models", "runtime", "text", "zoo"},
+    # It names kernels and devices, counts a sampler's calls, and makes checkpoints of every family with random weights.
+    "bench": {"checkpoint.reader", "diffusion.names", "runtime", "zoo"},
 }
 
 

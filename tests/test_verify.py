@@ -65,7 +65,7 @@ def test_the_latents_are_those_of_the_published_tests(small_path: Path, monkeypa
     monkeypatch.setattr(verify, "txt2img", lambda model, options: seen.append(options) or ())
     for vector in VECTORS[0], next(each for each in VECTORS if each.seeded):
         with pytest.raises(ValueError, match="not enough values"):
-            verify.image_of(model, vector)
+            verify.check(model, vector, read=lambda name: np.zeros(9))
     first, seeded = seen
     # the first numbers of RandomState(0), as numpy's users know them
     assert first.noise.shape == (1, 4, 64, 64)

@@ -7,13 +7,15 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from tqdm import tqdm
+
 from ldm_lite.batch.encode import EncodeWorker, count, finish
 from ldm_lite.batch.images import ImageWorker
 from ldm_lite.batch.options import BatchOptions, check
 from ldm_lite.batch.store import Report, Task, Worker, job_locked, write_manifest
 from ldm_lite.batch.table import Table, open_table
 from ldm_lite.cli.options import CheckedOptions, LoadOptions, given
-from ldm_lite.cli.progress import ImagesBar, memory
+from ldm_lite.cli.progress import memory
 
 log = logging.getLogger("ldm_lite")
 
@@ -60,7 +62,7 @@ def run(options: BatchOptions, defaults: CheckedOptions, load: LoadOptions) -> P
 def _make(task: Task, numbers: Sequence[int]) -> None:
     """Make shards, and say how it goes."""
     begun, num_images, num_failed, num_there = time.perf_counter(), 0, 0, 0
-    bar = ImagesBar(min(task.table.count, len(numbers) * task.table.size))
+    bar = tqdm(total=min(task.table.count, len(numbers) * task.table.size), unit="image", smoothing=0)
     if task.options.engine == "ray":
         from ldm_lite.batch.ray_engine import reports  # of an extra
 
@@ -68,7 +70,7 @@ def _make(task: Task, numbers: Sequence[int]) -> None:
     else:
         shards = map(worker_of(task).make, numbers)
     for report in shards:
-        bar(report.rows)
+        bar.update(report.rows)
         if not report.made:
             num_there += 1
             continue

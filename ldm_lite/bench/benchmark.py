@@ -18,7 +18,8 @@ from ldm_lite.bench.theirs import PEERS
 from ldm_lite.bench.work import SECTIONS, Cell, Cost, Unavailable, cost
 from ldm_lite.bench.worker import Backend, SubprocessBackend
 from ldm_lite.cli.options import numbers
-from ldm_lite.runtime.precision import DTYPES, pick_device
+from ldm_lite.core.pipeline import DTYPES
+from ldm_lite.runtime.precision import pick_device
 
 log = logging.getLogger("ldm_lite")
 

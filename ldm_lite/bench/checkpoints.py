@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ldm_lite.checkpoint.reader import on_meta, open_source, prefix, split
+from ldm_lite.checkpoint.reader import open_source, prefix, split
 from ldm_lite.core.files import Tensors
 from ldm_lite.zoo.families import FAMILIES, describe, detect_family
 from ldm_lite.zoo.family import Family, build
@@ -36,7 +36,7 @@ def family_of(checkpoint: Tensors) -> Family:
 
 def random_checkpoint(name: str, family: Family, seed: int = 0) -> Tensors:
     """Return a checkpoint in the original layout with random weights, each made when it is read."""
-    with on_meta():
+    with torch.device("meta"):
         states = {role: build(spec).state_dict() for role, spec in family.networks.items()}
     shapes = {
         prefix(role, state, family.sgm) + key: tuple(state[key].shape)

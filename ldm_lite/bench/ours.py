@@ -15,11 +15,9 @@ import ldm_lite
 from ldm_lite.bench.checkpoints import open_model
 from ldm_lite.bench.options import Options
 from ldm_lite.bench.work import CHECK_SCALE, Inputs, inputs
-from ldm_lite.checkpoint.reader import on_meta
-from ldm_lite.diffusion.guidance import Conditioning
-from ldm_lite.diffusion.plan import H, X
+from ldm_lite.core.pipeline import DTYPES
+from ldm_lite.core.plan import H, X
 from ldm_lite.runtime import attention
-from ldm_lite.runtime.precision import DTYPES
 from ldm_lite.runtime.setup import KERNELS
 
 
@@ -69,18 +67,18 @@ def configuration(name: str) -> Configuration:
 
 
 class OurWorkload:
-    """Every section by ldm_lite."""
+    """A workload by ldm_lite."""
 
     def __init__(self, row: Configuration, options: Options, dtype: str) -> None:
         """Load the model; dtype is a short name.  Raises ValueError for an attention that the device lacks."""
         self.options = options
-        self.autocast = DTYPES[dtype] if row.original and dtype != "fp32" else None
-        device = torch.device(options.device)
+        device, in_half = torch.device(options.device), row.original and dtype != "fp32"
+        self.autocast = torch.autocast(device.type, DTYPES[dtype] if in_half else None, enabled=in_half)
         fused = row.attention == "efficient" and device.type != "cuda"
         self.pipe = ldm_lite.load(
             open_model(options.size, options.ckpt),
             device=device,
-            dtype=dtype if self.autocast is None else "fp32",
+            dtype="fp32" if in_half else dtype,
             attention=None if fused or row.original else row.attention,  # None: the fastest here
             compile=row.compile,
             kernels="plain" if row.original else row.kernels,
@@ -90,24 +88,21 @@ class OurWorkload:
             for role in ("unet", "vae"):
                 attention.use(networks[role], "sdpa" if fused else row.attention)
             # The original's UNet is trainable, and autocast caches the casts of trainable weights while it is on.
-            networks["unet"].requires_grad_(self.autocast is not None)
+            networks["unet"].requires_grad_(in_half)
             self.pipe = replace(self.pipe, **networks)
 
     def inputs(self, batch: int) -> Inputs:
-        """Make the inputs of a batch on the device, float32."""
         return inputs(self.pipe.family, self.options, batch).to(self.pipe.device, torch.float32)
-
-    def _autocast(self) -> torch.autocast:
-        return torch.autocast(self.pipe.device.type, self.autocast, enabled=self.autocast is not None)
 
     def _denoise(self, given: Inputs, steps: int, scale: float) -> tuple[Any, Tensor]:
         plan = self.pipe.plan("ddim", steps, spacing="trailing")
-        cond, uncond = Conditioning(given.context), Conditioning(given.uncond)
-        with self._autocast():
+        cond: Any = given.context
+        uncond: Any = given.uncond
+        with self.autocast:
             return plan, self.pipe.denoise(given.noise, cond, uncond, plan, scale)
 
     def prediction(self, given: Inputs) -> Tensor:
-        """The guided prediction of one step, recovered from its latents."""
+        """Return it as recovered from the latents of one step."""
         plan, latents = self._denoise(given, 1, CHECK_SCALE)
         if (failure := getattr(self.pipe.step, "failure", None)) is not None:
             raise ValueError(f"could not be compiled: {failure}")
@@ -116,20 +111,17 @@ class OurWorkload:
         return (kept - float(p) * x) / float(q)
 
     def steps(self, given: Inputs, count: int) -> None:
-        """Run guided steps of DDIM."""
         self._denoise(given, count, self.options.scale)
 
     def decode(self, given: Inputs) -> Tensor:
-        """Decode the noise to pixels."""
-        with self._autocast():
+        with self.autocast:
             return torch.stack(self.pipe.decode(given.noise * self.pipe.family.scale_factor, output="tensor"))
 
     def image(self, given: Inputs) -> Tensor:
-        """Make n_iter batches from prompt to uint8 pixels."""
         options, batch = self.options, len(given.noise)
         names = ("height", "width", "sampler", "steps", "n_iter", "scale", "seed")
         settings = {name: getattr(options, name) for name in names}
-        with self._autocast():
+        with self.autocast:
             results = self.pipe.txt2img(options.prompt, batch_size=batch, output="result", **settings)
         assert len([result.array for result in results]) == batch * options.n_iter
         return torch.stack([result.pixels for result in results[-batch:]])
@@ -137,7 +129,7 @@ class OurWorkload:
 
 def plain_copy(network: nn.Module) -> nn.Module:
     """Build a network of the same class with the same weights, untuned; weights in another layout are copied."""
-    with on_meta():
+    with torch.device("meta"):
         copy = type(network)(network.spec)
     copy.load_state_dict({key: value.contiguous() for key, value in network.state_dict().items()}, assign=True)
     return copy.requires_grad_(False).eval()

@@ -1,7 +1,7 @@
 """Networks and schedulers of diffusers and transformers, with the weights of an original checkpoint.
 
-For comparisons of speed (worker.py, in a process of its own) and of numbers (scripts/parity.py, the golden makers).
-The weights are renamed by diffusers' own converters.  `pip install diffusers transformers`.
+For comparisons of speed, in a process of its own.  tests/fixtures/peers.py has more, for comparisons of numbers.  The
+weights are renamed by diffusers' own converters.  `pip install diffusers transformers`.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,23 +17,19 @@ from diffusers import (
     PNDMScheduler,
     UNet2DConditionModel,
 )
-from diffusers.loaders.single_file_utils import (
-    convert_ldm_unet_checkpoint,
-    convert_ldm_vae_checkpoint,
-    convert_open_clip_checkpoint,
-)
+from diffusers.loaders.single_file_utils import convert_ldm_unet_checkpoint, convert_ldm_vae_checkpoint
 from torch import Tensor, nn
 
 from ldm_lite.checkpoint.reader import prefix
+from ldm_lite.core.clip import CLIPSpec
 from ldm_lite.core.vae import VAESpec
-from ldm_lite.models.clip import CLIPTextSpec
-from ldm_lite.models.open_clip import OpenCLIPTextSpec
-from ldm_lite.zoo.family import Family, Preserving, Spec
+from ldm_lite.zoo.family import Family, Preserving
 
 Weights = Mapping[str, Tensor]
 
 
-def _fill(network: nn.Module, weights: Weights) -> nn.Module:
+def fill(network: nn.Module, weights: Weights) -> nn.Module:
+    """Put weights, all of them, into a network on the meta device."""
     network.load_state_dict(dict(weights), strict=True, assign=True)
     return network.eval().requires_grad_(False)
 
@@ -43,9 +39,7 @@ def unet(family: Family, weights: Weights) -> nn.Module:
     spec = family.unet
     widths = [spec.model_channels * mult for mult in spec.channel_mult]
     attends = [depth > 0 for depth in spec.transformer_depth]
-    depths = tuple(
-        depth or spec.middle_depth for depth in spec.transformer_depth
-    )  # the last is also the middle block's
+    depths = tuple(depth or spec.middle_depth for depth in spec.transformer_depth)  # the last is the middle block's too
     config = {
         "in_channels": spec.in_channels,
         "out_channels": spec.out_channels,
@@ -69,7 +63,7 @@ def unet(family: Family, weights: Weights) -> nn.Module:
         converted["time_embedding.cond_proj.weight"] = weights["model.diffusion_model.cond_proj.weight"]
     with torch.device("meta"):
         network = UNet2DConditionModel(**config)
-    return _fill(network, converted)
+    return fill(network, converted)
 
 
 def vae(family: Family, weights: Weights) -> nn.Module:
@@ -86,29 +80,20 @@ def vae(family: Family, weights: Weights) -> nn.Module:
     }
     with torch.device("meta"):
         network = AutoencoderKL(**config)
-    return _fill(network, convert_ldm_vae_checkpoint(dict(weights), config))
+    return fill(network, convert_ldm_vae_checkpoint(dict(weights), config))
 
 
 def text_encoder(family: Family, weights: Weights) -> nn.Module:
-    """Build transformers' CLIP from a whole original state dict: its text encoder, or the first of two."""
-    pooled = family.conditioner == "refiner"
-    return _text(family.text, weights, prefix("text_encoder", _probes(family.text), family.sgm), pooled)
+    """Build transformers' CLIPTextModel from a whole original state dict."""
+    spec = family.text
+    assert isinstance(spec, CLIPSpec)
+    network = clip(transformers.CLIPTextModel, spec, spec.layers, getattr(spec, "activation", "quick_gelu"))
+    before = prefix("text_encoder", ["embeddings.token_embedding.weight"], family.sgm)
+    return fill_clip(network, {key.removeprefix(before): weights[key] for key in weights if key.startswith(before)})
 
 
-def text_encoder_2(family: Family, weights: Weights) -> nn.Module:
-    """Build transformers' CLIPTextModelWithProjection from a whole original state dict: SDXL's second text encoder."""
-    spec = family.text_encoders[1]
-    return _text(spec, weights, prefix("text_encoder_2", _probes(spec), True), True)
-
-
-def _probes(spec: Spec | None) -> list[str]:
-    return ["embeddings.token_embedding.weight" if isinstance(spec, CLIPTextSpec) else "ln_final.weight"]
-
-
-def _text(spec: Spec | None, weights: Weights, prefix: str, pooled: bool) -> nn.Module:
-    # The module tree of transformers' CLIPTextModel differs between its versions.
-    assert isinstance(spec, CLIPTextSpec | OpenCLIPTextSpec)
-    layers = spec.layers if pooled or isinstance(spec, CLIPTextSpec) else spec.layers - spec.skip
+def clip(kind: Any, spec: Any, layers: int, activation: str) -> nn.Module:
+    """Build one of transformers' CLIP models with the sizes of a text encoder's spec, without weights."""
     config = transformers.CLIPTextConfig(
         vocab_size=spec.vocab_size,
         hidden_size=spec.width,
@@ -116,28 +101,25 @@ def _text(spec: Spec | None, weights: Weights, prefix: str, pooled: bool) -> nn.
         num_hidden_layers=layers,
         num_attention_heads=spec.heads,
         max_position_embeddings=spec.length,
-        hidden_act=spec.activation if isinstance(spec, CLIPTextSpec) else "gelu",
+        hidden_act=activation,
         projection_dim=spec.width,
     )
     with torch.device("meta"):
-        network = (transformers.CLIPTextModelWithProjection if pooled else transformers.CLIPTextModel)(config)
+        network: nn.Module = kind(config)
     for module in network.modules():
         if "position_ids" in dict(module.named_buffers(recurse=False)):  # not in the files
             module.position_ids = torch.arange(spec.length)[None]
-    if isinstance(spec, CLIPTextSpec):
-        own = {key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)}
-        own.pop("embeddings.position_ids", None)
-    else:
-        converted = convert_open_clip_checkpoint(network, dict(weights), prefix)
-        own = {key.removeprefix("text_model."): value for key, value in converted.items()}
-        if not pooled:  # diffusers' Stable Diffusion 2 has no layers that are not used
-            unread = ("text_projection.", *(f"encoder.layers.{n}." for n in range(layers, spec.layers)))
-            own = {key: value for key, value in own.items() if not key.startswith(unread)}
+    return network
+
+
+def fill_clip(network: nn.Module, weights: Weights) -> nn.Module:
+    """Load the weights of an encoder, whose module tree differs between the versions of transformers."""
     inside = "text_model." if any(key.startswith("text_model.") for key in network.state_dict()) else ""
-    return _fill(network, {("" if key.startswith("text_projection") else inside) + key: v for key, v in own.items()})
+    named = {("" if key.startswith("text_projection") else inside) + key: value for key, value in weights.items()}
+    return fill(network, {key: value for key, value in named.items() if not key.endswith("embeddings.position_ids")})
 
 
-NETWORKS = {"unet": unet, "vae": vae, "text_encoder": text_encoder, "text_encoder_2": text_encoder_2}  # by role
+NETWORKS = {"unet": unet, "vae": vae, "text_encoder": text_encoder}  # by role
 
 
 def schedulers(family: Family) -> dict[str, Callable[[], Any]]:
@@ -158,16 +140,3 @@ def schedulers(family: Family) -> dict[str, Callable[[], Any]]:
         "euler": lambda: EulerDiscreteScheduler(**clean, timestep_spacing="linspace"),
         "dpmpp_2m": lambda: DPMSolverMultistepScheduler(**clean, timestep_spacing="trailing", final_sigmas_type="zero"),
     }
-
-
-@torch.no_grad()
-def sample(
-    network: nn.Module, scheduler: Any, noise: Tensor, context: Tensor, uncond: Tensor, steps: int, scale: float
-) -> Tensor:
-    """Run diffusers' denoising loop with classifier-free guidance; return the final latents, in the UNet's scale."""
-    scheduler.set_timesteps(steps)
-    x, both = noise, torch.cat([uncond, context])
-    for t in scheduler.timesteps:
-        before, after = network(torch.cat([x, x]), t, encoder_hidden_states=both).sample.chunk(2)
-        x = scheduler.step(before + scale * (after - before), t, x).prev_sample
-    return x

@@ -5,6 +5,7 @@ A result that fails the numerics gate is shown with its error and without a spee
 
 import json
 import platform
+import shutil
 import statistics
 import subprocess
 import time
@@ -17,6 +18,7 @@ import ldm_lite
 from ldm_lite.bench.measure import spread
 from ldm_lite.bench.options import Options
 from ldm_lite.bench.work import SECTIONS, Cell
+from ldm_lite.cli.writing import write_whole
 from ldm_lite.runtime.timing import machine
 
 RESULTS = "results.json"
@@ -81,16 +83,13 @@ def describe_run(asked: Options, options: Options) -> dict[str, object]:
             text = "" if value is True else f" {value!r}" if " " in str(value) else f" {value}"
             flags += f" --{option.name.replace('_', '-')}{text}"
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude=*"]
-    try:
-        commit = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        commit = "no clone"
+    commit = subprocess.run(command, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
     on_cuda = options.device.startswith("cuda")
     return {
         "command": f"python -m ldm_lite.bench{flags}",
         "model": options.ckpt or options.size,
         "device": torch.cuda.get_device_name(options.device) if on_cuda else machine(),
-        "versions": f"ldm_lite {ldm_lite.__version__} ({commit}), torch {torch.__version__}, "
+        "versions": f"ldm_lite {ldm_lite.__version__} ({commit or 'no clone'}), torch {torch.__version__}, "
         f"python {platform.python_version()}, {platform.system()}",
         "date": time.strftime("%Y-%m-%d"),
     }
@@ -120,10 +119,8 @@ def from_json(text: str) -> Report:
 def write(report: Report, folder: Path) -> None:
     """Write results.json and results.md, atomically replacing those of an earlier call."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name, text in ((RESULTS, as_json(report)), ("results.md", markdown(report))):
-        temporary = folder / f".{name}.part"
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(folder / name)
+    write_whole(folder / RESULTS, as_json(report))
+    write_whole(folder / "results.md", markdown(report))
 
 
 # ---- Markdown -------------------------------------------------------------------------------------------------------
@@ -160,10 +157,9 @@ def markdown(report: Report) -> str:
 
 def _row(report: Report, table: Table, name: str) -> str:
     timing, base = table.timings[name], table.timings.get(next(iter(report.titles)))
-    cells = [str(table.cell.batch), report.titles.get(name, name)]
+    head = f"| {table.cell.batch} | {report.titles.get(name, name)} |"
     if timing.unable is not None or timing.seconds is None:
-        cells += [timing.unable or "-", *[""] * 8]
-        return f"| {' | '.join(cells)} |"
+        return f"{head} {timing.unable or '-'} |" + " |" * 8
     speed_up = ""  # only over and of results that pass
     if base is not None and base.seconds is not None and timing.passes is not False and base.passes is not False:
         ratio = base.seconds / timing.seconds
@@ -171,7 +167,7 @@ def _row(report: Report, table: Table, name: str) -> str:
         speed_up = f"**{ratio:.2f}x**" if real else f"{ratio:.2f}x"
     rate, top = table.flops / timing.seconds / 1e12, report.ceilings.get(table.cell.dtype)
     error = "" if timing.error is None else f"{timing.error:.0e}"
-    cells += [
+    cells = [
         duration(timing.seconds),
         f"{spread(timing.samples):.1%}",
         f"{table.items / timing.seconds:.3g}/s",
@@ -182,15 +178,13 @@ def _row(report: Report, table: Table, name: str) -> str:
         "" if timing.peak is None else f"{timing.peak / 2**20:,.0f} MiB",
         "" if timing.first_s is None else duration(timing.first_s),
     ]
-    return f"| {' | '.join(cells)} |"
+    return f"{head} {' | '.join(cells)} |"
 
 
 def duration(seconds: float) -> str:
     """Format a duration with three digits and a suitable unit."""
-    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= scale:
-            return f"{seconds / scale:.3g} {unit}"
-    return f"{seconds / 1e-6:.3g} us"
+    unit, scale = next((pair for pair in (("s", 1.0), ("ms", 1e-3)) if seconds >= pair[1]), ("us", 1e-6))
+    return f"{seconds / scale:.3g} {unit}"
 
 
 # ---- the chart ------------------------------------------------------------------------------------------------------

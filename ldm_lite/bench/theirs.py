@@ -12,9 +12,10 @@ from torch import Tensor
 
 from ldm_lite.bench.checkpoints import family_of, open_model
 from ldm_lite.bench.options import Options
-from ldm_lite.bench.work import CHECK_SCALE, Inputs, Unavailable, Workload, inputs
+from ldm_lite.bench.work import CHECK_SCALE, Inputs, Unavailable, inputs
 from ldm_lite.checkpoint.reader import prefix, split
-from ldm_lite.runtime.precision import DTYPES
+from ldm_lite.core.pipeline import DTYPES
+from ldm_lite.core.tasks import noise_of
 
 PEERS = {"diffusers": ("diffusers",), "diffusers-compiled": ("diffusers",), "openvino": ("openvino", "diffusers")}
 # What a network, by its role, is called with: latents, timestep and context; unscaled latents; token ids.
@@ -25,11 +26,8 @@ CALLS: dict[str, Callable[..., Tensor]] = {
 }
 
 
-def peer(name: str, options: Options) -> tuple[str, Callable[[str], Workload]]:
-    """Return a peer's versions, and a function that makes its workload in a dtype, given by its short name.
-
-    Raises Unavailable if it is not installed or does not run on the device.
-    """
+def versions(name: str, options: Options) -> str:
+    """Return a peer's versions.  Raises Unavailable if it is not installed or does not run on the device."""
     needed = (*PEERS[name], "transformers")
     try:
         numbers = {module: importlib.import_module(module).__version__.partition("-")[0] for module in needed}
@@ -37,20 +35,16 @@ def peer(name: str, options: Options) -> tuple[str, Callable[[str], Workload]]:
         raise Unavailable(f"is not installed ({error.name}): pip install {' '.join(needed)}") from error
     if name == "openvino" and options.device != "cpu":
         raise Unavailable("is for CPUs")
-
-    def make(dtype: str) -> Workload:
-        if name == "openvino" and dtype != "fp32":
-            raise Unavailable("runs in fp32 here")
-        return PeerWorkload(name, options, dtype)
-
-    versions = ", ".join(f"{module} {number}" for module, number in numbers.items())
-    return versions.removeprefix(f"{name} "), make
+    return ", ".join(f"{module} {number}" for module, number in numbers.items()).removeprefix(f"{name} ")
 
 
 class PeerWorkload:
-    """Every section by a peer's networks, which are made when they are needed."""
+    """A workload by a peer's networks, which are made when they are needed."""
 
     def __init__(self, name: str, options: Options, dtype: str) -> None:
+        """dtype is a short name.  Raises Unavailable if the peer does not run in it here."""
+        if name == "openvino" and dtype != "fp32":
+            raise Unavailable("runs in fp32 here")
         checkpoint = open_model(options.size, options.ckpt)
         self._parts, self.family = split(checkpoint), family_of(checkpoint)
         self.name, self.options, self.device, self.dtype = name, options, torch.device(options.device), DTYPES[dtype]
@@ -93,7 +87,6 @@ class PeerWorkload:
         return torch.from_numpy(self._converted[key](args)[0].copy())
 
     def inputs(self, batch: int) -> Inputs:
-        """Make the inputs of a batch on the device, in the dtype."""
         return inputs(self.family, self.options, batch).to(self.device, self.dtype)
 
     def denoise(self, sampler: str, steps: int, noise: Tensor, both: Tensor) -> Tensor:
@@ -114,30 +107,24 @@ class PeerWorkload:
 
     @torch.no_grad()
     def prediction(self, given: Inputs) -> Tensor:
-        """Return the guided prediction of one step."""
         x, both = torch.cat([given.noise, given.noise]), torch.cat([given.uncond, given.context])
         before, after = self.call("unet", x, torch.tensor(999, device=self.device), both).float().chunk(2)
         return before + CHECK_SCALE * (after - before)
 
     @torch.no_grad()
     def steps(self, given: Inputs, count: int) -> None:
-        """Run guided steps of DDIM."""
         self.denoise("ddim", count, given.noise, torch.cat([given.uncond, given.context]))
 
     @torch.no_grad()
     def decode(self, given: Inputs) -> Tensor:
-        """Decode the noise to pixels."""
         return self.call("vae", given.noise).float().clamp(-1, 1).cpu()
 
     @torch.no_grad()
     def image(self, given: Inputs) -> Tensor:
-        """Make n_iter batches from prompt to uint8 pixels."""
-        options, batch = self.options, len(given.noise)
-        for repeat in range(options.n_iter):
+        options, (batch, channels, height, width) = self.options, given.noise.shape
+        for first in range(options.seed, options.seed + options.n_iter * batch, batch):
             both = torch.cat([self.call("text_encoder", ids) for ids in (given.empty, given.ids)])
-            first = options.seed + repeat * batch
-            generators = [torch.Generator().manual_seed(seed) for seed in range(first, first + batch)]
-            noise = torch.stack([torch.randn(given.noise.shape[1:], generator=one) for one in generators])
+            noise = noise_of(range(first, first + batch), (channels, height, width))()
             x = self.denoise(options.sampler, options.steps, noise.to(self.device, self.dtype), both)
             pixels = self.decode(given._replace(noise=x / self.family.scale_factor))
             arrays = ((pixels + 1) * 127.5).round().byte().permute(0, 2, 3, 1).numpy()

@@ -2,22 +2,26 @@
 
 Sections: step is a guided denoising step (UNet on the doubled batch, guidance, update), decode the autoencoder's
 decoder, image everything from prompts to uint8 pixels, n_iter times.
+
+A workload is a framework with its networks in one precision.  Its methods take the `inputs(batch)` that it makes where
+its networks are: `prediction` returns the guided prediction (B,C,h,w) of a step at t = 999 and scale CHECK_SCALE, which
+is what is compared of a step; `steps` runs guided steps of DDIM; `decode` returns pixels (B,3,H,W) in [-1,1] of the
+noise, on the CPU; `image` those of the last of n_iter batches from prompts to uint8 pixels.
 """
 
 import functools
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ldm_lite.bench.measure import flops
 from ldm_lite.bench.options import Options
-from ldm_lite.checkpoint.reader import on_meta
+from ldm_lite.core.clip import CLIPSpec
 from ldm_lite.core.tasks import noise_of
+from ldm_lite.core.tokenizer import CLIPTokenizer
 from ldm_lite.diffusion.names import make_plan
-from ldm_lite.models.clip import CLIPTextSpec
-from ldm_lite.text.tokenizer import CLIPTokenizer
 from ldm_lite.zoo.family import Family, build
 
 SECTIONS = {"step": "UNet step, guided", "decode": "VAE decode", "image": "prompt to pixels"}
@@ -57,7 +61,7 @@ def inputs(family: Family, options: Options, batch: int) -> Inputs:
     Raises ValueError unless the model is like Stable Diffusion 1.x and the sides are multiples of its 8 pixels.
     """
     distilled = family.unet.guidance_dim is not None
-    if family.conditioner != "clip" or distilled or not isinstance(family.text, CLIPTextSpec):
+    if family.conditioner != "clip" or distilled or not isinstance(family.text, CLIPSpec):
         raise ValueError(f"{family.title} cannot be benchmarked yet: take a Stable Diffusion 1.x model")
     height, width = (family.resolution if side is None else side for side in (options.height, options.width))
     if height % (factor := family.vae.factor) or width % factor:
@@ -69,25 +73,6 @@ def inputs(family: Family, options: Options, batch: int) -> Inputs:
     noise = noise_of([options.seed + k for k in range(batch)], shape)()
     tokenizer = CLIPTokenizer(family.text.length)
     return Inputs(noise, context, uncond, tokenizer([options.prompt] * batch), tokenizer([""] * batch))
-
-
-class Workload(Protocol):
-    """A framework with its networks in one precision.  Its methods run a section on the inputs of a batch."""
-
-    def inputs(self, batch: int) -> Inputs:
-        """Make the inputs of a batch, where the networks are."""
-
-    def prediction(self, given: Inputs) -> Tensor:
-        """Return the guided prediction (B,C,h,w) of a step at t = 999 and scale CHECK_SCALE."""
-
-    def steps(self, given: Inputs, count: int) -> None:
-        """Run guided steps of DDIM."""
-
-    def decode(self, given: Inputs) -> Tensor:
-        """Decode the noise to pixels (B,3,H,W) in [-1,1] on the CPU."""
-
-    def image(self, given: Inputs) -> Tensor:
-        """Make n_iter batches from prompt to uint8 pixels, and return the last one's, (B,3,H,W) in [-1,1]."""
 
 
 class Cost(NamedTuple):
@@ -108,7 +93,7 @@ def cost(family: Family, options: Options, cell: Cell) -> Cost:
 def _flops_at_batch_1(family: Family, options: Options) -> dict[str, int]:
     given = inputs(family, options, 1).to(torch.device("meta"), torch.float32)
     num_calls = len(make_plan(options.sampler, family.noise.schedule(family.prediction), options.steps).t)
-    with on_meta():
+    with torch.device("meta"):
         networks: dict[str, Any] = {role: build(spec) for role, spec in family.networks.items()}
     step = 2 * flops(lambda: networks["unet"](given.noise, torch.empty(1, device="meta"), given.context))
     decode = flops(lambda: networks["vae"].decode(given.noise))

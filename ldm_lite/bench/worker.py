@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ldm_lite.bench.measure import clock
 from ldm_lite.bench.options import Options
-from ldm_lite.bench.work import Cell, Unavailable, Workload
+from ldm_lite.bench.work import Cell, Unavailable
 
 
 class FirstCall(NamedTuple):
@@ -38,13 +38,13 @@ class Backend(Protocol):
         """Run a cell once."""
 
     def seconds(self, cell: Cell, calls: int) -> float:
-        """Run a cell `calls` times in a row, after `first`, and return the seconds per call."""
+        """Run the cell of the last `first` some times in a row, and return the seconds per call."""
 
 
 class InProcessBackend:
     """A backend in this process.  It keeps the networks of one precision and the inputs of one cell."""
 
-    def __init__(self, name: str, device: torch.device, make: Callable[[str], Workload]) -> None:
+    def __init__(self, name: str, device: torch.device, make: Callable[[str], Any]) -> None:
         """make returns the workload in a dtype, given by its short name."""
         self.name, self.device, self._make = name, device, make
         self._dtype = ""  # of the last cell, as are these
@@ -52,7 +52,6 @@ class InProcessBackend:
         self._inputs: Any = None
 
     def first(self, cell: Cell) -> FirstCall:
-        """Run a cell once."""
         results: list[Tensor] = []
         on_cuda = self.device.type == "cuda"
         with _explained():
@@ -60,27 +59,25 @@ class InProcessBackend:
             if self._dtype != cell.dtype:
                 self._dtype, self._workload = "", None  # frees the other precision's
                 self._dtype, self._workload = cell.dtype, self._make(cell.dtype)
-            self._inputs = given = self._workload.inputs(cell.batch)
+            self._inputs = inputs = self._workload.inputs(cell.batch)
             work = getattr(self._workload, "prediction" if cell.section == "step" else cell.section)
             if on_cuda:
                 gc.collect()
                 torch.cuda.empty_cache()  # free the memory left by a batch that did not fit
                 torch.cuda.reset_peak_memory_stats(self.device)
                 before = torch.cuda.memory_allocated(self.device)
-            seconds = clock(lambda: results.append(work(given)), self.device)
+            seconds = clock(lambda: results.append(work(inputs)), self.device)
             peak = torch.cuda.max_memory_allocated(self.device) - before if on_cuda else None
             return FirstCall(results[0].float().cpu(), seconds, peak)
 
     def seconds(self, cell: Cell, calls: int) -> float:
-        """Run the cell of the last `first` some times in a row and return the seconds per call."""
-        workload, given = self._workload, self._inputs
+        workload, inputs = self._workload, self._inputs
 
         def work() -> None:
             if cell.section == "step":
-                workload.steps(given, calls)
-                return
-            for _ in range(calls):
-                getattr(workload, cell.section)(given)
+                workload.steps(inputs, calls)
+            for _ in range(0 if cell.section == "step" else calls):
+                getattr(workload, cell.section)(inputs)
 
         with _explained():
             return clock(work, self.device) / calls
@@ -112,8 +109,8 @@ def make_backend(name: str, options: Options) -> tuple[str, Backend]:
         torch.set_num_threads(options.threads)
     device = torch.device(options.device)
     if name in theirs.PEERS:
-        versions, make = theirs.peer(name, options)
-        return versions, InProcessBackend(name, device, make)
+        versions = theirs.versions(name, options)
+        return versions, InProcessBackend(name, device, lambda dtype: theirs.PeerWorkload(name, options, dtype))
     row = ours.REFERENCE if name == "reference" else ours.configuration(name)
     return row.title, InProcessBackend(name, device, lambda dtype: ours.OurWorkload(row, options, dtype))
 
@@ -153,12 +150,10 @@ class SubprocessBackend:
         return answer
 
     def first(self, cell: Cell) -> FirstCall:
-        """Run a cell once."""
         result, seconds, peak = self._answer("first", cell)
         return FirstCall(torch.from_numpy(result), seconds, peak)
 
     def seconds(self, cell: Cell, calls: int) -> float:
-        """Run a cell `calls` times in a row, after `first`, and return the seconds per call."""
         return float(self._answer("seconds", cell, calls))
 
 

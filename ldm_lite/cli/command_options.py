@@ -85,3 +85,29 @@ class ExportOptions(CheckedOptions):
     chunks: int = option(1, "chunks of 77 tokens that prompts have", within=(1, 1000))
     out: str = option("unet.pt2", "name of the package")
     debug: bool = option(False, "show the traceback of an error")
+
+
+@dataclass(frozen=True)
+class ReconstructOptions(CheckedOptions):
+    """What to reconstruct, and with what."""
+
+    image: str | None = option(None, "the image", positional=True)
+    ckpt: str | None = option(
+        None, "a checkpoint, or an autoencoder's file: a path, or owner/repository/file on the hub (default: bundled)"
+    )
+    device: str | None = option(None, "cuda, cuda:1, mps, cpu (default: the best there is)")
+    dtype: str | None = option(None, "fp32, fp16, bf16 (default: fp16 on CUDA, else fp32)")
+
+
+@dataclass(frozen=True)
+class VerifyOptions(CheckedOptions):
+    """What to check."""
+
+    whole: str | None = option(
+        None,
+        "compare whole images of 50 steps too: a folder with files of the data set diffusers/test-arrays, or hub",
+        metavar="FOLDER",
+        common=True,
+    )
+    only: str | None = option(None, "only checkpoints with this in their name, e.g. 1.4", common=True)
+    debug: bool = option(False, "show the traceback of an error")

@@ -164,6 +164,8 @@ def _cheaper(options: Sequence[object], on_cpu: bool) -> str:
     given = {name: value for group in options for name, value in vars(group).items()}
     if "checkpointing" in given:  # training
         return "a smaller --batch, with --accumulate" if given["checkpointing"] else "--checkpointing"
+    if "chunks" in given:  # export, whose other options are about what runs later
+        given = {"batches": given["batches"]}
     one_by_one = "tile" in given and "stage_3" not in given  # images are upscaled one at a time
     steps = {
         "--batch-size 1": (given.get("batch_size") or 1) > 1 and not one_by_one,

@@ -4,10 +4,11 @@ import argparse
 import dataclasses
 import difflib
 import inspect
+import itertools
 import types
 import typing
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from ldm_lite.cli.console import as_flags, printable
 
@@ -17,12 +18,14 @@ Field = dataclasses.Field[Any]
 class _Help(argparse.HelpFormatter):
     """Shows one spelling of each flag in --help, and all declared ones in --help-all."""
 
+    most = 99  # spellings
+
     def _format_action_invocation(self, action: argparse.Action) -> str:
         shown: Sequence[str] | None = getattr(action, "shown", None)
         if shown is None:
             return super()._format_action_invocation(action)
         value = "" if action.nargs == 0 else " " + self._format_args(action, action.dest.upper())
-        return ", ".join(shown) + value
+        return ", ".join(shown[: self.most]) + value
 
 
 class _ShowHelp(argparse.Action):
@@ -33,7 +36,8 @@ class _ShowHelp(argparse.Action):
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         assert isinstance(parser, _Parser)
-        parser.exit(0, parser.format_help() if self.dest == "help_all" else parser.short_help())
+        print(parser.format_help() if self.dest == "help_all" else parser.short_help(), end="")
+        parser.exit()
 
 
 class _Parser(argparse.ArgumentParser):
@@ -54,30 +58,17 @@ class _Parser(argparse.ArgumentParser):
         section.add_argument("-h", "--help", action=_ShowHelp, help="show the common options and exit")
         section.add_argument("--help-all", action=_ShowHelp, help="show all options and exit")
 
-    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
-        """Print help to stdout, errors to stderr, and exit."""
-        if status == 0 and message:
-            print(message, end="")
-            message = None
-        super().exit(status, message)
-        raise AssertionError  # not reached: SystemExit
-
     def short_help(self) -> str:
         """Return the help of the common flags, one spelling each."""
-        formatter = self._get_formatter()
+        formatter = cast(_Help, self._get_formatter())
+        formatter.most = 1
         formatter.add_usage(self.usage, self._actions, self._mutually_exclusive_groups)
         formatter.add_text(self.description)
         formatter.start_section("common options")
-        for action in self.common:
-            shown, action.shown = action.shown, action.shown[:1]  # type: ignore[attr-defined]
-            formatter.add_argument(action)
-            action.once = shown  # type: ignore[attr-defined]
+        formatter.add_arguments(self.common)
         formatter.end_section()
         formatter.add_text(f"--help-all shows all {sum(bool(each.option_strings) for each in self._actions)} options.")
-        text = formatter.format_help()
-        for action in self.common:
-            action.shown = action.once  # type: ignore[attr-defined]
-        return text
+        return formatter.format_help()
 
     def error(self, message: str) -> NoReturn:
         """Exit with status 2 and one line on stderr, which names the nearest flag for an unknown one."""
@@ -96,7 +87,7 @@ def parse(
     command: str,
     about: str,
     groups: Sequence[type],
-    extend: Callable[[argparse.ArgumentParser], object] = lambda parser: None,
+    extend: Callable[[argparse.ArgumentParser], object] | None = None,
 ) -> tuple[list[Any], dict[str, Any]]:
     """Parse flags into one instance of each dataclass in `groups`, and the values of the flags that `extend` adds.
 
@@ -116,7 +107,8 @@ def parse(
                     action = _add(section, each, hints[each.name])
                     if each.metadata["common"] or not marks:
                         parser.common.append(action)
-    extend(parser)
+    if extend is not None:
+        extend(parser)
     given = vars(parser.parse_args(argv))
     for key in [key for key in given if key.endswith("_argument")]:
         name, value = key.removesuffix("_argument"), given.pop(key)
@@ -150,7 +142,8 @@ def _add(section: Any, each: Field, hint: Any) -> argparse.Action:
         hint = next(choice for choice in typing.get_args(hint) if choice is not type(None))
     about = each.metadata
     shown = [f"--{each.name.replace('_', '-')}", *about["flags"]]
-    names = dict.fromkeys(variant for name in shown for variant in (name, _spelled(name, "-"), _spelled(name, "_")))
+    spelled = [(name, f"--{name[2:].replace('_', '-')}", f"--{name[2:].replace('-', '_')}") for name in shown]
+    names = dict.fromkeys(itertools.chain(*spelled))
     default = "" if each.default in (None, False, (), "") else f" (default: {each.default})"
     kwargs: dict[str, Any] = {"dest": each.name, "help": (about["help"] + default).replace("%", "%%")}
     repeatable = typing.get_origin(hint) is tuple and about["parse"] is None
@@ -169,10 +162,6 @@ def _add(section: Any, each: Field, hint: Any) -> argparse.Action:
     action: argparse.Action = section.add_argument(*names, **kwargs)
     action.shown = shown  # type: ignore[attr-defined]
     return action
-
-
-def _spelled(flag: str, joint: str) -> str:
-    return "--" + flag[2:].replace("-", joint).replace("_", joint)
 
 
 def _text(value: str) -> str:

@@ -15,6 +15,7 @@ from PIL.PngImagePlugin import PngInfo
 from ldm_lite.cli.files import open_file
 from ldm_lite.cli.options import SaveOptions
 from ldm_lite.cli.signals import uninterrupted
+from ldm_lite.cli.writing import replacing
 
 KEY = "ldm_lite"  # of the PNG's text that identifies its image
 
@@ -45,30 +46,28 @@ class Saver:
     def sample(self, image: Image, text: str, key: str = "") -> Path:
         """Save one image with its parameters and its key (see tasks/existing.py), and return its path."""
         texts = {"parameters": text} | ({KEY: key} if key else {})
+        return self._save("", "samples", "{:05}.png", image, texts)
+
+    def grid(self, image: Image, text: str) -> Path:
+        """Save a grid, and return its path."""
+        return self._save("-grid", "", "grid-{:04}.png", image, {"parameters": text})
+
+    def _save(self, suffix: str, folder: str, name: str, image: Image, texts: Mapping[str, str]) -> Path:
         if self.single:
-            return _save(lambda i: self.out if i == 0 else self.out.with_stem(f"{self.out.stem}-{i}"), image, texts)
-        folder = self.out / "samples"
-        return _save(lambda i: folder / f"{i:05}.png", image, texts, _next_index(folder, ""))
+            stem = self.out.stem + suffix
+            return _save(lambda i: self.out.with_stem(f"{stem}-{i}" if i else stem), image, texts)
+        prefix, taken = name.partition("{")[0], []
+        for path in (self.out / folder).glob(f"{prefix}[0-9]*.png"):
+            if re.fullmatch("[0-9]{1,9}", number := path.stem.removeprefix(prefix)):
+                taken.append(int(number))
+        return _save(lambda i: self.out / folder / name.format(i), image, texts, max(taken, default=-1) + 1)
 
     def preview(self, image: Image) -> None:
         """Save a preview as preview.png, replacing the last one."""
         folder = self.out.parent if self.single else self.out
         folder.mkdir(parents=True, exist_ok=True)
-        temporary = folder / f".preview-{os.getpid()}.png"
-        image.save(temporary)
-        os.replace(temporary, folder / "preview.png")
-
-    def grid(self, image: Image, text: str) -> Path:
-        """Save a grid, and return its path."""
-        texts = {"parameters": text}
-        if self.single:
-            return _save(lambda i: self.out.with_stem(f"{self.out.stem}-grid" + f"-{i}" * (i > 0)), image, texts)
-        return _save(lambda i: self.out / f"grid-{i:04}.png", image, texts, _next_index(self.out, "grid-"))
-
-
-def _next_index(folder: Path, prefix: str) -> int:
-    taken = (path.stem.removeprefix(prefix) for path in folder.glob(f"{prefix}[0-9]*.png"))
-    return max((int(number) + 1 for number in taken if re.fullmatch("[0-9]{1,9}", number)), default=0)
+        with replacing(folder / "preview.png", unique=True) as part:
+            image.save(part, format="PNG")
 
 
 def read_key(path: Path) -> str | None:

@@ -6,22 +6,6 @@ from typing import Any
 from tqdm import tqdm
 
 
-class Progress:
-    """A progress bar per batch, in denoising steps; call it after every step."""
-
-    def __init__(self) -> None:
-        self._bar: Any = None
-
-    def __call__(self, step: int, num_steps: int, images: int) -> None:
-        """Show that step `step`, from 1, is done; the bar opens with a batch's first step and closes with its last."""
-        if self._bar is None:
-            self._bar = tqdm(total=num_steps, desc=f"{images} image{'s' * (images > 1)}", unit="it")
-        self._bar.update()
-        if step == num_steps:
-            self._bar.close()
-            self._bar = None
-
-
 class TrainingBar:
     """A progress bar over the steps of a training run, with the loss; call it after every step."""
 
@@ -36,21 +20,6 @@ class TrainingBar:
         self._bar.update()
         if loss is not None:
             self._bar.set_postfix(loss=f"{loss:.4f}")
-
-
-class ImagesBar:
-    """A progress bar over the images of a batch job; call it with the number of those that are new."""
-
-    def __init__(self, images: int) -> None:
-        self._bar: Any = tqdm(total=images, unit="image", smoothing=0)
-
-    def __call__(self, images: int) -> None:
-        """Show that so many more are done."""
-        self._bar.update(images)
-
-    def close(self) -> None:
-        """End the bar."""
-        self._bar.close()
 
 
 def memory() -> str:

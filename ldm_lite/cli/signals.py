@@ -17,25 +17,21 @@ class Stopped(KeyboardInterrupt):
         self.number, self.kept = number, kept
 
 
-@contextlib.contextmanager
-def stoppable(end: Callable[[int], None]) -> Iterator[list[int]]:
+def stoppable(end: Callable[[int], None]) -> contextlib.AbstractContextManager[list[int]]:
     """Within the block each of SIGNALS raises Stopped; one that is ignored, as under nohup, stays so.
 
     Yields the numbers of the signals received.  `end(number)` has to end the process at once: it is called during an
     import, which may answer an exception with any other error, or abort.
     """
-    with _handled(0, {signal.SIG_IGN}, end) as received:
-        yield received
+    return _handled(0, {signal.SIG_IGN}, end)
 
 
-@contextlib.contextmanager
-def noted() -> Iterator[list[int]]:
+def noted() -> contextlib.AbstractContextManager[list[int]]:
     """Within the block the first signal is only noted, in the list that is yielded; the second raises Stopped.
 
     Signals that end the process without Python stay as they are.
     """
-    with _handled(1, {signal.SIG_IGN, signal.SIG_DFL}) as received:
-        yield received
+    return _handled(1, {signal.SIG_IGN, signal.SIG_DFL})
 
 
 @contextlib.contextmanager

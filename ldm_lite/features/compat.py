@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from ldm_lite.checkpoint.model import Model
-from ldm_lite.cli.task_options import Img2imgOptions, InpaintOptions, Txt2imgOptions
-from ldm_lite.cli.trick_options import TrickOptions
+from ldm_lite.cli.task_options import Img2imgOptions, InpaintOptions, TrickOptions, Txt2imgOptions
 from ldm_lite.core.denoise import Draw
 from ldm_lite.core.job import Item
 from ldm_lite.diffusion.names import resolve

@@ -9,7 +9,6 @@ import dataclasses
 import gc
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +25,7 @@ from ldm_lite.cli.command_options import CascadeOptions, StageOptions
 from ldm_lite.cli.options import LoadOptions
 from ldm_lite.cli.task_options import Txt2imgOptions, UpscaleOptions
 from ldm_lite.conditioning.inputs import read_tensor
-from ldm_lite.core.denoise import Call, Conditioning, Draw, Inputs, InputSource, State
+from ldm_lite.core.denoise import Call, Conditioning, Draw, Inputs, InputSource
 from ldm_lite.core.tasks import noise_of
 from ldm_lite.diffusion.guidance import classifier_free, thresholding
 from ldm_lite.diffusion.names import make_plan, resolve, table_steps
@@ -52,7 +51,7 @@ def cascade(
     options: CascadeOptions,
     context: Tensor,
     uncond: Tensor,
-    on_step: OnStep | None = None,
+    on_step: OnStep = lambda state: None,
 ) -> Iterator[CascadeImage]:
     """Yield the last stage's images, from T5's embeddings of the prompts.
 
@@ -67,25 +66,20 @@ def cascade(
     images: list[Tensor] = []
     for number, stage in enumerate(stages):
         model = load_model(stage, Model) if isinstance(stage, LoadOptions) else stage
-        _check_place(model, number, len(stages))
-        if model.family.task == "upscale":
+        family, is_last = model.family, number == len(stages) - 1
+        fits = family.task == "cascade" and (family.unet.num_classes is not None) == (number > 0)
+        if not fits and not (family.task == "upscale" and number > 0 and is_last):
+            raise ValueError(f"{model.name} is {family.title}, which cannot be stage {number + 1} of a cascade")
+        if family.task == "upscale":
             made = _enlarged(model, options, images, on_step)
         else:
-            made = _Stage(model, options, number).run(context[rows], uncond, seeds, images, on_step)
-        if number == len(stages) - 1:
+            made = _run(model, options, number, context[rows], uncond, seeds, images, on_step)
+        if is_last:
             yield from map(CascadeImage, made, seeds)
         else:
             images = list(made)
         del model, made
         _free()
-
-
-def _check_place(model: Model, number: int, num_stages: int) -> None:
-    """Raises ValueError for a model that cannot be this stage, counted from 0."""
-    family = model.family
-    fits = family.task == "cascade" and (family.unet.num_classes is not None) == (number > 0)
-    if not fits and not (family.task == "upscale" and 0 < number == num_stages - 1):
-        raise ValueError(f"{model.name} is {family.title}, which cannot be stage {number + 1} of a cascade")
 
 
 def check(options: CascadeOptions, num_stages: int) -> None:
@@ -124,82 +118,61 @@ def _own(value: str | None, number: int) -> str | None:
     return parts[number] if number < len(parts) else None
 
 
-@dataclass(frozen=True, eq=False)
-class _Stage:
-    """One of the two stages of DeepFloyd IF, counted from 0."""
-
-    model: Model
-    options: CascadeOptions
-    number: int
-
-    def run(
-        self,
-        context: Tensor,
-        uncond: Tensor,
-        seeds: Sequence[int],
-        small: Sequence[Tensor],
-        on_step: OnStep | None,
-    ) -> Iterator[Tensor]:
-        """Run batch by batch on the previous stage's images; return images (3,H,W) in [-1,1], on the CPU."""
-        model, options, number = self.model, self.options, self.number
-        family = model.family
-        sampler, steps, scale = (_own(each, number) for each in (options.sampler, options.steps, options.scale))
-        sampler = family.sampler if sampler is None else sampler
-        plan = make_plan(
-            sampler, model.schedule, (table_steps(sampler) or family.steps) if steps is None else int(steps)
-        )
-        shape = (3, 4**number * options.height, 4**number * options.width)
-        for first in range(0, len(seeds), options.batch_size):
-            some = slice(first, first + options.batch_size)
-            draw, count = noise_of(seeds[some], shape), len(seeds[some])
-            noise, fresh = draw(), None
-            cond: dict[str, Tensor] = {"context": context[some]}
-            negative: dict[str, Tensor] = {"context": uncond.expand(count, -1, -1)}
-            if number > 0:
-                larger = F.interpolate(torch.stack(list(small[some])), shape[1:], mode="bilinear", align_corners=True)
-                level = model.schedule.at(int(options.noise_level * 1000))
-                y = torch.full((count,), level.t, dtype=torch.float32, device="cpu")
-                cond, negative = ({**text, "y": y, "concat": larger} for text in (cond, negative))
-                fresh = FreshNoise(level, draw)
-            guidance = classifier_free(cond, negative, family.scale if scale is None else float(scale))
-            if family.threshold is not None:
-                guidance = dataclasses.replace(guidance, adjust=(thresholding(*family.threshold, model.device),))
-            wrap = (lambda source: source) if fresh is None else fresh.wrapped
-            report = partial(_report, on_step)
-            latents = generate.denoise(model, noise, guidance, plan, draw=draw, wrap=wrap, on_step=report)
-            yield from generate.decode(model, latents)
-
-
-def _report(on_step: OnStep | None, state: State) -> None:
-    if on_step is not None:
-        on_step(state)
-
-
-@dataclass(frozen=True, eq=False)
-class FreshNoise:
-    """Each step reads the smaller image with fresh noise, as in the original."""
-
-    level: Level
-    draw: Draw
-
-    def wrapped(self, source: InputSource) -> InputSource:
-        """Return inputs with noise on their `concat` channels."""
-
-        def noised(conditioning: Conditioning, noise: Tensor) -> Conditioning:
-            small = conditioning["concat"]
-            return {**conditioning, "concat": self.level.a * small + self.level.s * noise.to(small)}
-
-        def inputs_of(call: Call) -> Inputs:
-            inputs, noise = source(call), self.draw()
-            branches = (b._replace(conditioning=noised(b.conditioning, noise)) for b in inputs.branches)
-            return inputs._replace(branches=tuple(branches))
-
-        return inputs_of
-
-
-def _enlarged(
-    model: Model, options: CascadeOptions, small: Sequence[Tensor], on_step: OnStep | None
+def _run(
+    model: Model,
+    options: CascadeOptions,
+    number: int,
+    context: Tensor,
+    uncond: Tensor,
+    seeds: Sequence[int],
+    small: Sequence[Tensor],
+    on_step: OnStep,
 ) -> Iterator[Tensor]:
+    """Run a stage of DeepFloyd IF, 0 or 1, batch by batch on the images before; yield (3,H,W) in [-1,1], on the CPU."""
+    family = model.family
+    sampler, steps, scale = (_own(text, number) for text in (options.sampler, options.steps, options.scale))
+    sampler = family.sampler if sampler is None else sampler
+    plan = make_plan(sampler, model.schedule, (table_steps(sampler) or family.steps) if steps is None else int(steps))
+    shape = (3, 4**number * options.height, 4**number * options.width)
+    for first in range(0, len(seeds), options.batch_size):
+        some = slice(first, first + options.batch_size)
+        draw, count = noise_of(seeds[some], shape), len(seeds[some])
+        noise, wrap = draw(), _unchanged
+        cond: dict[str, Tensor] = {"context": context[some]}
+        negative: dict[str, Tensor] = {"context": uncond.expand(count, -1, -1)}
+        if number > 0:
+            larger = F.interpolate(torch.stack(list(small[some])), shape[1:], mode="bilinear", align_corners=True)
+            level = model.schedule.at(int(options.noise_level * 1000))
+            y = torch.full((count,), level.t, dtype=torch.float32, device="cpu")
+            cond, negative = ({**text, "y": y, "concat": larger} for text in (cond, negative))
+            wrap = partial(_with_fresh_noise, level, draw)
+        guidance = classifier_free(cond, negative, family.scale if scale is None else float(scale))
+        if family.threshold is not None:
+            guidance = dataclasses.replace(guidance, adjust=(thresholding(*family.threshold, model.device),))
+        latents = generate.denoise(model, noise, guidance, plan, draw=draw, wrap=wrap, on_step=on_step)
+        yield from generate.decode(model, latents)
+
+
+def _unchanged(source: InputSource) -> InputSource:
+    return source
+
+
+def _with_fresh_noise(level: Level, draw: Draw, source: InputSource) -> InputSource:
+    """Return inputs with noise on their `concat` channels: each step reads it anew, as in the original."""
+
+    def noised(conditioning: Conditioning, noise: Tensor) -> Conditioning:
+        small = conditioning["concat"]
+        return {**conditioning, "concat": level.a * small + level.s * noise.to(small)}
+
+    def inputs_of(call: Call) -> Inputs:
+        inputs, noise = source(call), draw()
+        branches = (b._replace(conditioning=noised(b.conditioning, noise)) for b in inputs.branches)
+        return inputs._replace(branches=tuple(branches))
+
+    return inputs_of
+
+
+def _enlarged(model: Model, options: CascadeOptions, small: Sequence[Tensor], on_step: OnStep) -> Iterator[Tensor]:
     """Run the third stage: return images (3,H,W) in [-1,1] four times as large, on the CPU."""
     sampler, steps, scale = (_own(each, 2) for each in (options.sampler, options.steps, options.scale))
     upscale = UpscaleOptions(
@@ -249,25 +222,21 @@ def encode_t5(prompts: Sequence[str], options: StageOptions) -> Tensor:
     return context
 
 
-def read_embeds(path: str) -> Tensor:
-    """Read embeddings (N,T,D) from a .npy, .safetensors or torch file that holds one tensor, (T,D) or (N,T,D).
-
-    Raises ValueError, one line, for other files.
-    """
-    values = read_tensor(Path(path))
-    if values.ndim not in (2, 3):
-        raise ValueError(f"{path}: holds a tensor of shape {tuple(values.shape)}, wanted (T, D) or (N, T, D)")
-    return values if values.ndim == 3 else values[None]
-
-
 def embeddings(options: CascadeOptions, stages: StageOptions) -> tuple[Tensor, Tensor]:
-    """Return the embeddings of prompt and negative prompt, given or by T5.  Raises ValueError if one is missing."""
+    """Return the embeddings (N,T,D) of prompt and negative prompt, from files or by T5.
+
+    Raises ValueError, one line, if one is missing, or a file does not hold one tensor, (T,D) or (N,T,D).
+    """
     if stages.prompt_embeds is not None:
         if stages.negative_embeds is None:
             raise ValueError(
                 "got `prompt_embeds` without `negative_embeds`, which guidance needs: T5's of an empty text"
             )
-        return read_embeds(stages.prompt_embeds), read_embeds(stages.negative_embeds)
+        context, uncond = (read_tensor(Path(path)) for path in (stages.prompt_embeds, stages.negative_embeds))
+        for path, values in ((stages.prompt_embeds, context), (stages.negative_embeds, uncond)):
+            if values.ndim not in (2, 3):
+                raise ValueError(f"{path}: holds a tensor of shape {tuple(values.shape)}, wanted (T, D) or (N, T, D)")
+        return context.view(-1, *context.shape[-2:]), uncond.view(-1, *uncond.shape[-2:])
     if options.prompt is None:
         raise ValueError('no prompt: give one, for instance "a red apple on a blue background", or `prompt_embeds`')
     both = encode_t5([options.prompt, options.negative_prompt], stages)

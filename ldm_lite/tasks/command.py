@@ -1,26 +1,29 @@
 """The body of the commands that make images: load, generate, save each image when it is ready, print its path."""
 
-import dataclasses
 import logging
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from PIL import Image
+from tqdm import tqdm
 
 from ldm_lite import generate
 from ldm_lite.checkpoint.model import Model, load_model, with_autoencoder
+from ldm_lite.checkpoint.parts import is_upscaler
 from ldm_lite.cli.command_options import CascadeOptions, StageOptions
-from ldm_lite.cli.options import LoadOptions
+from ldm_lite.cli.options import LoadOptions, SaveOptions, given
 from ldm_lite.cli.output import Saver
-from ldm_lite.cli.progress import Progress, memory
+from ldm_lite.cli.progress import memory
+from ldm_lite.cli.task_options import Img2imgOptions, InpaintOptions, Txt2imgOptions, UpscaleOptions
 from ldm_lite.cli.version import __version__
 from ldm_lite.core.denoise import State
 from ldm_lite.image import grid, to_pil
-from ldm_lite.tasks import xy
+from ldm_lite.tasks import img2img, inpaint, txt2img, upscale, xy
 from ldm_lite.tasks.cascade import cascade, check, embeddings, stages_of
+from ldm_lite.tasks.enlarge import Upscaler, named_results
 from ldm_lite.tasks.existing import Existing
 from ldm_lite.tasks.job import Task, results
 from ldm_lite.text.parameters import parameters
@@ -44,48 +47,63 @@ class Preview:
         self.show(grid(images, columns=math.ceil(len(images) ** 0.5)))
 
 
-@dataclass(frozen=True, eq=False)
-class Steps:
-    """Updates the preview and the progress bar after every step."""
+def _on_step(preview: Preview | None = None) -> Callable[[State], None]:
+    """Return a function that updates the preview and a progress bar after every step."""
+    bar: Any = None  # of a batch, from its first step to its last
 
-    progress: Progress
-    preview: Preview | None = None
+    def update(state: State) -> None:
+        nonlocal bar
+        if preview is not None:
+            preview(state)
+        if bar is None:
+            count = len(state.latents)
+            bar = tqdm(total=state.num_steps, desc=f"{count} image{'s' * (count > 1)}", unit="it")
+        bar.update()
+        if state.step == state.num_steps:
+            bar = bar.close()
 
-    def __call__(self, state: State) -> None:
-        """Update both after a step."""
-        if self.preview is not None:
-            self.preview(state)
-        self.progress(state.step, state.num_steps, len(state.latents))
+    return update
 
 
-def make(
-    prepare: Callable[[Model, Any], Task],
-    options: Any,
-    count: int,
-    load: LoadOptions,
-    saver: Saver,
-    original: dict[str, Any],
-) -> None:
-    """Load a model, run a task's `prepare(model, options)`, and save its `count` images and a grid of them.
+_TASKS: dict[type[Txt2imgOptions], Any] = {
+    Txt2imgOptions: txt2img,
+    Img2imgOptions: img2img,
+    InpaintOptions: inpaint,
+    UpscaleOptions: upscale,
+}
+
+
+def make(options: Txt2imgOptions, load: LoadOptions, save: SaveOptions, original: dict[str, Any]) -> None:
+    """Load a model, run the task that the options are of, and save its images and a grid of them.
 
     original are the values of the original scripts' own flags.
     """
-    if saver.options.skip_existing and options.compat:
+    module = _TASKS[type(options)]
+    count, saver = module.count(options), Saver(save, module.__name__.rpartition(".")[2])
+    if isinstance(options, UpscaleOptions) and is_upscaler(load.ckpt):
+        return _enlarge(options, load, saver)
+    if save.skip_existing and options.compat:
         raise ValueError("`compat` draws the noise of all images in order: leave out `skip_existing`")
+    if "config" in original:
+        log.info("`config` is not needed: the checkpoint says what it is")
+    if "laion400m" in original:
+        load = replace(load, ckpt="models/ldm/text2img-large/model.ckpt")
+    if original.get("precision") == "full" and load.dtype is None:
+        load = replace(load, dtype="fp32")
     if options.compat and load.ema == "auto":
-        load = dataclasses.replace(load, ema="original")
-    model, save = load_model(_load_options(original, load), Model), saver.options
+        load = replace(load, ema="original")
+    model = load_model(load, Model)
     for name, value in (("C", model.vae.spec.embed_dim), ("f", model.vae.spec.factor)):
         if original.get(name, value) != value:
             raise ValueError(f"got --{name} {original[name]}, but this checkpoint has {value}: leave it out")
     if axes := xy.read_axes(type(options), {letter: getattr(save, letter) for letter in "xyz"}):
-        return _plot(axes, prepare, options, count, model, saver)
+        return _plot(axes, module.prepare, options, count, model, saver)
     with_grid = not save.skip_grid and (1 < count <= MOST_IN_GRID or options.compat)
     start, in_grid, text, made = time.perf_counter(), [], "", 0
     preview = None if save.preview is None else Preview(model, save.preview, saver.preview)
-    task = prepare(model, options)
+    task = module.prepare(model, options)
     existing = None if options.compat else Existing(task, saver.keys())
-    for result in results(task, Steps(Progress(), preview), existing):
+    for result in results(task, _on_step(preview), existing):
         text, made = result.parameters, made + 1
         if not save.skip_save:
             print(saver.sample(result.image, text, result.key), flush=True)
@@ -114,7 +132,7 @@ def _plot(
             "`compat` and `skip_existing`"
         )
     x, y, z = (axes.get(letter) for letter in "xyz")
-    places, progress = xy.cells(x, y) if x or y else [{}], Progress()
+    places, on_step = xy.cells(x, y) if x or y else [{}], _on_step()
     sheets = [{}] if z is None else [{z.option: value} for value in z.values]
     if len(places) * len(sheets) > xy.MOST_CELLS:
         raise ValueError(f"got a plot of {len(places) * len(sheets)} images, wanted at most {xy.MOST_CELLS}")
@@ -122,7 +140,7 @@ def _plot(
     for sheet, jobs in zip(sheets, every, strict=True):
         images = []
         for each in jobs:
-            made = next(iter(results(prepare(model, each), Steps(progress))))
+            made = next(iter(results(prepare(model, each), on_step)))
             made.image.info["parameters"] = made.parameters
             images.append(made.image)
             if not saver.options.skip_save:
@@ -131,25 +149,26 @@ def _plot(
         print(saver.grid(plot, plot.info["parameters"]), flush=True)
 
 
-def _load_options(original: dict[str, Any], load: LoadOptions) -> LoadOptions:
-    """Apply the original scripts' flags that concern loading."""
-    if "config" in original:
-        log.info("`config` is not needed: the checkpoint says what it is")
-    if "laion400m" in original:
-        load = dataclasses.replace(load, ckpt="models/ldm/text2img-large/model.ckpt")
-    if original.get("precision") == "full" and load.dtype is None:
-        return dataclasses.replace(load, dtype="fp32")
-    return load
+def _enlarge(options: UpscaleOptions, load: LoadOptions, saver: Saver) -> None:
+    """Save the images that an ESRGAN network enlarges.  Raises ValueError for an option that it does not use."""
+    used = {"init_img", "tile", "ckpt", "device", "dtype", "out", "skip_save", "skip_grid", "debug"}
+    if unused := sorted((given(options) | given(load) | given(saver.options)) - used):
+        raise ValueError(f"an ESRGAN network reads the image alone: leave out `{unused[0]}`")
+    tile = {"tile": options.tile} if "tile" in given(options) else {}
+    upscaler = Upscaler(load.ckpt, device=load.device, dtype=load.dtype, **tile)
+    for image, text in named_results(upscaler, options.init_img):
+        if not saver.options.skip_save:
+            print(saver.sample(image, text), flush=True)
 
 
-def make_cascade(options: CascadeOptions, stages: StageOptions, saver: Saver) -> None:
+def make_cascade(options: CascadeOptions, stages: StageOptions, save: SaveOptions) -> None:
     """Encode the prompt, run the stages, save each image when it is ready and a grid of them."""
-    save, start = saver.options, time.perf_counter()
+    saver, start = Saver(save, "cascade"), time.perf_counter()
     loads = stages_of(stages)
     check(options, len(loads))
     context, uncond = embeddings(options, stages)
     made, text = [], ""
-    for pixels, seed in cascade(loads, options, context, uncond, Steps(Progress())):
+    for pixels, seed in cascade(loads, options, context, uncond, _on_step()):
         about = {"Seed": seed, "Size": f"{pixels.shape[2]}x{pixels.shape[1]}"}
         about |= {"Model": " + ".join(str(load.ckpt) for load in loads), "Version": f"ldm_lite {__version__}"}
         text = parameters(options.prompt or "", options.negative_prompt, about)

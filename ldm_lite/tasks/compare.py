@@ -9,6 +9,9 @@ import io
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from PIL import Image
 from torch import Tensor
@@ -24,6 +27,9 @@ from ldm_lite.diffusion.guidance import Guidance
 from ldm_lite.diffusion.names import SAMPLERS, make_plan, resolve
 from ldm_lite.diffusion.schedule import SPACINGS
 from ldm_lite.tasks import quality
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 log = logging.getLogger("ldm_lite")
 
@@ -82,7 +88,7 @@ def table(rows: Sequence[Comparison], steps: Sequence[int]) -> str:
     return "\n".join(line.rstrip() for line in padded)
 
 
-def chart(model: Model, rows: Sequence[Comparison], options: CompareOptions) -> Image.Image:
+def chart(model: Model, rows: Sequence[Comparison], options: CompareOptions) -> "Figure":
     """Draw the noise levels of each spacing and the error of each sampler over steps.  Needs matplotlib."""
     from matplotlib.figure import Figure
 
@@ -105,28 +111,31 @@ def chart(model: Model, rows: Sequence[Comparison], options: CompareOptions) -> 
     for axes in (left, right) if drawn else (left,):
         axes.grid(alpha=0.3)
         axes.legend()
-    file = io.BytesIO()
-    figure.savefig(file, format="png")
-    return Image.open(file, formats=["PNG"]).convert("RGB")
+    return figure
 
 
 def run(options: CompareOptions, load: LoadOptions) -> None:
     """Load, compare, print the table, save the chart."""
-    if options.compare:
-        quality.run(options, load)
-        return
-    for name in options.spacings.split(","):
+    for name in () if options.compare else options.spacings.split(","):
         if name not in SPACINGS:
             raise ValueError(f"unknown spacing {name!r}: wanted one of {', '.join(SPACINGS)}")
-    for name in () if options.samplers is None else options.samplers.split(","):
+    for name in () if options.compare or options.samplers is None else options.samplers.split(","):
         resolve(name)
     steps, saver = numbers(options.steps, "`steps`"), Saver(SaveOptions(out=options.out), "samplers")
     model = load_model(load, Model)
-    for count in (*steps, options.reference):
-        make_plan("heun", model.schedule, count, spacing=options.spacing)
-    rows = compare(model, options)
-    print(table(rows, steps))
+    if options.compare:
+        points = quality.measure(model, options, Path(options.results))
+        print(quality.table(list(points["points"].values())))
+        drawn = partial(quality.chart, points)
+    else:
+        for count in (*steps, options.reference):
+            make_plan("heun", model.schedule, count, spacing=options.spacing)
+        rows = compare(model, options)
+        print(table(rows, steps))
+        drawn = partial(chart, model, rows, options)
     if importlib.util.find_spec("matplotlib") is None:
         log.warning("no chart without matplotlib: pip install matplotlib")
         return
-    print(saver.sample(chart(model, rows, options), options.prompt))
+    file = io.BytesIO()
+    drawn().savefig(file, format="png")
+    print(saver.sample(Image.open(file, formats=["PNG"]).convert("RGB"), options.prompt))

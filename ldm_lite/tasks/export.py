@@ -18,31 +18,6 @@ from ldm_lite.runtime.aot import Inputs
 log = logging.getLogger("ldm_lite")
 
 
-def export(model: Model, options: ExportOptions) -> list[Inputs]:
-    """Write the package, and return the example inputs it was compiled with.
-
-    Raises ValueError for sizes that the model cannot generate, and if this machine cannot compile.
-    """
-    batches = numbers(options.batches, "`batches`")
-    examples = [
-        _example(model, width, height, batch * options.branches, options.chunks)
-        for width, height in _sizes(model, options.sizes)
-        for batch in batches
-    ]
-    aot.export(model.unet, examples, Path(os.path.expanduser(options.out)))
-    return examples
-
-
-def _sizes(model: Model, text: str | None) -> list[tuple[int, int]]:
-    """Parse widths and heights in pixels.  Raises ValueError for any other text."""
-    if text is None:
-        return [(model.family.resolution, model.family.resolution)]
-    try:
-        return [(int(width), int(height)) for width, height in (size.split("x") for size in text.split(","))]
-    except ValueError as error:
-        raise ValueError(f"got `sizes` {text}, wanted WIDTHxHEIGHT with commas between, as 512x512,768x512") from error
-
-
 def _example(model: Model, width: int, height: int, batch: int, chunks: int) -> Inputs:
     """Inputs of the UNet as the denoising loop gives them: latents, timesteps, context, vectors or classes."""
     channels, h, w = model.latent_shape(height, width)
@@ -56,20 +31,29 @@ def _example(model: Model, width: int, height: int, batch: int, chunks: int) -> 
 
 
 def run(options: ExportOptions, load: LoadOptions) -> None:
-    """Load, compile, and compare the package with the network it was made from."""
+    """Load, compile, and compare the package with the network it was made from.
+
+    Raises ValueError for sizes that the model cannot generate, and if this machine cannot compile.
+    """
     path = Path(os.path.expanduser(options.out))
     if path.is_dir() or not os.access(path.parent, os.W_OK):  # checked before minutes of compiling
         raise ValueError(f"cannot write to {path}: take another `out`, a file in a folder that exists")
     model = load_model(load, Model)
-    start = time.perf_counter()
-    examples = export(model, options)
+    start, batches = time.perf_counter(), numbers(options.batches, "`batches`")
+    text = options.sizes or f"{model.family.resolution}x{model.family.resolution}"
+    try:
+        sizes = [(int(width), int(height)) for width, height in (size.split("x") for size in text.split(","))]
+    except ValueError as error:
+        raise ValueError(f"got `sizes` {text}, wanted WIDTHxHEIGHT with commas between, as 512x512,768x512") from error
+    examples = [_example(model, *size, batch * options.branches, options.chunks) for size in sizes for batch in batches]
+    aot.export(model.unet, examples, path)
     log.info("compiled in %.0f s", time.perf_counter() - start)
     unet = copy.copy(model.unet)
     aot.use(unet, path)
     for inputs in examples:
         with torch.no_grad():
             ours, plain = unet(*inputs).float(), model.unet(*inputs).float()
-        error = float((ours - plain).norm() / plain.norm())
+        difference = float((ours - plain).norm() / plain.norm())
         shape = "x".join(map(str, inputs[0].shape if inputs[0] is not None else ()))
-        print(f"latents {shape}: differs from the network by {error:.1e}, relative")
+        print(f"latents {shape}: differs from the network by {difference:.1e}, relative")
     print(f"{path}  {path.stat().st_size / 2**20:.1f} MiB")

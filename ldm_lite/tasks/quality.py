@@ -6,27 +6,22 @@ text-to-emoji checkpoint to the results, point by point, and then it is drawn to
 """
 
 import dataclasses
-import importlib.util
-import io
 import json
-import logging
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from PIL import Image
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from ldm_lite.checkpoint.model import Model, load_model
+from ldm_lite.checkpoint.model import Model
 from ldm_lite.checkpoint.reader import on_meta
 from ldm_lite.cli.command_options import CompareOptions
-from ldm_lite.cli.options import LoadOptions, SaveOptions, numbers
-from ldm_lite.cli.output import Saver
+from ldm_lite.cli.options import numbers
 from ldm_lite.cli.task_options import Txt2imgOptions
+from ldm_lite.cli.writing import write_whole
 from ldm_lite.core.denoise import Branch, Call, Constraint, Draw, Inputs, InputSource, running, unconstrained
 from ldm_lite.core.job import Item, Latents, start
 from ldm_lite.core.job import run as run_batches
@@ -39,7 +34,8 @@ from ldm_lite.runtime.shortened import Shortcuts, ShortenedUNet
 from ldm_lite.tasks import txt2img
 from ldm_lite.tasks.job import Job
 
-log = logging.getLogger("ldm_lite")
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 ACCURACIES = ("identity", "background")  # shares of images, which scripts/evaluate_emoji.py measures
 BASE = "dpmpp_2m"  # the sampler that tricks are tried with
@@ -178,7 +174,7 @@ def measure(model: Model, options: CompareOptions, path: Path) -> dict[str, Any]
                     truth = latents(job_of(model, options, Case("", "heun"), options.reference))
                 point["error"] = float((latents(job) - truth).norm() / truth.norm())
             kept["points"][key] = {"name": case.name, **kept["points"].get(key, {}), **point}
-            write(path, kept)
+            write_whole(path, json.dumps(kept, indent=1) + "\n")
     return kept
 
 
@@ -196,13 +192,6 @@ def read(path: Path, about: Mapping[str, object]) -> dict[str, Any]:
     return dict(kept)
 
 
-def write(path: Path, kept: Mapping[str, Any]) -> None:
-    """Write the points, whole or not at all."""
-    new = path.with_name(path.name + ".new")
-    new.write_text(json.dumps(kept, indent=1) + "\n", "utf-8")
-    os.replace(new, path)
-
-
 def table(points: Sequence[Mapping[str, Any]]) -> str:
     """Format the points as text, a line each."""
     lines = [f"{'':28}{'steps':>6}{'cost':>8}{'at SD1':>8}{'error':>10}{'identity':>10}{'background':>12}"]
@@ -214,7 +203,7 @@ def table(points: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def chart(kept: Mapping[str, Any]) -> Image.Image:
+def chart(kept: Mapping[str, Any]) -> "Figure":
     """Draw error, and accuracy if there is any, over cost: samplers left, tricks right.  Needs matplotlib."""
     from matplotlib.figure import Figure
 
@@ -244,18 +233,4 @@ def chart(kept: Mapping[str, Any]) -> Image.Image:
         grid[-1, column].set(xlabel="cost: calls of the network on one branch of guidance")
     for axes, value in zip(grid[:, 0], measured, strict=True):
         axes.set(ylabel="relative error to the converged latents" if value == "error" else f"share of images: {value}")
-    file = io.BytesIO()
-    figure.savefig(file, format="png")
-    return Image.open(file, formats=["PNG"]).convert("RGB")
-
-
-def run(options: CompareOptions, load: LoadOptions) -> None:
-    """Load, measure, print the table, save the chart."""
-    numbers(options.steps, "`steps`")
-    saver, model = Saver(SaveOptions(out=options.out), "samplers"), load_model(load, Model)
-    kept = measure(model, options, Path(options.results))
-    print(table(list(kept["points"].values())))
-    if importlib.util.find_spec("matplotlib") is None:
-        log.warning("no chart without matplotlib: pip install matplotlib")
-        return
-    print(saver.sample(chart(kept), options.prompt))
+    return figure

@@ -7,7 +7,11 @@ import numpy as np
 import torch
 from PIL import Image
 
-from ldm_lite.image import pad, to_array, to_pil, to_pixels, to_rgb
+from ldm_lite.checkpoint.parts import load_autoencoder
+from ldm_lite.cli.command_options import ReconstructOptions
+from ldm_lite.cli.options import SaveOptions
+from ldm_lite.cli.output import Saver
+from ldm_lite.image import open_image, pad, to_array, to_pil, to_pixels, to_rgb
 from ldm_lite.zoo.family import Autoencoder
 
 
@@ -35,3 +39,16 @@ def reconstruct(vae: Autoencoder, image: Image.Image) -> Reconstruction:
         raise ValueError(f"the result is not finite in {weight.dtype}: try `dtype=fp32`")
     error = np.square(to_array(result).astype(np.float64) - np.asarray(image, dtype=np.float64)).mean()
     return Reconstruction(to_pil(result), 10 * math.log10(255**2 / error) if error else math.inf)
+
+
+def run(options: ReconstructOptions, save: SaveOptions) -> None:
+    """Load, reconstruct, save, and print the result's path and PSNR."""
+    if save.preview is not None:
+        raise ValueError("reconstruct has no steps: leave out `preview`")
+    if options.image is None:
+        raise ValueError("no image: name one, for instance photo.png")
+    image, saver = open_image(options.image), Saver(save, "reconstruct")
+    result = reconstruct(load_autoencoder(options.ckpt, device=options.device, dtype=options.dtype), image)
+    if not save.skip_save:
+        print(saver.sample(result.image, f"reconstruction of {options.image}"), flush=True)
+    print(f"PSNR {result.psnr:.2f} dB", flush=True)

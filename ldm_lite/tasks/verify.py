@@ -5,15 +5,18 @@ in float32 from fixed latents, and compare a corner of the blue channel in [0,1]
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from ldm_lite.checkpoint.hub import download
-from ldm_lite.checkpoint.model import Model
+from ldm_lite.checkpoint.model import Model, load_model
+from ldm_lite.cli.command_options import VerifyOptions
+from ldm_lite.cli.options import LoadOptions
 from ldm_lite.cli.task_options import Txt2imgOptions
 from ldm_lite.diffusion.names import make_plan
 from ldm_lite.diffusion.schedule import CLEAN, Level, Schedule, Spacing
@@ -47,7 +50,7 @@ class Vector:
     @property
     def title(self) -> str:
         """Checkpoint, sampler and steps."""
-        return f"{self.checkpoint}, {self.sampler}, {self.steps} step{'s'[: self.steps > 1]}"
+        return f"{self.checkpoint}, {self.sampler}, {self.steps} step{'s' * (self.steps > 1)}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,111 +93,55 @@ def from_0(schedule: Schedule, steps: int) -> list[Level]:
 
 SD, SD2 = "stable_diffusion/test_stable_diffusion.py", "stable_diffusion_2/test_stable_diffusion.py"
 WHOLE = "stable_diffusion_text2img/stable_diffusion_"
+SD2_V = "stable_diffusion_2/test_stable_diffusion_v_pred.py"
 LDM = "latent_diffusion/test_latent_diffusion.py"
+LCM = "latent_consistency_models/test_latent_consistency_models.py"
 
 
 def _nine(text: str) -> tuple[float, ...]:
     return tuple(float(value) for value in text.split())
 
 
+def _of(checkpoint: str, family: str, *runs: tuple[str, int, Any, float, str], **same: Any) -> list[Vector]:
+    """The vectors of a checkpoint, from sampler, steps, what is expected, limit and source of each run."""
+    return [Vector(checkpoint, family, *run, **same) for run in runs]
+
+
 # Assumed: the repository's stored configuration has diffusers' defaults, so its last step is that of timestep 0.
-_LARGE = {"family": "ldm_text2img_large", "prompt": SQUIRREL, "scale": 6.0, "side": 32, "spacing": from_0}
+_LARGE: dict[str, Any] = {"prompt": SQUIRREL, "scale": 6.0, "side": 32, "spacing": from_0}
+_V: dict[str, Any] = {"prompt": SQUIRREL, "prediction": "v", "side": 96, "corner": 253, "seeded": True}
 VECTORS = (
-    Vector(
-        "Stable Diffusion 1.4",
-        "sd1",
-        "ddim",
-        3,
-        _nine(".38019 .28647 .27321 .40377 .38290 .35446 .39218 .38165 .42239"),
-        1e-4,
-        f"{SD}:677",
+    *_of(
+        *("Stable Diffusion 1.4", "sd1"),
+        ("ddim", 3, _nine(".38019 .28647 .27321 .40377 .38290 .35446 .39218 .38165 .42239"), 1e-4, f"{SD}:677"),
+        ("plms", 3, _nine(".5740 .4784 .3162 .6358 .5831 .5505 .5082 .5631 .5575"), 3e-3, f"{SD}:664"),
+        ("lms", 3, _nine(".10542 .09620 .07332 .09015 .09382 .07597 .08496 .07806 .06455"), 3e-3, f"{SD}:691"),
+        *((name, 50, f"{WHOLE}1_4_{name}.npy", 1e-3, f"{SD}:1056") for name in ("ddim", "lms", "euler")),
+        ("plms", 50, f"{WHOLE}1_4_pndm.npy", 1e-3, f"{SD}:1056"),
     ),
-    Vector(
-        "Stable Diffusion 1.4",
-        "sd1",
-        "plms",
-        3,
-        _nine(".5740 .4784 .3162 .6358 .5831 .5505 .5082 .5631 .5575"),
-        3e-3,
-        f"{SD}:664",
+    *_of(
+        *("Stable Diffusion 1.1", "sd1"),
+        ("plms", 3, _nine(".4363 .4355 .3667 .4066 .3970 .3866 .4394 .4356 .4059"), 3e-3, f"{SD}:637"),
     ),
-    Vector(
-        "Stable Diffusion 1.4",
-        "sd1",
-        "lms",
-        3,
-        _nine(".10542 .09620 .07332 .09015 .09382 .07597 .08496 .07806 .06455"),
-        3e-3,
-        f"{SD}:691",
+    *_of("Stable Diffusion 1.5", "sd1", ("plms", 50, f"{WHOLE}1_5_pndm.npy", 1e-3, f"{SD}:1056")),
+    *_of(
+        *("LDM text2img-large", "ldm_text2img_large"),
+        ("ddim", 3, _nine(".51825 .52850 .52543 .54258 .52304 .52569 .54363 .55276 .56878"), 1e-3, f"{LDM}:151"),
+        ("ddim", 50, "ldm_text2img/ldm_large_256_ddim.npy", 1e-3, f"{LDM}:nightly"),
+        **_LARGE,
     ),
-    Vector(
-        "Stable Diffusion 1.1",
-        "sd1",
-        "plms",
-        3,
-        _nine(".4363 .4355 .3667 .4066 .3970 .3866 .4394 .4356 .4059"),
-        3e-3,
-        f"{SD}:637",
+    *_of(
+        *("Stable Diffusion 2 base", "sd2"),
+        ("plms", 3, _nine(".49493 .47896 .40798 .54214 .53212 .48202 .47656 .46329 .48506"), 7e-3, f"{SD2}:351"),
     ),
-    *(
-        Vector(f"Stable Diffusion {version}", "sd1", sampler, 50, f"{WHOLE}{file}.npy", 1e-3, f"{SD}:1056")
-        for version, sampler, file in (
-            ("1.4", "plms", "1_4_pndm"),
-            ("1.4", "ddim", "1_4_ddim"),
-            ("1.4", "lms", "1_4_lms"),
-            ("1.4", "euler", "1_4_euler"),
-            ("1.5", "plms", "1_5_pndm"),
-        )
+    *_of(
+        *("Stable Diffusion 2 (768, v)", "sd2"),
+        ("ddim", 20, _nine(".1868 .1922 .1527 .1921 .1908 .1624 .1779 .1652 .1734"), 1e-2, f"{SD2_V}:280"),
+        **_V,
     ),
-    Vector(
-        "LDM text2img-large",
-        sampler="ddim",
-        steps=3,
-        expected=_nine(".51825 .52850 .52543 .54258 .52304 .52569 .54363 .55276 .56878"),
-        limit=1e-3,
-        source=f"{LDM}:151",
-        **_LARGE,  # type: ignore[arg-type]
-    ),
-    Vector(
-        "LDM text2img-large",
-        sampler="ddim",
-        steps=50,
-        expected="ldm_text2img/ldm_large_256_ddim.npy",
-        limit=1e-3,
-        source=f"{LDM}:nightly",
-        **_LARGE,  # type: ignore[arg-type]
-    ),
-    Vector(
-        "Stable Diffusion 2 base",
-        "sd2",
-        "plms",
-        3,
-        _nine(".49493 .47896 .40798 .54214 .53212 .48202 .47656 .46329 .48506"),
-        7e-3,
-        f"{SD2}:351",
-    ),
-    Vector(
-        "Stable Diffusion 2 (768, v)",
-        "sd2",
-        "ddim",
-        20,
-        _nine(".1868 .1922 .1527 .1921 .1908 .1624 .1779 .1652 .1734"),
-        1e-2,
-        "stable_diffusion_2/test_stable_diffusion_v_pred.py:280",
-        prompt=SQUIRREL,
-        prediction="v",
-        side=96,
-        corner=253,
-        seeded=True,
-    ),
-    Vector(
-        "LCM Dreamshaper v7",
-        "lcm",
-        "lcm",
-        1,
-        _nine(".1025 .0911 .0984 .0981 .0901 .0918 .1055 .0940 .0730"),
-        1e-3,
-        "latent_consistency_models/test_latent_consistency_models.py:246",
+    *_of(
+        *("LCM Dreamshaper v7", "lcm"),
+        ("lcm", 1, _nine(".1025 .0911 .0984 .0981 .0901 .0918 .1055 .0940 .0730"), 1e-3, f"{LCM}:246"),
     ),
 )
 
@@ -212,8 +159,9 @@ def vectors_for(model: Model, whole: bool) -> list[Vector]:
     return [each for each in found if whole or not isinstance(each.expected, str)]
 
 
-def image_of(model: Model, vector: Vector) -> NDArray[np.float64]:
-    """Run a vector's recipe; return the image (H,W,3) in [0,1]."""
+def check(model: Model, vector: Vector, read: Callable[[str], NDArray[np.float64]]) -> Check:
+    """Run a vector's recipe and compare; `read` returns a stored image (H,W,3) in [0,1] by its file's name."""
+    expected = read(vector.expected) if isinstance(vector.expected, str) else np.array(vector.expected)
     shape = (1, model.family.unet.out_channels, vector.side, vector.side)
     noise = (
         torch.randn(shape, generator=torch.Generator().manual_seed(0))
@@ -231,16 +179,11 @@ def image_of(model: Model, vector: Vector) -> NDArray[np.float64]:
         width=vector.side * factor,
     )
     (result,) = txt2img(model, options)
-    return np.asarray((result.pixels.double() / 2 + 0.5).clamp(0, 1).permute(1, 2, 0))
-
-
-def check(model: Model, vector: Vector, read: Callable[[str], NDArray[np.float64]]) -> Check:
-    """Run a vector and compare; `read` returns a stored image (H,W,3) by its file's name."""
+    image = np.asarray((result.pixels.double() / 2 + 0.5).clamp(0, 1).permute(1, 2, 0))
     if isinstance(vector.expected, str):
-        expected = read(vector.expected)  # before the run, which takes longer
-        return Check(vector, expected, image_of(model, vector))
+        return Check(vector, expected, image)
     rows = slice(vector.corner, vector.corner + 3 or None)
-    return Check(vector, np.array(vector.expected), image_of(model, vector)[rows, rows, 2].ravel())
+    return Check(vector, expected, image[rows, rows, 2].ravel())
 
 
 def stored_image(source: str, name: str) -> NDArray[np.float64]:
@@ -252,7 +195,7 @@ def stored_image(source: str, name: str) -> NDArray[np.float64]:
         path = download(ARRAYS, name, kind="dataset")
     else:
         folder = Path(source).expanduser()
-        path = next((each for each in (folder / name, folder / Path(name).name) if each.is_file()), folder / name)
+        path = next((path for path in (folder / name, folder / Path(name).name) if path.is_file()), folder / name)
         if not path.is_file():
             raise FileNotFoundError(f"{path}: no such file: it is in the data set {ARRAYS}; or give `whole=hub`")
     try:
@@ -272,3 +215,18 @@ def verdict(checks: Sequence[Check], name: str) -> str:
             return f"{name} is {checkpoint}: all {len(own)} published test vectors agree"
     tried = ", ".join(dict.fromkeys(each.vector.checkpoint for each in checks))
     raise ValueError(f"{name} agrees with the published test vectors of none of these: {tried}")
+
+
+def run(options: VerifyOptions, load: LoadOptions) -> None:
+    """Load in float32 unless told otherwise, run every vector, print the comparison and the verdict."""
+    model = load_model(replace(load, dtype=load.dtype or "fp32"), Model)
+    vectors = vectors_for(model, options.whole is not None)
+    chosen = [vector for vector in vectors if options.only is None or options.only in vector.checkpoint]
+    if not chosen:
+        known = ", ".join(dict.fromkeys(vector.checkpoint for vector in vectors))
+        raise ValueError(f"got `only` {options.only!r}, wanted a part of one of: {known}")
+    checks = []
+    for vector in chosen:
+        checks.append(check(model, vector, lambda name: stored_image(options.whole or "hub", name)))
+        print(f"{checks[-1]}\n", flush=True)
+    print(verdict(checks, model.name))

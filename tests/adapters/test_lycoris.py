@@ -14,15 +14,9 @@ from torch.nn import functional as F
 
 import ldm_lite
 from ldm_lite import Pipeline
-<<<<<<< HEAD:tests/adapters/test_lycoris.py
-from ldm_lite.adapters import kinds
-from ldm_lite.adapters.lora import file_names, targets
-from ldm_lite.train.kinds import KINDS, LoKr
-=======
 from ldm_lite.adapters import kinds
 from ldm_lite.adapters.lora import file_names, targets
 from ldm_lite.train.additions import KINDS, LoKr
->>>>>>> train:tests/checkpoint/test_lycoris.py
 
 DATA = Path(__file__).parents[1] / "data" / "lycoris.npz"
 

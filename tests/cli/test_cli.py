@@ -26,18 +26,18 @@ from ldm_lite.cli import console, flags
 from ldm_lite.cli.command_options import CascadeOptions as Cascade
 from ldm_lite.cli.command_options import CompareOptions as Samplers
 from ldm_lite.cli.command_options import ExportOptions as Export
+from ldm_lite.cli.command_options import ReconstructOptions as Reconstruct
 from ldm_lite.cli.command_options import StageOptions
+from ldm_lite.cli.command_options import VerifyOptions as Verify
 from ldm_lite.cli.console import as_flags
 from ldm_lite.cli.options import FINITE, CheckedOptions, LoadOptions, SaveOptions
 from ldm_lite.cli.task_options import Img2imgOptions as Img2img
 from ldm_lite.cli.task_options import InpaintOptions as Inpaint
 from ldm_lite.cli.task_options import Txt2imgOptions as Options
 from ldm_lite.cli.task_options import UpscaleOptions as Upscale
-from ldm_lite.reconstruct import Options as Reconstruct
 from ldm_lite.runtime.tiling import out_of_memory
 from ldm_lite.serve.options import ServeOptions
 from ldm_lite.train.options import TrainOptions as Train
-from ldm_lite.verify import Options as Verify
 
 
 def test_out_of_memory_names_the_next_cheaper_option(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import diffusers
 import numpy as np
+import peers
 import torch
 import transformers
 from render_emoji import render
 from torch import Tensor
 
 import ldm_lite
-from ldm_lite.bench import peers
 from ldm_lite.checkpoint import hub
 from ldm_lite.checkpoint.reader import open_checkpoint
 

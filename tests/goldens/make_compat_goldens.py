@@ -24,14 +24,13 @@ from unittest import mock
 
 import diffusers
 import numpy as np
+import peers
 import torch
 import toy
 from make_goldens import DATA, Arrays, write
 from PIL import Image
 from random_checkpoint import state_dict
 from torch import Tensor
-
-from ldm_lite.bench import peers
 
 
 def alone(package: str, file: str) -> ModuleType:

@@ -15,14 +15,13 @@ from pathlib import Path
 
 import diffusers
 import numpy as np
+import peers
 import torch
 import toy
 import transformers
 from make_family_goldens import NEGATIVE, NOISE, PROMPT, tokenizers
 from make_goldens import DATA, Arrays, write
 from random_checkpoint import SMALL, state_dict
-
-from ldm_lite.bench import peers
 
 SCHEDULER = {
     "beta_start": 0.00085,

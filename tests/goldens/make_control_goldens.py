@@ -22,6 +22,7 @@ from unittest import mock
 import cv2
 import diffusers
 import numpy as np
+import peers
 import torch
 import toy
 from diffusers import ControlNetModel
@@ -30,7 +31,6 @@ from make_goldens import COMPVIS, DATA, STABILITY, Arrays, repository, write
 from random_checkpoint import SMALL, random_tensor, state_dict
 from torch import Tensor
 
-from ldm_lite.bench import peers
 from ldm_lite.diffusion.spacings import SECTIONS
 from ldm_lite.models.controlnet import ControlNet
 from ldm_lite.models.unet import UNet

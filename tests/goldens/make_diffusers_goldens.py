@@ -14,6 +14,7 @@ from dataclasses import replace
 
 import diffusers
 import numpy as np
+import peers
 import torch
 import toy
 import transformers
@@ -23,7 +24,6 @@ from PIL import Image
 from random_checkpoint import LCM, SMALL, small, state_dict
 from torch import nn
 
-from ldm_lite.bench import peers
 from ldm_lite.checkpoint.reader import on_meta, prefix
 from ldm_lite.families.sd1 import SD1
 from ldm_lite.families.sd2 import SD2

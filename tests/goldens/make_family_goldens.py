@@ -17,6 +17,7 @@ from unittest import mock
 
 import diffusers
 import numpy as np
+import peers
 import torch
 import toy
 import transformers
@@ -29,7 +30,6 @@ from PIL import Image
 from random_checkpoint import small, state_dict
 from toy import NEGATIVE, NOISE, PROMPT
 
-from ldm_lite.bench import peers
 from ldm_lite.models.taesd import TAESD
 from ldm_lite.zoo.families import with_prediction
 from ldm_lite.zoo.family import Family

@@ -31,6 +31,7 @@ from unittest import mock
 
 import diffusers
 import numpy as np
+import peers
 import scipy.stats
 import torch
 import toy
@@ -38,8 +39,6 @@ import transformers
 from numpy.typing import NDArray
 from random_checkpoint import SMALL, random_tensor, state_dict
 from torch import Tensor, nn
-
-from ldm_lite.bench import peers
 
 DATA = Path(__file__).resolve().parents[1] / "data"
 Arrays = dict[str, Any]

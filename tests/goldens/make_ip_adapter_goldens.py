@@ -19,6 +19,7 @@ from typing import Any
 import diffusers
 import diffusers.pipelines.controlnet
 import numpy as np
+import peers
 import torch
 import toy
 import transformers
@@ -28,7 +29,6 @@ from random_checkpoint import SMALL, small, state_dict
 from torch import Tensor, nn
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
-from ldm_lite.bench import peers
 from ldm_lite.zoo.family import Family
 
 STEPS, SCALE, WEIGHT = 4, 5.0, 0.6

@@ -20,6 +20,7 @@ from unittest import mock
 
 import diffusers
 import numpy as np
+import peers
 import peft
 import torch
 import toy
@@ -30,7 +31,6 @@ from random_checkpoint import SMALL, random_tensor, small, state_dict
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from ldm_lite.bench import peers
 from ldm_lite.families.sd1 import SD1
 from ldm_lite.families.sdxl import SDXL
 from ldm_lite.text.tokenizer import CLIPTokenizer

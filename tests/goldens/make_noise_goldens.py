@@ -9,12 +9,11 @@ What is stored: every fourth pixel of the images.
 
 import diffusers
 import numpy as np
+import peers
 import torch
 import transformers
 from make_family_goldens import DATA, NEGATIVE, PROMPT, tokenizers
 from random_checkpoint import SMALL, state_dict
-
-from ldm_lite.bench import peers
 
 SCHEDULE = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "timestep_spacing": "linspace"}
 

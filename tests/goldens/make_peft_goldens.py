@@ -15,6 +15,7 @@ from pathlib import Path
 import diffusers
 import lycoris
 import numpy as np
+import peers
 import peft
 import torch
 import toy
@@ -25,7 +26,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from ldm_lite.bench import peers
 from ldm_lite.text.tokenizer import CLIPTokenizer
 
 OUT = Path(__file__).resolve().parents[1] / "data" / "peft.npz"

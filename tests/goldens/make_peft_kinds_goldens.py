@@ -11,6 +11,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+import peers
 import peft
 import torch
 import toy
@@ -19,7 +20,6 @@ from peft.tuners.boft.layer import Linear as BOFTLinear
 from random_checkpoint import SMALL, state_dict
 from torch import nn
 
-from ldm_lite.bench import peers
 from ldm_lite.text.tokenizer import CLIPTokenizer
 
 OUT = Path(__file__).resolve().parents[1] / "data" / "peft_kinds.npz"

@@ -20,6 +20,7 @@ from unittest import mock
 
 import diffusers
 import numpy as np
+import peers
 import torch
 import toy
 from diffusers.pipelines.stable_diffusion import (
@@ -32,7 +33,6 @@ from PIL import Image
 from random_checkpoint import state_dict
 from torch import Tensor
 
-from ldm_lite.bench import peers
 from ldm_lite.zoo.family import Family
 
 Pixels = NDArray[np.uint8]

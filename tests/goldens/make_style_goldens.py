@@ -16,6 +16,7 @@ from types import SimpleNamespace
 
 import diffusers
 import numpy as np
+import peers
 import torch
 import toy
 import transformers
@@ -24,8 +25,6 @@ from PIL import Image
 from random_checkpoint import SMALL, state_dict
 from torch import Tensor
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
-
-from ldm_lite.bench import peers
 
 STEPS, SCALE, WEIGHT, END = 4, 5.0, 0.8, 0.5
 

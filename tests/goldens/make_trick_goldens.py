@@ -16,6 +16,7 @@ from pathlib import Path
 import diffusers
 import k_diffusion.sampling
 import numpy as np
+import peers
 import tgate.tgate_utils as gate
 import torch
 import toy
@@ -24,8 +25,6 @@ from diffusers.guiders.adaptive_projected_guidance import MomentumBuffer, normal
 from numpy.typing import NDArray
 from random_checkpoint import state_dict
 from torch import Tensor
-
-from ldm_lite.bench import peers
 
 PLACE = Path(__file__).parents[1] / "data" / "tricks.npz"
 BETAS = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}

@@ -14,6 +14,7 @@ from typing import Any
 
 import diffusers
 import numpy as np
+import peers
 import torch
 import transformers
 from diffusers.pipelines.latent_diffusion.pipeline_latent_diffusion import LDMBertConfig, LDMBertModel
@@ -22,7 +23,6 @@ from random_checkpoint import state_dict
 from toy_verify import FAMILY_OF, SIDE, toy_vectors
 
 import ldm_lite.text
-from ldm_lite.bench import peers
 from ldm_lite.tasks.verify import Vector
 from ldm_lite.zoo.family import Family
 

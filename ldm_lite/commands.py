@@ -1,0 +1,57 @@
+"""What the commands of the package take and run: one table, and one way to run a row of it.
+
+Each has a module that gives it a name, `python -m ldm_lite.txt2img`, and a docstring, whose first line is in its help.
+What a command runs is imported when it runs, so that `--help` is instant.
+"""
+
+import argparse
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ldm_lite.cli import command_options, console, flags
+from ldm_lite.cli.options import LoadOptions, SaveOptions
+from ldm_lite.cli.task_options import Img2imgOptions, InpaintOptions, Txt2imgOptions, UpscaleOptions
+
+
+@dataclass(frozen=True)
+class Command:
+    """A row of the table."""
+
+    run: str  # MODULE.FUNCTION of ldm_lite.tasks, which takes the options and, with `extend`, the values of its flags
+    groups: tuple[type, ...]  # the dataclasses of its options
+    extend: Callable[[argparse.ArgumentParser], object] | None = None  # adds the flags of original scripts
+
+
+_IMAGES = (LoadOptions, SaveOptions)
+TABLE = {
+    "txt2img": Command("command.make", (Txt2imgOptions, *_IMAGES), flags.txt2img_flags),
+    "img2img": Command("command.make", (Img2imgOptions, *_IMAGES), flags.edit_flags),
+    "inpaint": Command("command.make", (InpaintOptions, *_IMAGES), flags.original_flags),
+    "upscale": Command("command.make", (UpscaleOptions, *_IMAGES), flags.original_flags),
+    "cascade": Command(
+        "command.make_cascade", (command_options.CascadeOptions, command_options.StageOptions, SaveOptions)
+    ),
+    "reconstruct": Command("reconstruct.run", (command_options.ReconstructOptions, SaveOptions)),
+    "samplers": Command("compare.run", (command_options.CompareOptions, LoadOptions)),
+    "verify": Command("verify.run", (command_options.VerifyOptions, LoadOptions)),
+    "export": Command("export.run", (command_options.ExportOptions, LoadOptions)),
+}
+
+
+def main_of(name: str, about: str | None) -> Callable[..., int]:
+    """Return `main` of a command, whose module has a docstring: a function of its arguments -> exit status."""
+    command = TABLE[name]
+
+    def main(argv: Sequence[str] | None = None) -> int:
+        first_line = (about or "").splitlines()[0]
+        options, original = flags.parse(argv, name, first_line, command.groups, command.extend)
+
+        def run() -> None:
+            module, _, function = command.run.partition(".")
+            body = getattr(importlib.import_module(f"ldm_lite.tasks.{module}"), function)
+            body(*options, *([] if command.extend is None else [original]))
+
+        return console.run(run, options)
+
+    return main
