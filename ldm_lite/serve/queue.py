@@ -165,7 +165,7 @@ class Engine:
         is the number of images on the way that are wanted of each.
         """
         ticket = Ticket(self, task, options, self.library.check(model, loras), loras)
-        ticket.num_partials, ticket.count = partials, count_images(options)
+        ticket.num_partials = partials
         self._check(ticket)
         with self._changed:
             if self._stopping:
@@ -180,7 +180,10 @@ class Engine:
         return ticket
 
     def _check(self, ticket: Ticket) -> None:
-        """Raises ValueError for a ticket that names files, is beyond the limits, or that its model cannot do."""
+        """Count a ticket's images.
+
+        Raises ValueError for a ticket that names files, is beyond the limits, or that its model cannot do.
+        """
         options, limits = ticket.options, self.limits
         for field in filter(names_files, dataclasses.fields(options)):
             value = getattr(options, field.name)
@@ -190,6 +193,7 @@ class Engine:
                 )
         if options.seamless is not None:
             raise ValueError("the server makes no seamless images: leave `seamless` out")
+        ticket.count = count_images(options)  # which may read files: after the check that there are none
         if ticket.count > limits.max_images:
             raise ValueError(f"got {ticket.count} images, wanted at most {limits.max_images} in a request")
         for name in ("steps", "hires_steps"):
