@@ -115,9 +115,10 @@ class Job(CoreJob):
         first = ("Steps", "Sampler", "Schedule type", "CFG scale", "Seed", "Size", "Model", *settings)
         text = {name: settings[name] for name in dict.fromkeys(first) if settings.get(name) is not None}
         text["Version"] = version
+        negative = item.negative or self.task.options.negative_prompt  # an empty one is written, none is not
         key, truncated = self.keys.get(item.number, ""), self.options.compat
         return Result(
-            pixels, item.prompt, item.seed, parameters(item.prompt, item.negative or None, text), truncated, key
+            pixels, item.prompt, item.seed, parameters(item.prompt, negative, text), truncated, key
         )
 
 
