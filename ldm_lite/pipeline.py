@@ -244,14 +244,17 @@ class Pipeline(Model):
 # ---- arguments and results ------------------------------------------------------------------------------------------
 
 
-def _options(kind: type[Options], function: str, given: Mapping[str, Any]) -> Options:
-    """Make options from keyword arguments.  Raises TypeError, with the nearest name, for an unknown argument."""
+def _options(kind: type[Options], function: str, given: Mapping[str, Any], others: Sequence[str] = ()) -> Options:
+    """Make options from keyword arguments; the function has some others.
+
+    Raises TypeError, with the nearest name, for an unknown argument.
+    """
     names = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
     for name in given:
         if name not in names:
-            near = difflib.get_close_matches(name, names, n=1)
+            near = difflib.get_close_matches(name, [*names, *others], n=1)
             hint = f"did you mean {near[0]}? " if near else ""
-            raise TypeError(f"{function}() has no argument {name!r}: {hint}it takes {', '.join(names)}")
+            raise TypeError(f"{function}() has no argument {name!r}: {hint}it takes {', '.join([*names, *others])}")
     return kind(**given)
 
 
@@ -269,7 +272,7 @@ def _with_features(
     names = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     theirs = {name: value for name, value in arguments.items() if name in features.FEATURES and name not in names}
     rest = {name: value for name, value in arguments.items() if name not in theirs}
-    return _options(kind, function, rest), features.read(theirs)[1]
+    return _options(kind, function, rest, list(features.FEATURES)), features.read(theirs)[1]
 
 
 def _outputs(

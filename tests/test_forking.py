@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,11 @@ import torch
 from PIL import Image
 from runs import unet_calls
 
+from ldm_lite.core import features
+
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "forking.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 DIFFS = re.findall(r"```diff\n(.*?)```", PAGE, re.DOTALL)
 
 
@@ -42,6 +46,7 @@ from ldm_lite.zoo.family import build
 apple = ["a red apple", "--steps", "2", "--device", "cpu"]
 assert txt2img.main([*apple, "--sampler", "Midpoint Karras", "--attention", "top_keys", "--out", "apple.png"]) == 0
 assert txt2img.main([*apple, "--sampler", "rk2 karras", "--out", "plain.png"]) == 0
+assert txt2img.main([*apple, "--steps", "4", "--guidance-from", "0.5", "--out", "late.png"]) == 0
 assert __main__.main(["sheet", *apple, "--batch-size", "4", "--out", "sheet.png"]) == 0
 
 # the adapter: a weight changes by the formula, and back
@@ -66,12 +71,32 @@ assert "sheet" in __main__.COMMANDS
 """
 
 
+def test_a_feature_of_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its option is one of every task; the first steps run on one branch of guidance."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(features, "FEATURES", dict(features.FEATURES))
+    names: dict[str, Any] = {}
+    exec(BLOCKS[0], names)
+    assert Image.open("apple.png").size == (64, 64)
+    pipe = names["pipe"]
+    tasks: list[tuple[Callable[..., Any], list[Any]]] = [
+        (pipe.txt2img, []),
+        (pipe.img2img, [Image.open("apple.png")]),
+        (pipe.inpaint, [Image.open("apple.png"), Image.new("L", (64, 64), 255)]),
+    ]
+    for task, images in tasks:
+        with unet_calls(pipe) as calls:
+            task("a pear", *images, steps=4, guidance_from=0.5, **({"strength": 1.0} if images else {}))
+        assert [len(call.x) for call in calls] == [1, 1, 2, 2]
+    with pytest.raises(TypeError, match="did you mean guidance_from"):
+        pipe.txt2img("a pear", guidance_form=0.5)
+
+
 def test_a_guidance_and_what_a_call_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """CFG-Zero* in the later steps: the latents of the formula, step by step."""
-    [code] = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
-    exec(code, names)
+    exec(BLOCKS[1], names)
     assert Image.open("apple.png").size == (64, 64)
     pipe, cond, uncond, noise = names["pipe"], names["cond"], names["uncond"], names["pipe"].noise(1)
 
@@ -92,7 +117,7 @@ def test_a_guidance_and_what_a_call_reads(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_every_diff_is_short() -> None:
-    assert len(DIFFS) == 5
+    assert len(DIFFS) == 6
     assert all(len(diff.splitlines()) <= 40 for diff in DIFFS)
 
 
@@ -105,4 +130,5 @@ def test_what_the_diffs_add_works(fork: Path) -> None:
     apple, plain = Image.open(fork / "apple.png"), Image.open(fork / "plain.png")
     assert "Sampler: Midpoint Karras" in apple.info["parameters"]
     assert apple.tobytes() != plain.tobytes()
+    assert "Guidance from: 0.5" in Image.open(fork / "late.png").info["parameters"]
     assert Image.open(fork / "sheet-grid.png").size == (2 * 66 + 2, 2 * 66 + 2)

@@ -117,9 +117,7 @@ class Job(CoreJob):
         text["Version"] = version
         negative = item.negative or self.task.options.negative_prompt  # an empty one is written, none is not
         key, truncated = self.keys.get(item.number, ""), self.options.compat
-        return Result(
-            pixels, item.prompt, item.seed, parameters(item.prompt, negative, text), truncated, key
-        )
+        return Result(pixels, item.prompt, item.seed, parameters(item.prompt, negative, text), truncated, key)
 
 
 class Part(NamedTuple):
