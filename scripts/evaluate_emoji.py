@@ -62,6 +62,7 @@ from torch.nn import functional as F
 import ldm_lite
 from ldm_lite import generate
 from ldm_lite.cli import options
+from ldm_lite.cli.task_options import Txt2imgOptions
 from ldm_lite.cli.writing import write_whole
 from ldm_lite.conditioning.prompts import encode_prompts
 from ldm_lite.core.tasks import noise_of
@@ -626,9 +627,15 @@ def compare(
     if not path.exists():
         raise ValueError(f"{path} does not exist: python -m ldm_lite.samplers --compare makes it")
     kept = quality.read(path, {"model": pipe.name})
-    shape, count = pipe.latent_shape(pipe.family.resolution, pipe.family.resolution), len(prompts)
-    cond, uncond = (encode_prompts(pipe, texts) for texts in ([each.text for each in prompts], [""] * count))
-    branches = classifier_free(cond, uncond, kept["scale"])
+    count = len(prompts)
+    asked = Txt2imgOptions(
+        [prompt.text for prompt in prompts],
+        negative_prompt="",
+        scale=kept["scale"],
+        spacing=kept["spacing"],
+        seed=[prompt.seed for prompt in prompts],
+        batch_size=count,
+    )
     cases = {case.name: case for case in quality.cases(pipe)}
     points = [each for each in kept["points"].values() if each["steps"] in steps and each["name"] in cases]
     judged = {"count": count, "prompts": zlib.crc32("\n".join(each.text for each in prompts).encode())}
@@ -636,9 +643,8 @@ def compare(
         if judged.items() <= point.items():
             continue
         case = cases[point["name"]]
-        plan = quality.plan_for(pipe, case, point["steps"], kept["spacing"])
-        made = quality.latents(pipe, case, plan, branches, noise_of([each.seed for each in prompts], shape))
-        images = torch.stack([(pixels + 1) / 2 for pixels in generate.decode(pipe, made)])
+        latents = quality.latents(quality.job_of(pipe, asked, case, point["steps"])).float()
+        images = torch.stack([(pixels + 1) / 2 for pixels in generate.decode(pipe, latents)])
         verdicts = judge(images, prompts, classify)
         shares = {name: sum(getattr(each, name) for each in verdicts) / count for name in quality.ACCURACIES}
         point |= {**shares, **judged}

@@ -50,10 +50,9 @@ class Case:
     spacing: str | None = None  # None: that of the command
     tricks: Mapping[str, Any] = field(default_factory=dict)  # options; {half} is half of the steps
 
-    def options(self, steps: int) -> Txt2imgOptions:
+    def options(self, steps: int) -> dict[str, Any]:
         """Return the options of its tricks for a number of steps."""
-        given: dict[str, Any] = {name: steps // 2 if each == "{half}" else each for name, each in self.tricks.items()}
-        return Txt2imgOptions(**given)
+        return {name: steps // 2 if value == "{half}" else value for name, value in self.tricks.items()}
 
 
 TRICKS = (
@@ -78,18 +77,13 @@ def cases(model: Model) -> list[Case]:
     return [*(Case(name, name) for name in fixed), *TRICKS]
 
 
-def job_of(model: Model, options: CompareOptions, case: Case, steps: int) -> Job:
-    """Return the job of one image of a case: it starts from the noise of its first level, whatever the sampler does."""
-    asked = dataclasses.replace(
-        case.options(steps),
-        prompt=options.prompt,
-        negative_prompt="",
-        sampler=case.sampler,
-        spacing=case.spacing or options.spacing,
-        steps=steps,
-        scale=options.scale,
-        seed=options.seed,
-    )
+def job_of(model: Model, options: Txt2imgOptions, case: Case, steps: int) -> Job:
+    """Return the job of a case for the prompts, seeds, scale and spacing of options, as one batch.
+
+    It starts from the noise of its first level, whatever the sampler does.
+    """
+    spacing, tricks = case.spacing or options.spacing, case.options(steps)
+    asked = dataclasses.replace(options, sampler=case.sampler, spacing=spacing, steps=steps, **tricks)
     task = txt2img.prepare(model, asked)
     [part] = task.parts
 
@@ -100,7 +94,7 @@ def job_of(model: Model, options: CompareOptions, case: Case, steps: int) -> Job
 
 
 def latents(job: Job) -> Tensor:
-    """Return the last latents (1,C,h,w) of a job of one image, float64."""
+    """Return the last latents (B,C,h,w) of a job of one batch, float64."""
     return next(event for event in run_batches(job) if isinstance(event, Latents)).latents.double()
 
 
@@ -157,13 +151,14 @@ def measure(model: Model, options: CompareOptions, path: Path) -> dict[str, Any]
     kept = read(path, about)
     shape = model.latent_shape(side, side)
     costs = {"calls": Cost(model.family.unet, shape[-1]), "sd1": Cost(SD1.unet, 64)}
+    asked = Txt2imgOptions(options.prompt, negative_prompt="", scale=scale, spacing=options.spacing, seed=options.seed)
     truth: Tensor | None = None
     for case in cases(model):
         for steps in numbers(options.steps, "`steps`"):
             key = f"{case.name}/{steps}"
             if "calls" in kept["points"].get(key, {}):
                 continue
-            job = job_of(model, options, case, steps)
+            job = job_of(model, asked, case, steps)
             assert job.plan is not None
             settings = [getattr(feature, "settings", None) for feature in job.task.features]
             shortcuts = next((setting for setting in settings if isinstance(setting, Shortcuts)), None)
@@ -171,7 +166,7 @@ def measure(model: Model, options: CompareOptions, path: Path) -> dict[str, Any]
             point = {name: cost.of(job.plan, source, shortcuts) for name, cost in costs.items()} | {"steps": steps}
             if not job.plan.adds_noise.any():
                 if truth is None:
-                    truth = latents(job_of(model, options, Case("", "heun"), options.reference))
+                    truth = latents(job_of(model, asked, Case("", "heun"), options.reference))
                 point["error"] = float((latents(job) - truth).norm() / truth.norm())
             kept["points"][key] = {"name": case.name, **kept["points"].get(key, {}), **point}
             write_whole(path, json.dumps(kept, indent=1) + "\n")
