@@ -13,8 +13,6 @@ from ldm_lite.diffusion.plan import Plan
 from ldm_lite.tasks.features import Feature
 from ldm_lite.tasks.job import Job
 
-log = logging.getLogger("ldm_lite")
-
 
 class GuidanceInterval(Feature):
     """A scale of 1 outside of an interval of the steps."""
@@ -28,7 +26,7 @@ class GuidanceInterval(Feature):
         """Log an interval without a step."""
         if job.plan is not None and not any(self.interval.steps(job.plan)):
             steps = job.plan.num_steps
-            log.warning("none of %d steps is within `guidance_interval`: there is no guidance", steps)
+            self.log(logging.WARNING, f"none of {steps} steps is within `guidance_interval`: there is no guidance")
         return dataclasses.replace(job, guiding=(*job.guiding, self._within))
 
     def _within(self, source: InputSource, job: Job) -> InputSource:

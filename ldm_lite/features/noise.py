@@ -25,8 +25,6 @@ from ldm_lite.diffusion.plan import Plan
 from ldm_lite.tasks.features import Feature
 from ldm_lite.tasks.job import Job, sampler_of
 
-log = logging.getLogger("ldm_lite")
-
 
 class Noise(Feature):
     """Replaces what a job draws its noise with."""
@@ -65,8 +63,9 @@ class Noise(Feature):
         if able and program in ("a1111", "comfy"):  # which always draw it so
             brownian = brownian or not job.model.schedule.is_flow
             if job.model.schedule.is_flow:
-                log.warning(
-                    "%s: other programs draw its noise in another way here, so only the first is theirs", sampler
+                self.log(
+                    logging.WARNING,
+                    f"{sampler}: other programs draw its noise in another way here, so only the first is theirs",
                 )
         # An image's latents may be sampled after the first noise.
         first_draws = 1 + bool(getattr(options, "samples_posterior", False) and program != "diffusers")

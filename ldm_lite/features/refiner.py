@@ -19,8 +19,6 @@ from ldm_lite.runtime.precision import short_name
 from ldm_lite.tasks.features import Feature
 from ldm_lite.tasks.job import Job
 
-log = logging.getLogger("ldm_lite")
-
 
 class Refiner(Feature):
     """Gives the calls of the last steps the inputs of another model, with the same texts and guidance."""
@@ -58,7 +56,7 @@ class Refiner(Feature):
         refiner, model, num_steps = self.model, job.model, job.plan.num_steps
         start = 0.8 if job.options.refiner_start is None else job.options.refiner_start
         first = max(0, round(start * (job.skipped + num_steps)) - job.skipped)
-        log.info("%s: runs the last %d of %d steps", refiner.name, num_steps - first, num_steps)
+        self.log(logging.INFO, f"{refiner.name}: runs the last {num_steps - first} of {num_steps} steps")
         texts = dataclasses.replace(job.texts, model=refiner, cond=None, uncond=None, is_refiner=True)
         encode, wrappers = job.encode, job.wrappers
 

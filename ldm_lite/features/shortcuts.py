@@ -39,7 +39,8 @@ class Shortcuts(Feature):
         if plan is None:
             return job
         if gate is not None and gate >= plan.num_steps:
-            log.warning("`gate_step` %d is not reached in %d steps: it has no effect", gate, plan.num_steps)
+            steps = plan.num_steps
+            self.log(logging.WARNING, f"`gate_step` {gate} is not reached in {steps} steps: it has no effect")
 
         def wrap(source: InputSource, job: Job) -> InputSource:
             assert job.plan is not None

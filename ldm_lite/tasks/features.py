@@ -6,17 +6,29 @@ A feature of a task's options changes a run in up to three places: the options, 
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ldm_lite.core import features as core
 from ldm_lite.core.files import imported
 
+log = logging.getLogger("ldm_lite")
+
 
 class Feature:
     """What changes a run; made anew for each, so that it may remember something in it."""
 
     is_last = False  # of those around the network: applied after the features of others
+
+    def __init__(self) -> None:
+        self._said: set[str] = set()
+
+    def log(self, level: int, message: str) -> None:
+        """Log a message once in a run, however many images start from an input of their own."""
+        if message not in self._said:
+            self._said.add(message)
+            log.log(level, message)
 
     def check(self, options: Any) -> Any:
         """Return the options, perhaps changed.  Raises ValueError for those that are wrong whatever the model."""
