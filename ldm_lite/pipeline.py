@@ -272,7 +272,8 @@ def _with_features(
     names = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     theirs = {name: value for name, value in arguments.items() if name in features.FEATURES and name not in names}
     rest = {name: value for name, value in arguments.items() if name not in theirs}
-    return _options(kind, function, rest, list(features.FEATURES)), features.read(theirs)[1]
+    further = features.read(theirs)[1] if theirs else []
+    return _options(kind, function, rest, list(features.FEATURES)), further
 
 
 def _outputs(

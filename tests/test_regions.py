@@ -112,6 +112,7 @@ def test_a_picture_is_made_again_from_its_text(pipe: Pipeline, tmp_path: Path) -
         ("a AND b", "0,0,0.5,1", "got 1 `regions` for a prompt of 2 parts"),
         ("a", "all; all", "got 2 `regions` for a prompt of 1 parts"),
         ("a AND b", "0,0,0.5,1; 0.6,0,1,1", "leave part of the image out"),
+        ("a", "0,0,0.5,1", "leave part of the image out"),
         ("a AND b", "all; 0.9,0,0.91,1", "holds none of 8 x 4 positions"),
         ("a AND b :-1", "all; all", "wanted more than 0"),
         ("a AND b", "all; 0.5,0,0.4,1", "got a region '0.5,0,0.4,1'"),

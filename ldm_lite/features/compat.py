@@ -105,4 +105,4 @@ class Compat(Feature):
             "RNG": None,
             "Noise": lambda item: f"original script, image {item.seed - seed}",
         }
-        return dataclasses.replace(job, begin=begin, noise_source=noise_source, settings=settings)
+        return dataclasses.replace(job, begin=begin, noise_source=noise_source, settings=settings, truncated=True)

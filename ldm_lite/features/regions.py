@@ -23,7 +23,7 @@ from ldm_lite.diffusion.guidance import Guidance, classifier_free, composed
 from ldm_lite.diffusion.schedule import number
 from ldm_lite.tasks.features import Feature
 from ldm_lite.tasks.job import Job
-from ldm_lite.tasks.texts import PromptEncoder, parts_of
+from ldm_lite.tasks.texts import PromptEncoder, Texts, parts_of
 from ldm_lite.text.schedule import Part
 
 Box = tuple[float, float, float, float]  # left, top, right, bottom, in [0,1] of the image
@@ -65,6 +65,11 @@ class RegionalEncoder(PromptEncoder):
                 f"got {len(self.boxes)} `regions` for a prompt of {min(others)} parts, wanted one for each; AND joins "
                 "parts"
             )
+
+    def _guidance(self, job: Any, text: Texts, count: int) -> Guidance:
+        if len(self.boxes) == 1:  # which a prompt of one part does not need
+            shares(self.boxes, (1.0,), job.shape[1:])  # raises ValueError for less than the whole image
+        return super()._guidance(job, text, count)
 
     def _parts(self, prompt: str) -> list[Part]:
         return parts_of(prompt, "a1111")

@@ -95,6 +95,7 @@ class Job(CoreJob):
     image_scale: float | None = None  # three-way guidance, for networks that follow instructions
     skipped: int = 0  # steps before those of the plan
     follow: Callable[[Tensor], Job] | None = None  # latents of all steps (B,C,h,w) -> the job that goes on from them
+    truncated: bool = False  # 8 bits of results are cut off, not rounded
     keys: Mapping[int, str] = field(default_factory=dict)  # number of an item -> Result.key
 
     def refuse_parts(self, what: str) -> None:
@@ -116,8 +117,8 @@ class Job(CoreJob):
         text = {name: settings[name] for name in dict.fromkeys(first) if settings.get(name) is not None}
         text["Version"] = version
         negative = item.negative or self.task.options.negative_prompt  # an empty one is written, none is not
-        key, truncated = self.keys.get(item.number, ""), self.options.compat
-        return Result(pixels, item.prompt, item.seed, parameters(item.prompt, negative, text), truncated, key)
+        key = self.keys.get(item.number, "")
+        return Result(pixels, item.prompt, item.seed, parameters(item.prompt, negative, text), self.truncated, key)
 
 
 class Part(NamedTuple):
