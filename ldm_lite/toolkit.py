@@ -232,7 +232,7 @@ class _Rows:
         with model.phase(*text_roles(model.family.text_encoders)):
             cond = _encoded(model, texts.prompts, options)
             if not texts.is_guided:
-                return replace(texts, cond=cond)
+                return replace(texts, cond=cond, negative_prompt=None)  # of which it is said that it is not read
             negative = negative[:1] if len(set(negative)) == 1 else negative
             return replace(texts, cond=cond, uncond=_encoded(model, negative, replace(options, negative=True)))
 

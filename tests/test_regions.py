@@ -106,6 +106,15 @@ def test_a_picture_is_made_again_from_its_text(pipe: Pipeline, tmp_path: Path) -
     assert np.array_equal(again.array, made.array)
 
 
+def test_a_second_pass_has_prompts_of_its_own(pipe: Pipeline) -> None:
+    halves = {"regions": "0,0,0.5,1; 0.5,0,1,1", "hires": 2.0, "hires_steps": 2, "output": "tensor", **SMALL}
+    [same] = pipe.txt2img("a cat AND a dog", **halves)
+    [again] = pipe.txt2img("a cat AND a dog", hires_prompt="a cat AND a dog", **halves)
+    [another] = pipe.txt2img("a cat AND a dog", hires_prompt="a house AND a tree", **halves)
+    assert np.array_equal(same, again)
+    assert not np.allclose(same, another, atol=1e-3)
+
+
 @pytest.mark.parametrize(
     ("prompt", "regions", "message"),
     [

@@ -100,10 +100,11 @@ def test_another_setting_is_another_image(small_path: Path, job: Callable[..., l
     changes: list[list[Any]] = [["--steps", 3], ["--scale", 3], ["--negative-prompt", "b"], ["--W", 32], ["--eta", 1.0]]
     changes += [["--sampler", "euler"], ["--clip-skip", 2], ["--spacing", "karras"], ["--guidance-rescale", 0.5]]
     changes += [["--prompt-syntax", "a1111"], ["--dynamic-threshold", 0.9], ["--refiner", small_path]]
-    changes += [["--dtype", "bf16"], ["--prediction", "v"]]
+    changes += [["--dtype", "bf16"], ["--prediction", "v"], ["--noise", "a1111"], ["--sampler", "ddim_cfgpp"]]
     for change in ([], *changes):
         assert len(job("a cat", *change)) == 1, change
     assert job("a cat", "--sampler", "DDIM") == []  # another name of the default
+    assert job("a cat", "--sampler", "ddim_cfgpp") == []
     assert len(job("a cat", "--batch-size", 3)) == 2
 
 

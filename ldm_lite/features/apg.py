@@ -5,6 +5,8 @@ alg. 1.
 """
 
 import dataclasses
+import inspect
+import logging
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -17,8 +19,11 @@ from ldm_lite.core.denoise import InputSource, Outputs, weighted
 from ldm_lite.diffusion.adaptive import AdaptivePlan
 from ldm_lite.diffusion.guidance import check_classifier_free
 from ldm_lite.diffusion.schedule import number
+from ldm_lite.runtime.compile import CompiledStep
 from ldm_lite.tasks.features import Feature
 from ldm_lite.tasks.job import Job
+
+log = logging.getLogger("ldm_lite")
 
 
 class AdaptiveProjectedGuidance(Feature):
@@ -28,6 +33,12 @@ class AdaptiveProjectedGuidance(Feature):
         """Raises ValueError for text that is no setting of it."""
         self.projection = read_projection(options.apg)
         return options
+
+    def change_options(self, model: Any, options: Any) -> tuple[Any, Any]:
+        """Log that compiled steps do not run it."""
+        if isinstance(inspect.unwrap(model.step), CompiledStep):
+            log.warning("APG runs uncompiled steps: `compile` has no effect with it")
+        return model, options
 
     def change_job(self, job: Job) -> Job:
         """Raises ValueError for an adaptive sampler."""

@@ -7,7 +7,7 @@ from ldm_lite.tasks.features import Feature
 
 
 class Embedding(Feature):
-    """Gives the text encoders, of a refiner too, further tokens."""
+    """Gives the text encoders further tokens."""
 
     def change_options(self, model: Any, options: Any) -> tuple[Any, Any]:
         """Raises ValueError, OSError for files that hold none, or do not fit the model."""

@@ -44,7 +44,8 @@ class Hires(Feature):
         if options.hires_sampler is not None:
             resolve(options.hires_sampler)
         for name in ("compat", "plan", "refiner", "depth"):
-            if getattr(options, name):
+            value = getattr(options, name)
+            if value is not None and value is not False:
                 raise ValueError(f"`hires` does not go with `{name}`: leave one of them out")
         if isinstance(options.noise, Tensor):
             raise ValueError("`hires` draws the noise of its second pass itself: give `noise` as the name of a program")

@@ -33,7 +33,7 @@ WHOLE: Box = (0.0, 0.0, 1.0, 1.0)
 class Regions(Feature):
     """Gives each part of a prompt a weight at each position."""
 
-    texts: PromptEncoder | None = None
+    _texts: tuple[PromptEncoder, PromptEncoder] | None = None  # plain ones, and those that have the regions
 
     def check(self, options: Any) -> Any:
         """Raises ValueError for text that is no list of boxes."""
@@ -42,10 +42,10 @@ class Regions(Feature):
 
     def change_job(self, job: Job) -> Job:
         """Encode prompts as parts that have regions."""
-        if self.texts is None:
+        if self._texts is None or self._texts[0] is not job.texts:  # a second pass has texts of its own
             known = {name: value for name, value in vars(job.texts).items() if name in ENCODER_FIELDS}
-            self.texts = RegionalEncoder(**known, boxes=self.boxes)
-        texts, key = self.texts, job.key
+            self._texts = job.texts, RegionalEncoder(**known, boxes=self.boxes)
+        texts, key = self._texts[1], job.key
         return dataclasses.replace(job, texts=texts, key=lambda item: (key(item), texts.weights(item)))
 
 

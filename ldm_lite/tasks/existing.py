@@ -94,8 +94,11 @@ def _settings(task: Task) -> Sequence[object]:
     fields = [field.name for field in dataclasses.fields(options) if field.name not in OTHERS]
     columns = [getattr(plan, field.name) for field in dataclasses.fields(plan)] if plan is not None else []
     steps = [column.tobytes() if isinstance(column, np.ndarray) else column for column in columns]
-    guidance = guidance_of(task.model, options, None, task.image_scale)
-    resolved = [guidance, task.image_scale, family.skip_layers, family.scale_factor, family.shift_factor]
+    guidance: Any = guidance_of(task.model, options, plan, task.image_scale)
+    if callable(guidance) and plan is not None:  # DDIM CFG++'s, whose steps are those of DDIM
+        guidance = [guidance(step) for step in range(plan.num_steps)]
+    program = options.noise if isinstance(options.noise, str) else None
+    resolved = [guidance, program, task.image_scale, family.skip_layers, family.scale_factor, family.shift_factor]
     return [{name: contents(getattr(options, name)) for name in fields}, steps, resolved]
 
 
