@@ -20,7 +20,7 @@ class Options(CheckedOptions):
     configs: str = option(
         "original,original-efficient,math,efficient,compiled",
         "comma-separated configurations; the first is the baseline: original, original-efficient, math, efficient, "
-        "compiled, compiled-sdpa, max; max+norm or efficient+cudnn adds a kernel or takes another attention",
+        "compiled, compiled-sdpa, max; max+pdl or efficient+cudnn adds a kernel or takes another attention",
     )
     peer: str = option("", "comma-separated: diffusers, diffusers-compiled, openvino")
     sections: str = option("step,decode,image", "comma-separated: step, decode, image")

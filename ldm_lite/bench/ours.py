@@ -45,7 +45,7 @@ REFERENCE = Configuration("reference", "sdpa", original=True)  # in float32
 
 
 def configuration(name: str) -> Configuration:
-    """Return a row by its name, with what follows a plus: max+norm adds a kernel, efficient+cudnn takes an attention.
+    """Return a row by its name, with what follows a plus: max+pdl adds a kernel, efficient+cudnn takes an attention.
 
     Raises ValueError for an unknown name; the original has no kernels.
     """

@@ -163,7 +163,7 @@ class RuntimeOptions(CheckedOptions):
     compiled: str | None = option(None, "run the UNet of this package, written by `python -m ldm_lite.export`")
     kernels: str | None = option(
         None,
-        "plain: only PyTorch's own, nothing is timed; on a GPU, switch on just these: qkv, norm, pdl, tma with "
+        "plain: only PyTorch's own, nothing is timed; on a GPU, switch on just these: qkv, pdl, tma with "
         "commas, or all (default: qkv)",
     )
     matmul_precision: str | None = option(

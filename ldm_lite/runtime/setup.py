@@ -1,6 +1,5 @@
 """Set up loaded networks to run as the options say, in one call."""
 
-import importlib.util
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,7 +22,7 @@ from ldm_lite.runtime.tiling import tile
 log = logging.getLogger("ldm_lite")
 
 # What may be switched on a GPU by the option `kernels`, and what is on by default.
-KERNELS = ("qkv", "norm", "pdl", "tma")
+KERNELS = ("qkv", "pdl", "tma")
 PLAIN = "plain"  # the option's value for PyTorch's own kernels alone, on a CPU too
 BY_DEFAULT = frozenset({"qkv"})
 SETTINGS = {"pdl": "triton.enable_pdl", "tma": "triton.enable_persistent_tma_matmul"}  # of Inductor
@@ -106,7 +105,7 @@ def num_parameters(network: nn.Module) -> int:
 def choose_kernels(text: str, device: torch.device) -> frozenset[str]:
     """Parse the option `kernels`: names with commas between, "all", or "plain" for none of them.
 
-    Raises ValueError for an unknown name, and for Triton's kernel on a GPU where it is missing.
+    Raises ValueError for an unknown name.
     """
     if text == PLAIN:
         return frozenset({PLAIN})
@@ -115,8 +114,6 @@ def choose_kernels(text: str, device: torch.device) -> frozenset[str]:
         raise ValueError(
             f"got `kernels` {unknown[0]!r}, wanted all, plain, or some of {', '.join(KERNELS)} with commas"
         )
-    if device.type == "cuda" and "norm" in names and importlib.util.find_spec("triton") is None:
-        raise ValueError("the kernel norm needs Triton, which torch for CUDA brings along: leave it out")
     return names
 
 
@@ -128,7 +125,7 @@ def _use_kernels(network: Any, device: torch.device, kernels: frozenset[str], ma
     if device.type == "cuda" or (on_cpu and not in_float32):
         network.to(memory_format=torch.channels_last)
     if device.type == "cuda":
-        fused_norm.use(network, triton="norm" in kernels)
+        fused_norm.use(network)
         if "qkv" in kernels and _is_on(weight, device):  # weights that move come apart
             joined.use(network)
     if on_cpu and PLAIN not in kernels:

@@ -109,12 +109,12 @@ def test_what_could_not_be_compiled_is_not_timed_as_if_it_were(options: Options)
 
 def test_the_first_five_are_the_articles_and_a_plus_changes_one() -> None:
     assert list(CONFIGURATIONS)[:5] == Options().configs.split(",")
-    changed = configuration("max+norm+cudnn")
+    changed = configuration("max+pdl+cudnn")
     assert changed == replace(
-        CONFIGURATIONS["max"], title="ours, everything, norm, cudnn", kernels="qkv,norm", attention="cudnn"
+        CONFIGURATIONS["max"], title="ours, everything, pdl, cudnn", kernels="qkv,pdl", attention="cudnn"
     )
-    for name in ("max+fast", "original+norm", "+norm"):
-        with pytest.raises(ValueError, match=r"unknown '.*\+.*' in `configs`: wanted some of original, .*\+norm"):
+    for name in ("max+fast", "original+pdl", "+pdl"):
+        with pytest.raises(ValueError, match=r"unknown '.*\+.*' in `configs`: wanted some of original, .*\+pdl"):
             configuration(name)
 
 

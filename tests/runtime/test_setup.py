@@ -216,10 +216,7 @@ def test_weights_that_move_are_not_joined(small_path: Path, monkeypatch: pytest.
     assert not any(joined.joined_layers(networks["unet"]))
 
 
-def test_unknown_kernels_are_named(small_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match=r"got `kernels` 'fast', wanted all, plain, or some of qkv, norm, pdl"):
+def test_unknown_kernels_are_named(small_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"got `kernels` 'fast', wanted all, plain, or some of qkv, pdl"):
         ldm_lite.load(small_path, device="cpu", kernels="qkv,fast")
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="needs Triton"):
-        setup.choose_kernels("norm", torch.device("cuda"))
     assert setup.choose_kernels("all", torch.device("cpu")) == set(setup.KERNELS)
