@@ -26,10 +26,11 @@ from ldm_lite.checkpoint.model import with_autoencoder
 from ldm_lite.cli.options import LoadOptions
 from ldm_lite.cli.task_options import Img2imgOptions, InpaintOptions, Txt2imgOptions, UpscaleOptions
 from ldm_lite.conditioning.prompts import FROM_FILES, OPTIONAL, PromptOptions, count_chunks, encode_prompts
-from ldm_lite.core.denoise import Conditioning, State, denoise_step
+from ldm_lite.core.denoise import Conditioning, State
 from ldm_lite.core.job import Item, Started, start
 from ldm_lite.diffusion.guidance import rows_of
 from ldm_lite.pipeline import Pipeline
+from ldm_lite.runtime.compile import is_compiled
 from ldm_lite.runtime.precision import short_name
 from ldm_lite.runtime.tiling import out_of_memory
 from ldm_lite.runtime.together import Together
@@ -93,7 +94,7 @@ def with_exact_batches(model: Pipeline) -> Pipeline | None:
     It patches the layers of the model's UNet, and one thread may use it at a time.  None if the steps are compiled or
     the model is offloaded, which rule that out.
     """
-    if model.step is not denoise_step or model.offloader is not None:
+    if is_compiled(model.step) or model.offloader is not None:
         return None
     return replace(model, step=Together(model.unet))
 

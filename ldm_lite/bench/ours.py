@@ -39,6 +39,7 @@ CONFIGURATIONS = {
     "efficient": Configuration("ours, memory-efficient attention", "efficient"),
     "compiled": Configuration("ours, memory-efficient attention, compiled", "efficient", "step"),
     "compiled-sdpa": Configuration("ours, compiled", "sdpa", "step"),
+    "graph": Configuration("ours, as by default on CUDA: a CUDA graph of plain steps", "sdpa", "graph"),
     "max": Configuration("ours, everything", "fastest", "max"),
 }
 REFERENCE = Configuration("reference", "sdpa", original=True)  # in float32
@@ -82,6 +83,7 @@ class OurWorkload:
             attention=None if fused or row.original else row.attention,  # None: the fastest here
             compile=row.compile,
             kernels="plain" if row.original else row.kernels,
+            matmul_precision="highest",
         )
         if row.original:
             networks: dict[str, Any] = {role: plain_copy(network) for role, network in self.pipe.networks.items()}

@@ -39,7 +39,7 @@ def load_autoencoder(
         autoencoder_spec(tensors), tensors, "vae", torch_device, pick_dtype(dtype, torch_device)
     )
     # The matmul precision is set per process: leave it alone.
-    prepare({"vae": network}, RuntimeOptions(matmul_precision=torch.get_float32_matmul_precision()), torch_device)
+    prepare({"vae": network}, RuntimeOptions(), torch_device)
     return network
 
 

@@ -159,7 +159,12 @@ class RuntimeOptions(CheckedOptions):
     attention: str | None = option(
         None, "attention kernel: sdpa (PyTorch chooses), fastest, flash, sliced:8, ...; an unknown name lists all"
     )
-    compile: str | None = option(None, "compile the step: off, auto, regional, step, max (default: off)", common=True)
+    compile: str | None = option(
+        None,
+        "compile the step: off, graph, auto, regional, step, max (default: on CUDA graph, a CUDA graph of plain steps, "
+        "for networks of less than a billion parameters; else off)",
+        common=True,
+    )
     compiled: str | None = option(None, "run the UNet of this package, written by `python -m ldm_lite.export`")
     kernels: str | None = option(
         None,
@@ -167,7 +172,9 @@ class RuntimeOptions(CheckedOptions):
         "commas, or all (default: qkv)",
     )
     matmul_precision: str | None = option(
-        None, "of float32 matmuls on a GPU: high is TF32 (default: highest)", choices=("highest", "high", "medium")
+        None,
+        "of float32 products on a GPU, in the whole process: high is TF32 (default: PyTorch's, TF32 in convolutions)",
+        choices=("highest", "high", "medium"),
     )
     offload: str | None = option(
         None,

@@ -10,7 +10,8 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -19,6 +20,19 @@ from torch import Tensor
 from ldm_lite.core.denoise import Adjust, Branch, Call, Combine, Inputs, InputSource, Outputs, running, weighted
 from ldm_lite.core.denoise import Conditioning as Parts
 from ldm_lite.diffusion.plan import Plan
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+STATELESS: WeakSet[Callable[..., Any]] = WeakSet()  # functions for Inputs.combine and .adjust
+
+
+def stateless(function: Function) -> Function:
+    """Decorate a function whose result depends on its arguments alone, so that a CUDA graph may repeat what it did."""
+    STATELESS.add(function)
+    return function
+
+
+stateless(weighted)
 
 
 class Conditioning(dict[str, Tensor]):
@@ -298,6 +312,7 @@ def rescaling(share: float, device: torch.device) -> Adjust:
     """Return what rescales the guided output as `rescaled` does."""
     value = torch.tensor(share, dtype=torch.float64, device=device)
 
+    @stateless
     def rescale(out: Tensor, outputs: Outputs) -> Tensor:
         return out if len(outputs.outs) == 1 else rescaled(out, outputs.cond, value.to(out.dtype))
 
@@ -318,6 +333,7 @@ def thresholding(percentile: float, limit: float, device: torch.device) -> Adjus
     """Return what clamps x0 as `dynamic_threshold` does; a limit of infinity is none."""
     values = torch.tensor([percentile, limit], dtype=torch.float64, device=device)
 
+    @stateless
     def threshold(out: Tensor, outputs: Outputs) -> Tensor:
         share, most = values.to(out.dtype)
         return outputs.from_x0(dynamic_threshold(outputs.to_x0(out), share, most))

@@ -5,7 +5,6 @@ alg. 1.
 """
 
 import dataclasses
-import inspect
 import logging
 import math
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from ldm_lite.core.denoise import InputSource, Outputs, weighted
 from ldm_lite.diffusion.adaptive import AdaptivePlan
 from ldm_lite.diffusion.guidance import check_classifier_free
 from ldm_lite.diffusion.schedule import number
-from ldm_lite.runtime.compile import CompiledStep
+from ldm_lite.runtime.compile import is_compiled
 from ldm_lite.tasks.features import Feature
 from ldm_lite.tasks.job import Job
 
@@ -36,7 +35,7 @@ class AdaptiveProjectedGuidance(Feature):
 
     def change_options(self, model: Any, options: Any) -> tuple[Any, Any]:
         """Log that compiled steps do not run it."""
-        if isinstance(inspect.unwrap(model.step), CompiledStep):
+        if is_compiled(model.step):
             log.warning("APG runs uncompiled steps: `compile` has no effect with it")
         return model, options
 

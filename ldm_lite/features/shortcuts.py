@@ -1,14 +1,13 @@
 """deep_cache, gate_step, freeu: a UNet that leaves out work, or whose features are weighted."""
 
 import dataclasses
-import inspect
 import logging
 from typing import Any
 
 from ldm_lite.core.denoise import InputSource
 from ldm_lite.diffusion.guidance import Changing, gated
 from ldm_lite.diffusion.schedule import number
-from ldm_lite.runtime.compile import CompiledStep
+from ldm_lite.runtime.compile import is_compiled
 from ldm_lite.runtime.shortened import Shortcuts as Settings
 from ldm_lite.runtime.shortened import ShortenedUNet
 from ldm_lite.tasks.features import Feature
@@ -29,7 +28,7 @@ class Shortcuts(Feature):
     def change_options(self, model: Any, options: Any) -> tuple[Any, Any]:
         """Raises ValueError for a network that it does not fit."""
         ShortenedUNet(model.unet, self.settings)
-        if isinstance(inspect.unwrap(model.step), CompiledStep):
+        if is_compiled(model.step):
             log.warning("DeepCache, T-GATE and FreeU run uncompiled steps: `compile` has no effect with them")
         return model, options
 

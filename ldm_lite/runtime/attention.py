@@ -31,7 +31,8 @@ def vanilla(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def probabilities(q: Tensor, k: Tensor) -> Tensor:
     """Return the attention map softmax(q k^T / sqrt(D)), (B,H,N,M)."""
-    return torch.softmax(q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5, dim=-1)
+    # q is scaled before the product, which exceeds float16 in some networks.
+    return torch.softmax((q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1), dim=-1)
 
 
 def sliced(q: Tensor, k: Tensor, v: Tensor, num_slices: int = 8) -> Tensor:
@@ -73,10 +74,15 @@ _FUNCTIONS: dict[str, AttentionFn] = {
 }
 
 
+def is_stateless(function: AttentionFn) -> bool:
+    """Whether an attention has a name, so that its result depends on q, k and v alone: a CUDA graph may hold it."""
+    return getattr(function, "func", function) in _FUNCTIONS.values()  # the function of a partial one: "sliced:4"
+
+
 def register(name: str, function: AttentionFn) -> None:
     """Register a function of q, k and v under a name that every `attention` option accepts.
 
-    Raises ValueError if the name is taken.
+    Its result may depend on them alone: a CUDA graph calls it once.  Raises ValueError if the name is taken.
     """
     if name in names() or ":" in name:
         raise ValueError(f"attention {name!r} exists already: choose another name without a colon")

@@ -1,5 +1,6 @@
 """Compilation of the denoising step: tiers, one CUDA graph for each shape, and a fallback if compilation fails.
 
+- graph: nothing is compiled, but on CUDA a plain step is captured in a CUDA graph at its third call;
 - regional: repeated blocks are compiled separately and in place, so that one compilation serves many of them;
 - step: guidance batch, UNet, guidance and the sampler's update are one graph, for all batches and sizes;
 - max: the same for fixed sizes, with kernels chosen by measuring;
@@ -8,7 +9,8 @@
 
 On CUDA the whole step is then captured in CUDA graphs, one for each shape, each with its own buffers.  Inductor's graph
 trees are not used: they fail in a loop whose output is its next input.
-Weights may change in place (LoRA): compiled code and graphs read them at their address.
+Weights may change in place (LoRA): compiled code and graphs read them at their address.  A graph repeats kernels, so a
+step whose Python code has a say in each call (hooks, attention or guidance of the user's own) runs without one.
 """
 
 import contextlib
@@ -20,6 +22,7 @@ import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -28,12 +31,17 @@ from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
 from ldm_lite.core.denoise import Guided, denoise_step
-from ldm_lite.runtime import joined
+from ldm_lite.diffusion.guidance import STATELESS
+from ldm_lite.runtime import attention, joined
+from ldm_lite.runtime.blocks import BlockLinear
+from ldm_lite.runtime.patching import is_as_written, patch_of
 from ldm_lite.runtime.timing import cache_folder, measured_convolutions
 
 log = logging.getLogger("ldm_lite")
 
-TIERS = ("off", "auto", "regional", "step", "max")
+TIERS = ("off", "auto", "graph", "regional", "step", "max")
+LAUNCH_BOUND = 1_000_000_000  # parameters: the steps of smaller networks wait for Python, which graphs leave out
+PLAIN_CALLS = 2  # of a shape before tier graph captures it, so that runs of one or two steps do not pay for it
 COLD_START_S = 60.0  # time of one compilation of the step, about
 FOLD = 8  # of h and w: what a UNet of four levels divides them by
 MOST_GRAPHS = 8  # CUDA graphs kept for a network, each with its buffers
@@ -50,21 +58,25 @@ def compiled_step(
     if tier not in TIERS:
         raise ValueError(f"unknown compile tier {tier!r}: wanted one of {', '.join(TIERS)}")
     device = next(network.parameters()).device.type
-    if tier == "off" or (tier == "auto" and device != "cuda"):
+    if tier == "off" or (tier in ("auto", "graph") and device != "cuda"):
         return denoise_step
     return CompiledStep(tier, network, backend, settings or {})
 
 
 def is_compiled(step: Step) -> bool:
-    """Whether a step, or what wraps it, is one that is compiled at its first call, or another function."""
-    return inspect.unwrap(step) is not denoise_step
+    """Whether a step, or what it wraps, is one that is compiled at its first call, or another function.
+
+    A CUDA graph of plain steps is not compiled: where Python code has a say, it is not used.
+    """
+    inner = inspect.unwrap(step)
+    return inner is not denoise_step and not (isinstance(inner, CompiledStep) and inner.tier == "graph")
 
 
 class CompiledStep:
     """denoise_step, compiled at its first call; the log tells how long that took and when it pays, or why it failed."""
 
     def __init__(self, tier: str, network: nn.Module, backend: str, settings: Mapping[str, Any] | None = None) -> None:
-        self._tier = "step" if tier == "auto" else tier
+        self.tier = "step" if tier == "auto" else tier
         self._network, self._backend, self._settings = network, backend, settings or {}
         self._wait_s = COLD_START_S if tier == "auto" else 0.0  # from the first call on
         self._first_call: float | None = None
@@ -81,7 +93,7 @@ class CompiledStep:
         self._first_call = now if self._first_call is None else self._first_call
         if self.failure is not None or now - self._first_call < self._wait_s:
             return denoise_step(model, *args)
-        if not isinstance(model, nn.Module) and self._tier != "regional":
+        if not isinstance(model, nn.Module) and self.tier != "regional":
             if not self._told:
                 log.info("the model is a function, not a module: its steps are not compiled")
                 self._told = True
@@ -92,40 +104,48 @@ class CompiledStep:
                     self._check_joined(model)
                 if self._step is None:
                     self._step = self._compile(model, *args)
-                if self._tier == "regional":
+                if self.tier == "regional":
                     self._compile_blocks(model)
                 step = self._step
             return step(model, *args)
-        except torch.OutOfMemoryError:
-            raise
         except Exception as error:  # compilers raise anything
+            if isinstance(error, torch.OutOfMemoryError) and self.tier != "graph":  # which takes memory of its own
+                raise
+            blocks = {module: module._compiled_call_impl for net in self._regional for module in net.modules()}
+            for module in blocks:
+                module._compiled_call_impl = None
+            try:
+                out = denoise_step(model, *args)
+            except Exception:  # the call was the cause, so what is compiled stays for others
+                for module, compiled in blocks.items():
+                    module._compiled_call_impl = compiled
+                raise
             self._step = None
-            for network in self._regional:
-                for module in network.modules():
-                    module._compiled_call_impl = None
-            out = denoise_step(model, *args)  # if this raises too, the compiler was not the cause
             self.failure = f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')[:150]}"
-            log.warning("compilation failed (%s): continuing without", self.failure)
+            what = "capturing a CUDA graph" if self.tier == "graph" else "compilation"
+            log.warning("%s failed (%s): continuing without", what, self.failure)
             return out
 
     def _compile(self, model: Any, *args: Any) -> Step:
         """Return the compiled step, and log the times of plain and compiled calls."""
+        if self.tier == "graph":
+            return _Graphs(denoise_step, plain_calls=PLAIN_CALLS)
         _set_up(self._backend)
         device = args[0].device
         for _ in range(2):  # the first call lays weights out and warms kernels up
             plain_s = _timed(denoise_step, device, model, *args)
         more: dict[str, Any] = {"backend": self._backend}
         if self._backend == "inductor":
-            more["options"] = _options(self._tier, next(self._network.parameters()).device.type, self._settings)
-        if self._tier == "regional":
+            more["options"] = _options(self.tier, next(self._network.parameters()).device.type, self._settings)
+        if self.tier == "regional":
             self._compile_blocks(model)
             step: Step = denoise_step
-        elif self._tier == "max":
+        elif self.tier == "max":
             step = torch.compile(denoise_step, fullgraph=True, dynamic=False, **more)
         else:
             step = _for_all_sizes(torch.compile(_unfolded_step, fullgraph=True, **more))
         if device.type == "cuda":
-            step = _Graphs(step, measured=self._tier == "max")
+            step = _Graphs(step, measured=self.tier == "max")
         cold_s, compiled_s = (_timed(step, device, model, *args) for _ in range(2))
         log.info("%s", _verdict(cold_s, plain_s, compiled_s))
         return step
@@ -280,6 +300,33 @@ def _set_up(backend: str) -> None:
 
 # ---- CUDA graphs ----------------------------------------------------------------------------------------------------
 
+_CAPTURES = threading.Lock()  # of the process
+
+
+def code_of(network: nn.Module) -> tuple[object, ...] | None:
+    """Return what a network runs beside its classes' code: the kernels and attention functions of its modules.
+
+    None if it does anything that a CUDA graph would not repeat: hooks, forwards or attention of somebody else's, and
+    weights in blocks, to which LoRAs are added in Python.
+    """
+    code: list[object] = []
+    modules: list[Any] = [network]
+    for place, module in enumerate(modules):
+        attributes = vars(module)
+        if attributes["_forward_hooks"] or attributes["_forward_pre_hooks"]:
+            return None
+        if type(module) is BlockLinear and not module.compiled:
+            return None
+        function, forward = attributes.get("attention"), attributes.get("forward")
+        if function is not None and not attention.is_stateless(function):
+            return None
+        if forward is not None and not is_as_written(module):
+            return None
+        if function is not None or forward is not None:
+            code.append((place, type(module), function, patch_of(module)))
+        modules += [part for part in attributes["_modules"].values() if part is not None]
+    return tuple(code)
+
 
 class _Graphs:
     """A step captured once for each shape of its arguments, and replayed with its own buffers.
@@ -287,25 +334,35 @@ class _Graphs:
     A graph reads the network's weights at their address, and is deleted with the network.
     """
 
-    def __init__(self, step: Step, measured: bool = False) -> None:
-        """measured lets cuDNN time its convolutions before the capture, which keeps the fastest ones."""
-        self._step, self._measured = step, measured
+    def __init__(self, step: Step, measured: bool = False, plain_calls: int = 0) -> None:
+        """measured lets cuDNN time its convolutions before the capture, which keeps the fastest ones.
+
+        The first plain_calls of each shape run without a graph.
+        """
+        self._step, self._measured, self._plain_calls = step, measured, plain_calls
+        self._calls: Counter[Any] = Counter()  # of shapes that have no graph yet
         self._graphs: WeakKeyDictionary[nn.Module, OrderedDict[Any, _Captured]] = WeakKeyDictionary()
         self._lock = threading.Lock()  # two threads must not fill the same buffers
         self._streams: dict[torch.device, Any] = {}  # of all captures: only those on one stream can share memory
         self._copied: dict[torch.device, Any] = {}  # the event when the last result was copied
 
     def __call__(self, model: Any, *args: Any) -> Tensor:
-        if not isinstance(model, nn.Module):  # it may read tensors that are not among the arguments
-            return self._step(model, *args)
-        tensors = list(_tensors(args))
-        # A graph is fixed to the address of the weights, and to which arguments are None.
+        # A function may read tensors that are not among the arguments.
+        code = code_of(model) if isinstance(model, nn.Module) else None
+        leaves, tensors = list(_leaves(args)), list(_tensors(args))
         device = tensors[0].device
-        kinds = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in _leaves(args))
-        key = device, next(model.parameters()).data_ptr(), kinds
+        stateful = any(callable(leaf) and leaf not in STATELESS for leaf in leaves if not isinstance(leaf, Tensor))
+        if code is None or stateful or (device.type == "cuda" and torch.is_autocast_enabled("cuda")):
+            return self._step(model, *args)
+        # A graph is fixed to the address of the weights, and to which arguments are None.
+        kinds = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+        key = device, next(model.parameters()).data_ptr(), kinds, code
         with self._lock, torch.cuda.device_of(tensors[0]):  # type: ignore[no-untyped-call]  # streams are its own
             graphs = self._graphs.setdefault(model, OrderedDict())
             if key not in graphs:
+                self._calls[hash(key)] += 1
+                if self._calls[hash(key)] <= self._plain_calls:
+                    return self._step(model, *args)
                 graphs[key] = self._capture(model, args)
                 if len(graphs) > MOST_GRAPHS:
                     graphs.popitem(last=False)
@@ -318,20 +375,42 @@ class _Graphs:
             return out
 
     def _capture(self, model: nn.Module, args: tuple[Any, ...]) -> "_Captured":
-        with torch.inference_mode(False), torch.no_grad():  # inference tensors cannot be written outside inference mode
+        """Capture a step, one at a time in the process; once more if that fails, since other threads may disturb it."""
+        self._step(model, *args)  # compiles, and autotunes
+        outside = torch.cuda.current_stream()
+
+        def capture() -> _Captured:
+            if not self._measured:
+                return self._captured(model, args, outside)
+            # In a new thread: cuDNN keeps its choices by threads, and what it has chosen it does not measure.
+            with measured_convolutions(), ThreadPoolExecutor(1, "capture") as thread:
+                return thread.submit(self._captured, model, args, outside).result()
+
+        with _CAPTURES:
+            try:
+                return capture()
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:
+                log.info("capturing a CUDA graph failed (%s): trying again", str(error).partition("\n")[0])
+                return capture()
+
+    @torch.no_grad()
+    def _captured(self, model: nn.Module, args: tuple[Any, ...], outside: Any) -> "_Captured":
+        with torch.inference_mode(False):  # inference tensors cannot be written outside inference mode
             static = _map(args, lambda x: x.clone())
-        device = next(_tensors(static)).device
+        tensor = next(_tensors(static))
+        device = tensor.device
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream, graph, outside = self._streams[device], torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        stream, graph = self._streams[device], torch.cuda.CUDAGraph()
         # One graph runs at a time, and its result is copied at once, so all graphs of a device can share their memory.
         others = (other for graphs in self._graphs.values() for other in graphs.values())
         pool = next((other.graph.pool() for other in others if other.out.device == device), None)
         stream.wait_stream(outside)
-        choice = measured_convolutions() if self._measured else contextlib.nullcontext()
-        with choice, torch.cuda.stream(stream):  # around the capture too, which does not restore the stream if it fails
-            for _ in range(2):  # compilation and autotuning must not be captured
-                self._step(model, *static)
+        # Around the capture too, which does not restore the stream if it fails.
+        with torch.cuda.device_of(tensor), torch.cuda.stream(stream):  # type: ignore[no-untyped-call]
+            self._step(model, *static)  # what libraries do once for a thread or a stream must not be captured
             # thread_local: other threads may allocate memory meanwhile.
             with (
                 _own_workspace(),

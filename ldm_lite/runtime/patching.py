@@ -74,10 +74,11 @@ def unpatched(module: nn.Module) -> Iterator[None]:
 
 def runs_as_written(network: nn.Module) -> bool:
     """Whether every module runs its class's forward, or a kernel in place of it, and none has hooks."""
-    return all(_runs_as_written(module) for module in network.modules())
+    return all(is_as_written(module) for module in network.modules())
 
 
-def _runs_as_written(module: nn.Module) -> bool:
+def is_as_written(module: nn.Module) -> bool:
+    """Whether a module runs its class's forward, or a kernel in place of it, and has no hooks; its parts may differ."""
     if module._forward_pre_hooks or module._forward_hooks:
         return False
     return "forward" not in vars(module) or patch_of(module) in _KERNELS

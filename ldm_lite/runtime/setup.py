@@ -12,7 +12,7 @@ from ldm_lite.cli.options import RuntimeOptions
 from ldm_lite.core.denoise import denoise_step
 from ldm_lite.runtime import aot, attention, cpu, fused_norm, joined
 from ldm_lite.runtime.blocks import BlockLinear
-from ldm_lite.runtime.compile import Step, compiled_step
+from ldm_lite.runtime.compile import LAUNCH_BOUND, Step, compiled_step
 from ldm_lite.runtime.memory import keep_freed_memory
 from ldm_lite.runtime.offload import Offloader
 from ldm_lite.runtime.patching import follow
@@ -35,7 +35,7 @@ def prepare(
 
     Returns the function that runs a step, and the offloader, if one is needed.  On a GPU, and on
     a CPU in half precision, weights become channels last.  On a CPU in float32 layers get kernels of our own, and freed
-    memory is kept for reuse.  `matmul_precision` is set for the whole process.
+    memory is kept for reuse.  `matmul_precision`, if it is given, is set for the whole process.
     Raises ValueError for options that are unknown, exclude each other, or do not fit the UNet.  Other networks that
     cannot run the attention keep PyTorch's, and the log names them.
     """
@@ -50,8 +50,8 @@ def prepare(
     kernels = BY_DEFAULT if options.kernels is None else choose_kernels(options.kernels, device)
     if options.matmul_precision is not None:
         check_matmul_precision(options.matmul_precision)
-    if device.type == "cuda":
-        set_matmul_precision(options.matmul_precision or "highest")
+        if device.type == "cuda":
+            set_matmul_precision(options.matmul_precision)
     for role, network in networks.items():
         if options.attention is not None and attention.layers(network):
             try:
@@ -72,11 +72,12 @@ def prepare(
         for module in unet.modules():
             if isinstance(module, BlockLinear):
                 module.compiled = True
-        if options.compiled is not None:
-            aot.use(unet, Path(options.compiled))
-        else:
-            settings = {SETTINGS[name]: True for name in kernels & set(SETTINGS)}
-            step = compiled_step(options.compile or "off", unet, settings=settings)
+    if unet is not None and options.compiled is not None:
+        aot.use(unet, Path(options.compiled))
+    elif unet is not None and not moves:
+        is_small = num_parameters(unet) < LAUNCH_BOUND and PLAIN not in kernels
+        settings = {SETTINGS[name]: True for name in kernels & set(SETTINGS)}
+        step = compiled_step(options.compile or ("graph" if is_small else "off"), unet, settings=settings)
     return step, Offloader(networks, device, offload=options.offload, storage=options.storage) if moves else None
 
 

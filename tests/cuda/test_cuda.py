@@ -30,6 +30,7 @@ from ldm_lite.adapters.lora import Lora
 from ldm_lite.runtime import aot, attention
 from ldm_lite.runtime import compile as tiers
 from ldm_lite.runtime.compile import CompiledStep
+from ldm_lite.runtime.precision import set_matmul_precision
 from ldm_lite.runtime.quantization import STORAGES
 from ldm_lite.runtime.setup import KERNELS, SETTINGS
 from ldm_lite.train.batches import Batch, Draws
@@ -79,6 +80,7 @@ def assert_compiled(pipe: Pipeline) -> None:
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
+    set_matmul_precision("highest")  # results are compared with float32 on the CPU
     return torch.device(NAME)
 
 
@@ -173,9 +175,13 @@ def test_loading_leaves_the_processs_settings(small_path: Path, device: torch.de
             torch.get_default_dtype(),
         )
 
-    before = settings()
-    images(ldm_lite.load(small_path, device=device))
-    assert settings() == before
+    torch.backends.cudnn.allow_tf32 = True  # PyTorch's default
+    try:
+        before = settings()
+        images(ldm_lite.load(small_path, device=device))
+        assert settings() == before
+    finally:
+        set_matmul_precision("highest")
 
 
 # ---- jobs -----------------------------------------------------------------------------------------------------------

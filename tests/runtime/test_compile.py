@@ -5,6 +5,7 @@ import copy
 import gc
 import logging
 import shutil
+import threading
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
@@ -22,18 +23,20 @@ from torch._dynamo.testing import CompileCounter
 
 import ldm_lite
 from ldm_lite.checkpoint.model import Model, load_model
-from ldm_lite.cli.options import LoadOptions
-from ldm_lite.core.denoise import denoise_step
+from ldm_lite.cli.options import LoadOptions, RuntimeOptions
+from ldm_lite.core.denoise import Outputs, denoise_step, weighted
 from ldm_lite.core.plan import rows_of
 from ldm_lite.core.unet import ResBlock, SpatialTransformer
+from ldm_lite.diffusion.guidance import rescaling
 from ldm_lite.diffusion.names import make_plan
 from ldm_lite.diffusion.plan import NUM_REGISTERS
 from ldm_lite.diffusion.schedule import Schedule, scaled_linear_betas
 from ldm_lite.models.controlnet import ControlInput, ControlInputs, ControlledUNet, ControlNet
 from ldm_lite.models.unet import UNet, UNetSpec
+from ldm_lite.runtime import attention, cpu, setup
 from ldm_lite.runtime import compile as tiers
-from ldm_lite.runtime import cpu
 from ldm_lite.runtime.compile import TIERS, CompiledStep, compiled_step, regions
+from ldm_lite.runtime.patching import patch, unpatch
 
 CPU = torch.device("cpu")
 PLAIN = replace(  # quick to compile
@@ -331,7 +334,7 @@ def test_a_replay_waits_for_the_last_result_to_be_copied(monkeypatch: pytest.Mon
 
 
 def test_max_measures_cudnns_convolutions(monkeypatch: pytest.MonkeyPatch, tiny: nn.Module) -> None:
-    """From the warm-up to the capture, and in no other tier."""
+    """In the thread that captures, from its warm-up on, and in no other tier: cuDNN keeps choices by threads."""
     Pretended(monkeypatch)
     kept = [10]  # a torch without cuDNN keeps no limit
     limit = property(lambda cudnn: kept[-1], lambda cudnn, value: kept.append(value))
@@ -339,12 +342,12 @@ def test_max_measures_cudnns_convolutions(monkeypatch: pytest.MonkeyPatch, tiny:
     seen: list[tuple[bool, bool]] = []
 
     def step(*args: Any) -> Tensor:
-        seen.append((torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic))
+        seen.append((torch.backends.cudnn.benchmark, threading.current_thread() is threading.main_thread()))
         return denoise_step(*args)
 
     for measured in (False, True):
         tiers._Graphs(step, measured)(tiny, *VARIED[0])
-    assert seen == [(False, False)] * 3 + [(True, False)] * 3
+    assert seen == [(False, True)] * 4 + [(True, False)] * 2
     assert not torch.backends.cudnn.benchmark
     assert kept == [10, 0, 10], "all algorithms, in this block only"
 
@@ -384,8 +387,9 @@ def test_captured_steps_share_their_memory(monkeypatch: pytest.MonkeyPatch, tiny
     for given in (*VARIED[:3], VARIED[0]):
         graphs(tiny, *given)
     assert cuda.pools == [None, "pool 0", "pool 0"]
-    assert len(streams) == 9  # three times each
-    assert all(stream is streams[0] is not cuda.outside for stream in streams)
+    assert len(streams) == 9  # three times each: once before, to compile
+    captured = [stream for number, stream in enumerate(streams) if number % 3]
+    assert all(stream is captured[0] is not cuda.outside for stream in captured)
     with torch.inference_mode():
         graphs(tiny, *VARIED[3])
     graphs(tiny, *VARIED[3])
@@ -536,3 +540,112 @@ def test_inductor(tier: str, tiny: nn.Module, caplog: pytest.LogCaptureFixture) 
     for given in VARIED[:2]:
         torch.testing.assert_close(step(tiny, *given), denoise_step(tiny, *given), rtol=1e-4, atol=1e-4)  # type: ignore[arg-type]
     assert "failed" not in caplog.text
+
+
+# ---- what a graph must not repeat -----------------------------------------------------------------------------------
+
+
+def test_graphs_start_at_the_third_call_of_a_shape(monkeypatch: pytest.MonkeyPatch, tiny: nn.Module) -> None:
+    """Runs of one or two steps do not pay for them."""
+    cuda = Pretended(monkeypatch)
+    graphs = tiers._Graphs(denoise_step, plain_calls=tiers.PLAIN_CALLS)
+    for number, given in enumerate((VARIED[0], VARIED[1], VARIED[0], VARIED[1], VARIED[0], VARIED[0])):
+        graphs(tiny, *given)
+        assert cuda.log.count("capture") == (number >= 4)
+
+
+@pytest.mark.parametrize("change", ["hook", "attention of one's own", "forward of one's own", "recorded maps"])
+def test_python_code_in_a_network_keeps_it_out_of_graphs(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph would repeat kernels and not call it; before and after, steps are captured."""
+    cuda, calls = Pretended(monkeypatch), list[str]()
+    unet: Any = toy.network(ATTENDING)
+    graphs, given = tiers._Graphs(denoise_step), arguments(0, 2, 8, 8)
+    layer = next(iter(attention.layers(unet).values()))
+    sdpa = layer.attention
+    graphs(unet, *given)
+    assert cuda.log.count("capture") == 1
+    with contextlib.ExitStack() as undo:
+        if change == "hook":
+            handle = unet.out.register_forward_hook(lambda *args: calls.append(change))
+            undo.callback(handle.remove)
+        elif change == "attention of one's own":
+            layer.attention = lambda q, k, v: calls.append(change) or sdpa(q, k, v)
+            undo.callback(setattr, layer, "attention", sdpa)
+        elif change == "forward of one's own":
+            patch(unet.out, lambda module, x: calls.append(change) or type(module).forward(module, x))
+            undo.callback(unpatch, unet.out)
+        else:
+            maps = undo.enter_context(attention.record(unet))
+            undo.callback(lambda: calls.extend([change] * len(next(iter(maps.values())))))
+        for _ in range(2):
+            graphs(unet, *given)
+    assert len(calls) == 2
+    assert cuda.log.count("capture") == 1
+    graphs(unet, *given)
+    assert cuda.log.count("capture") == 1, "as it was before"
+    attention.use(unet, "vanilla")
+    graphs(unet, *given)
+    assert cuda.log.count("capture") == 2, "other kernels"
+
+
+def test_guidance_of_ones_own_is_called_in_every_step(monkeypatch: pytest.MonkeyPatch, tiny: nn.Module) -> None:
+    cuda, calls = Pretended(monkeypatch), list[int]()
+    graphs, given = tiers._Graphs(denoise_step), arguments(0, 2, 8, 8)
+
+    def combine(outputs: Outputs) -> Tensor:
+        calls.append(len(calls))
+        return weighted(outputs)
+
+    for _ in range(3):
+        graphs(tiny, *given[:4], combine, *given[5:])
+    assert calls == [0, 1, 2]
+    assert "capture" not in cuda.log
+    graphs(tiny, *given[:4], weighted, (rescaling(0.7, CPU),))
+    assert "capture" in cuda.log
+
+
+def test_a_capture_that_another_thread_disturbed_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch, tiny: nn.Module
+) -> None:
+    cuda = Pretended(monkeypatch)
+    graph, failures = cuda.graph, iter([True, False])
+
+    @contextlib.contextmanager
+    def disturbed(*args: Any, **options: Any) -> Iterator[None]:
+        with graph(*args, **options):
+            yield
+        if next(failures):
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(torch.cuda, "graph", disturbed)
+    graphs = tiers._Graphs(denoise_step)
+    graphs(tiny, *VARIED[0])
+    assert cuda.log.count("capture") == 2
+    assert len(graphs._graphs[tiny]) == 1
+
+
+@pytest.mark.parametrize("tier", ["step", "regional"])
+def test_a_bad_call_does_not_drop_what_is_compiled(tier: str, tiny: nn.Module) -> None:
+    counter = CompileCounter()
+    step, given = CompiledStep(tier, tiny, counter), arguments(0, 2, 8, 8)  # type: ignore[arg-type]
+    step(tiny, *given)
+    compiled = counter.frame_count
+    bad = list(given)
+    bad[2] = toy.normal(0, 2, 4, 9, 9)  # noise of another size
+    with pytest.raises(RuntimeError):
+        step(tiny, *bad)
+    assert step.failure is None
+    step(tiny, *given)
+    assert counter.frame_count == compiled
+
+
+def test_the_default_is_a_graph_where_launches_bound_a_step(small_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiers_asked: list[str] = []
+    monkeypatch.setattr(setup, "compiled_step", lambda tier, unet, settings: tiers_asked.append(tier) or denoise_step)
+    unet = toy.network(SMALL.unet)
+    for options in (RuntimeOptions(), RuntimeOptions(compile="off"), RuntimeOptions(kernels="plain")):
+        setup.prepare({"unet": unet}, options, CPU)
+    monkeypatch.setattr(setup, "LAUNCH_BOUND", 1)
+    setup.prepare({"unet": unet}, RuntimeOptions(), CPU)
+    assert tiers_asked == ["graph", "off", "off", "off"]
+    assert compiled_step("graph", unet) is denoise_step, "without CUDA"
