@@ -98,7 +98,7 @@ def running(branches: tuple[Branch, ...], scale: float) -> tuple[Branch, ...]:
 
 
 def join(branches: Sequence[Branch], scale: float, device: torch.device) -> Guided:
-    """Return branches as one batch.  Raises ValueError for conditionings of different shapes."""
+    """Return branches as one batch; do not wait for the device.  Raises ValueError for parts of different shapes."""
     parts = [branch.conditioning for branch in branches]
     for name in parts[0]:
         if len({part[name].shape for part in parts}) > 1:
@@ -107,8 +107,8 @@ def join(branches: Sequence[Branch], scale: float, device: torch.device) -> Guid
     conditioning = {name: torch.cat([part[name] for part in parts]).to(device) for name in parts[0]}
     weights = [scale * torch.as_tensor(branch.weight, dtype=torch.float64, device="cpu") for branch in branches]
     size = max(weights, key=Tensor.numel).shape[-2:] or (1, 1)
-    stacked = torch.stack([weight.expand(1, 1, *size) for weight in weights]).to(device, torch.float32)
-    return Guided(conditioning, stacked, tuple(branch.positive for branch in branches))
+    stacked = torch.stack([weight.float().expand(1, 1, *size) for weight in weights])
+    return Guided(conditioning, stacked.to(device, non_blocking=True), tuple(branch.positive for branch in branches))
 
 
 # ---- the step -------------------------------------------------------------------------------------------------------
@@ -209,7 +209,7 @@ def run_plan(
     for i, row in enumerate(rows_of(plan, x.device)):
         step = int(plan.step[i])
         registers = _constrained(constrain, i, registers)
-        noise = draw().to(x.device) if plan.adds_noise[i] else no_noise
+        noise = draw().to(x.device, non_blocking=True) if plan.adds_noise[i] else no_noise
         if noise.shape != x.shape:
             raise ValueError(f"got noise of shape {tuple(noise.shape)} from `draw`, wanted {tuple(x.shape)}")
         inputs = inputs_of(Call(i, step, plan.num_steps))

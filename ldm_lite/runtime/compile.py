@@ -35,7 +35,7 @@ from ldm_lite.diffusion.guidance import STATELESS
 from ldm_lite.runtime import attention, joined
 from ldm_lite.runtime.blocks import BlockLinear
 from ldm_lite.runtime.patching import is_as_written, patch_of
-from ldm_lite.runtime.timing import cache_folder, measured_convolutions
+from ldm_lite.runtime.timing import CAPTURES, cache_folder, measured_convolutions
 
 log = logging.getLogger("ldm_lite")
 
@@ -300,8 +300,6 @@ def _set_up(backend: str) -> None:
 
 # ---- CUDA graphs ----------------------------------------------------------------------------------------------------
 
-_CAPTURES = threading.Lock()  # of the process
-
 
 def code_of(network: nn.Module) -> tuple[object, ...] | None:
     """Return what a network runs beside its classes' code: the kernels and attention functions of its modules.
@@ -386,7 +384,7 @@ class _Graphs:
             with measured_convolutions(), ThreadPoolExecutor(1, "capture") as thread:
                 return thread.submit(self._captured, model, args, outside).result()
 
-        with _CAPTURES:
+        with CAPTURES:
             try:
                 return capture()
             except torch.OutOfMemoryError:

@@ -12,7 +12,7 @@ Two threads may use one network: weights that both need stay until both are done
 import contextlib
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -128,19 +128,16 @@ class Offloader:
 
     def _group(self, tensors: Iterable[Tensor], storage: str | None, stream: Any) -> "_Group":
         """Group tensors that move together, each in its stored form and the memory that holds it meanwhile."""
-
-        def place(value: Tensor) -> Tensor:
-            if self.offload is None:
-                return value.to(self.device)
-            return value.pin_memory() if self.device.type == "cuda" else value
-
-        homes: dict[Tensor, Quantized] = {}
-        for tensor in tensors:
-            kept = quantize(tensor.data, storage)
-            kept = kept._replace(values=place(kept.values), scale=None if kept.scale is None else place(kept.scale))
-            if kept.values.data_ptr() != tensor.data_ptr():
+        homes = {tensor: quantize(tensor.data, storage) for tensor in tensors}
+        values = [value for kept in homes.values() for value in kept[:2] if value is not None]
+        if self.offload is None:
+            placed = iter([value.to(self.device) for value in values])
+        else:
+            placed = iter(in_one_piece(values, pin_memory=True) if self.device.type == "cuda" else values)
+        for tensor, kept in homes.items():
+            homes[tensor] = kept._replace(values=next(placed), scale=None if kept.scale is None else next(placed))
+            if homes[tensor].values.data_ptr() != tensor.data_ptr():
                 self._release(tensor.data)
-            homes[tensor] = kept
         group = _Group(homes, self.device, stream)
         self._groups |= dict.fromkeys(group.kept, group)
         return group
@@ -155,6 +152,7 @@ class _Group:
         self.size = sum(tensor.numel() for tensor in kept)
         self._lock, self._users = threading.Lock(), 0
         self._ready: tuple[list[Tensor], Any] | None = None  # prefetched values, and the event of their copy
+        self._copied: Any = None  # the event of the copy of the values that are in use
         # The current tensors: quantised values may move too, in a group of their own.
         self._home = [home.values.data for home in kept.values()]
         self._leave()
@@ -162,17 +160,16 @@ class _Group:
     def __enter__(self) -> None:
         with self._lock:
             self._users += 1
-            if self._users > 1:
-                return
-            values, copied = self._ready or self._restore()
-            self._ready = None
-            if copied is not None:
+            if self._users == 1:
+                values, self._copied = self._ready or self._restore()
+                self._ready = None
+                for tensor, value in zip(self.kept, values, strict=True):
+                    tensor.data = value
+            if self._copied is not None:  # every thread may compute on a stream of its own
                 now = torch.cuda.current_stream(self.device)
-                now.wait_event(copied)
-                for value in values:
-                    value.record_stream(now)
-            for tensor, value in zip(self.kept, values, strict=True):
-                tensor.data = value
+                now.wait_event(self._copied)
+                for tensor in self.kept:
+                    tensor.data.record_stream(now)
 
     def __exit__(self, *error: object) -> None:
         with self._lock:
@@ -216,7 +213,9 @@ class _Group:
 
     def _restore(self) -> tuple[list[Tensor], Any]:
         if self.stream is None:
-            return [dequantize(home, self.device) for home in self.kept.values()], None
+            values = [dequantize(home, self.device) for home in self.kept.values()]
+            on_cuda = self.device.type == "cuda"
+            return values, torch.cuda.current_stream(self.device).record_event() if on_cuda else None
         # Allocated on the computing stream, so that a copy reuses the memory of earlier blocks.  Copies are queued far
         # ahead of the computation: allocated on their own stream they would need the memory of all blocks.
         values = [torch.empty_like(home.values, dtype=home.dtype, device=self.device) for home in self.kept.values()]
@@ -225,6 +224,22 @@ class _Group:
             for value, home in zip(values, self.kept.values(), strict=True):
                 value.copy_(home.values if home.scale is None else dequantize(home, self.device), non_blocking=True)
             return values, self.stream.record_event()
+
+
+def in_one_piece(tensors: Sequence[Tensor], **where: Any) -> list[Tensor]:
+    """Return copies of tensors that share one allocation: that of pinned memory takes powers of two.
+
+    where are arguments of torch.empty.
+    """
+    starts = [0]
+    for tensor in tensors:
+        starts.append(starts[-1] + -(-tensor.nbytes // 256) * 256)
+    memory = torch.empty(starts[-1], dtype=torch.uint8, **where)
+    copies = []
+    for tensor, start in zip(tensors, starts, strict=False):
+        numbers = memory[start : start + tensor.nbytes].view(tensor.dtype)
+        copies.append(numbers.as_strided(tensor.shape, torch.empty_like(tensor, device="meta").stride()).copy_(tensor))
+    return copies
 
 
 class _Order:

@@ -153,6 +153,36 @@ def test_copies_ahead_of_time_wait_for_what_their_memory_was_before(
     assert events[-2:] == ["kept", "kept"]
 
 
+def test_every_thread_waits_for_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU: the second user of a block may compute on another stream than the one that brought it."""
+    events: list[str] = []
+    streams = {name: SimpleNamespace(name=name, wait_event=lambda event, n=name: events.append(n)) for name in "ab"}
+    current = ["a"]
+    side = SimpleNamespace(wait_stream=lambda other: None, record_event=lambda: "copied")
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams[current[0]])
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(Tensor, "record_stream", lambda self, other: events.append(f"kept for {other.name}"))
+    layer = nn.Linear(8, 8, bias=False).requires_grad_(False)
+    group = offload._Group({layer.weight: quantize(layer.weight.data, None)}, torch.device("cpu"), side)
+    with group:
+        current[0] = "b"
+        with group:
+            assert events == ["a", "kept for a", "b", "kept for b"]
+
+
+def test_tensors_of_a_block_lie_in_one_piece() -> None:
+    convolution = nn.Conv2d(4, 6, 3).half().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    weights = [convolution.weight.data, torch.arange(3), torch.ones(5)[None], torch.empty(0)]
+    copies = offload.in_one_piece(weights)
+    assert len({value.untyped_storage().data_ptr() for value in copies}) == 1
+    for value, weight in zip(copies, weights, strict=True):
+        assert torch.equal(value, weight)
+        assert (value.dtype, value.stride()) == (weight.dtype, weight.stride())
+    copies[0].zero_()
+    assert torch.equal(copies[1], weights[1])
+    assert weights[0].any()
+
+
 @pytest.mark.parametrize("name", [None, *STORAGES])
 def test_a_prefetched_copy_is_not_used_after_writing(monkeypatch: pytest.MonkeyPatch, name: str | None) -> None:
     cpu, kept_for = torch.device("cpu"), list[object]()

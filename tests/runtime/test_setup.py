@@ -12,7 +12,7 @@ import ldm_lite
 from ldm_lite.checkpoint.model import Model, load_model
 from ldm_lite.cli.options import LoadOptions, RuntimeOptions
 from ldm_lite.core.denoise import denoise_step
-from ldm_lite.runtime import attention, bfloat16, cpu, fused_norm, joined, setup
+from ldm_lite.runtime import attention, bfloat16, cpu, fused_norm, joined, offload, setup
 from ldm_lite.runtime.attention import layers, vanilla
 from ldm_lite.runtime.patching import patch_of
 from ldm_lite.runtime.precision import pick_dtype, pick_dtypes, set_matmul_precision
@@ -41,7 +41,7 @@ def test_offloaded_networks_are_set_up_for_where_they_compute(
     networks, tried = ldm_lite.load(small_path, device="cpu").networks, set[str]()
     networks = {role: toy.fill(type(network)(network.spec)) for role, network in networks.items()}
     before = torch.get_float32_matmul_precision()
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    monkeypatch.setattr(offload, "in_one_piece", lambda tensors, **where: list(tensors))
     monkeypatch.setattr(attention, "_runs", lambda function, device, *shape: tried.add(device.type) or True)
     try:
         options = RuntimeOptions(attention="cudnn", offload="model", matmul_precision="medium")
@@ -207,7 +207,7 @@ def test_kernels_are_switched_one_by_one(
 
 
 def test_weights_that_move_are_not_joined(small_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    monkeypatch.setattr(offload, "in_one_piece", lambda tensors, **where: list(tensors))
     monkeypatch.setattr(setup, "set_matmul_precision", lambda name: None)
     monkeypatch.setattr(attention, "_runs", lambda *given: True)
     unet = ldm_lite.load(small_path, device="cpu").unet
