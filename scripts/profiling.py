@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ldm_lite
-from ldm_lite.bench.checkpoints import random_checkpoint
+from ldm_lite.bench.checkpoints import open_model, random_checkpoint
 from ldm_lite.bench.measure import alternating
 from ldm_lite.checkpoint.reader import load_weights, on_meta, split
 from ldm_lite.cli.options import RuntimeOptions
@@ -200,19 +200,20 @@ def sd1_step() -> tuple[Any, Tensor, Tensor, Tensor]:
 
 
 def operators(args: argparse.Namespace) -> None:
-    """Time by operator, on a GPU by kernel, of guided steps of Stable Diffusion at 512 px, after a warm-up.
+    """Time by operator, on a GPU by kernel, of guided steps at the model's size, after a warm-up.
 
     What the clock shows beyond the sum of the kernels are the gaps between them.
     """
-    pipe = ldm_lite.load(random_checkpoint("sd1", SD1), device=args.device, compile=args.compile)
-    noise, cond, uncond = pipe.noise(1), *(Conditioning(torch.randn(1, 77, 768)) for _ in range(2))
+    pipe = ldm_lite.load(open_model(args.size, None), device=args.device, compile=args.compile)
+    width = pipe.family.unet.context_dim
+    noise, cond, uncond = pipe.noise(1), *(Conditioning(torch.randn(1, 77, width)) for _ in range(2))
 
     def run(steps: int) -> float:
         start = time.perf_counter()
         pipe.denoise(noise, cond, uncond, pipe.plan("ddim", steps)).cpu()
         return time.perf_counter() - start
 
-    run(2)
+    run(5)  # a CUDA graph is captured at the third step
     with torch.profiler.profile() as profile:
         seconds = run(args.steps)
     by = "self_device_time_total" if pipe.device.type == "cuda" else "self_cpu_time_total"
@@ -260,6 +261,7 @@ def main() -> None:
     added["strips"].add_argument("--size", type=int, default=512)
     added["strips"].add_argument("--dtype", default="float32")
     added["operators"].add_argument("--device")
+    added["operators"].add_argument("--size", default="sd1", help="sd1, another family with random weights, or bundled")
     added["operators"].add_argument("--compile")
     added["operators"].add_argument("--steps", type=int, default=1)
     added["operators"].add_argument("--rows", type=int, default=12)

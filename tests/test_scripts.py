@@ -1,9 +1,19 @@
 """The scripts that measure and compare, as far as they run in seconds."""
 
 import importlib
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
 
+import gpu
 import profiling
 import pytest
+
+from ldm_lite.bench.options import Options
+from ldm_lite.bench.ours import configuration
+from ldm_lite.cli import flags
 
 
 @pytest.mark.parametrize("name", ["parity", "fake_cuda"])
@@ -28,3 +38,36 @@ def test_the_chart_shows_the_table_of_the_page() -> None:
     assert len(rows) == 5
     assert rows[0] == ("original", 15.1)
     assert rows[-1] == ("ours, timed again", 6.17)
+
+
+def test_the_benchmarks_of_the_stages_on_a_gpu_parse() -> None:
+    """What fails there costs minutes of it."""
+    values = {"dtype": "fp16", "size": "--size sd1", "minutes": 3.0, "out": "out", "many": 16}
+    values |= {"stage": "step", "images": ""}
+    commands = [shlex.split(text.format(**values, profile="")) for texts in gpu.STAGES.values() for text in texts]
+    benchmarks = [command[2:] for command in commands if command[1] == "ldm_lite.bench"]
+    assert len(benchmarks) == 6
+    for arguments in benchmarks:
+        (options,), _ = flags.parse(arguments, "bench", "", (Options,))
+        assert options.size == "sd1"
+        for name in options.configs.split(","):
+            assert configuration(name)
+
+
+@pytest.mark.slow
+def test_a_stage_is_done_once_and_one_that_was_cut_off_is_not(tmp_path: Path) -> None:
+    root = Path(gpu.__file__).parent.parent
+    environment = os.environ | {"PYTHONPATH": str(root)}
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "scripts/gpu.py", "--toy", "--out", str(tmp_path), *arguments]
+        return subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=300)
+
+    first = run("probe", "profile", "--minutes", "0.2")
+    assert first.returncode == 1
+    assert "not done: profile" in first.stdout
+    text = (tmp_path / "probe.txt").read_text()
+    assert "commit" in text
+    assert "GB/s" in text
+    assert "ended after" in (tmp_path / "profile.part").read_text()
+    assert "probe: done before" in run("probe").stdout

@@ -37,6 +37,7 @@ class Result(NamedTuple):
     image: np.ndarray[Any, Any]  # pixels (3,H,W) in [-1,1]
     peak: int | None  # bytes: on CUDA of all tensors, otherwise of the process
     reserved: int | None  # bytes that CUDA's allocator took for them
+    context: int | None  # bytes of the device beside them: CUDA's context, its kernels, and other processes
     weights: int  # bytes as they are stored
     step_s: float  # seconds per step, the median without the first
     decode_s: float
@@ -64,10 +65,12 @@ def make_image(options: Options, mode: str) -> Result:
     [pixels] = pipe.decode(latents, output="tensor")
     note_time()
     *steps, decode_s = np.diff(times)
+    free, total = torch.cuda.mem_get_info(pipe.device) if on_cuda else (0, 0)
     return Result(
         pixels.numpy(),
         torch.cuda.max_memory_allocated(pipe.device) if on_cuda else status("VmHWM"),
         torch.cuda.max_memory_reserved(pipe.device) if on_cuda else None,
+        total - free - torch.cuda.memory_reserved(pipe.device) if on_cuda else None,
         sum(value.nbytes for network in pipe.networks.values() for value in network.state_dict().values()),
         float(np.median(steps)) if steps else 0.0,
         float(decode_s),
@@ -79,19 +82,20 @@ def table(options: Options, modes: tuple[str, ...] = MODES) -> Iterator[str]:
     asked, options = options, resolved(options)
     about = describe_run(asked, options)
     yield f"{about['command']}: {about['model']}, {chosen_dtypes(options)[0]}, {about['device']}, {about['versions']}\n"
-    yield "| mode | peak, GiB | reserved, GiB | beyond the weights, GiB | s/step | decode, s | PSNR, dB |"
-    yield "|---|---:|---:|---:|---:|---:|---:|"
+    yield "| mode | peak, GiB | reserved, GiB | beyond weights, GiB | context, GiB | s/step | decode, s | PSNR, dB |"
+    yield "|---|---:|---:|---:|---:|---:|---:|---:|"
     first = None
     for mode in modes:
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
             try:
                 result = process.submit(make_image, options, mode).result()
             except Exception as error:  # any error is a result
-                yield f"| {mode or 'plain'} | {str(error).splitlines()[0][:120]} | | | | | |"
+                yield f"| {mode or 'plain'} | {str(error).splitlines()[0][:120]} | | | | | | |"
                 continue
         first = result.image if first is None else first
         difference = float(np.square((result.image - first) / 2).mean())
         psnr = -10 * np.log10(difference) if difference else float("inf")
         beyond = None if result.peak is None else result.peak - result.weights
-        sizes = (f"{size / 2**30:.2f}" if size is not None else "" for size in (result.peak, result.reserved, beyond))
+        counts = (result.peak, result.reserved, beyond, result.context)
+        sizes = (f"{count / 2**30:.2f}" if count is not None else "" for count in counts)
         yield f"| {mode or 'plain'} | {' | '.join(sizes)} | {result.step_s:.3g} | {result.decode_s:.3g} | {psnr:.1f} |"

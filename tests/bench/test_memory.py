@@ -41,16 +41,16 @@ def test_rows(monkeypatch: pytest.MonkeyPatch) -> None:
                 future.set_exception(ValueError("no such attention\nmore"))
             else:
                 image = np.full((3, 8, 8), 0.2 if "fp8" in mode else 0.0)
-                future.set_result(Result(image, 3 * 2**30, None, 2 * 2**30, 0.5, 2.0))
+                future.set_result(Result(image, 3 * 2**30, None, None, 2 * 2**30, 0.5, 2.0))
             return future
 
     monkeypatch.setattr(memory, "ProcessPoolExecutor", Process)
     lines = list(table(OPTIONS, ("", "--attention sliced:8", "--storage fp8")))
     assert lines[0].startswith("python -m ldm_lite.bench --size bundled --device cpu")
     assert lines[3:] == [
-        "| plain | 3.00 |  | 1.00 | 0.5 | 2 | inf |",
-        "| --attention sliced:8 | no such attention | | | | | |",
-        "| --storage fp8 | 3.00 |  | 1.00 | 0.5 | 2 | 20.0 |",
+        "| plain | 3.00 |  | 1.00 |  | 0.5 | 2 | inf |",
+        "| --attention sliced:8 | no such attention | | | | | | |",
+        "| --storage fp8 | 3.00 |  | 1.00 |  | 0.5 | 2 | 20.0 |",
     ]
 
 

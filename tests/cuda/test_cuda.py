@@ -33,6 +33,7 @@ from ldm_lite.runtime.compile import CompiledStep
 from ldm_lite.runtime.precision import set_matmul_precision
 from ldm_lite.runtime.quantization import STORAGES
 from ldm_lite.runtime.setup import KERNELS, SETTINGS
+from ldm_lite.runtime.timing import measured_convolutions
 from ldm_lite.train.batches import Batch, Draws
 from ldm_lite.train.losses import DiffusionLoss
 
@@ -269,6 +270,71 @@ def test_tiers(tier: str, pipe: Pipeline, wanted: Tensor) -> None:
     for _ in range(2):
         assert_close(images(fast), wanted, "fp32")
     assert_compiled(fast)
+
+
+@pytest.fixture
+def cuda(device: torch.device) -> torch.device:
+    if device.type != "cuda":
+        pytest.skip("CUDA graphs, streams and cuDNN: only on a GPU")
+    return device
+
+
+def test_graphs_of_plain_steps_are_the_default(
+    small_path: Path, cuda: torch.device, wanted: Tensor, lora: Lora
+) -> None:
+    """Captured at the third step of a shape; attention maps and LoRAs reach the image as before."""
+    fast = ldm_lite.load(small_path, device=cuda, dtype="fp32")
+    plain = ldm_lite.load(small_path, device=cuda, dtype="fp32", compile="off")
+    assert isinstance(fast.step, CompiledStep)
+    for _ in range(2):
+        assert_close(images(fast, steps=3), wanted, "fp32")
+        assert torch.equal(images(fast, steps=6, sampler="euler_a"), images(plain, steps=6, sampler="euler_a"))
+    assert fast.step.failure is None
+    assert isinstance(fast.step._step, tiers._Graphs)
+    assert len(fast.step._step._graphs[fast.unet]) == 1
+    with attention.record(fast.unet, "middle_block*attn2") as maps:
+        images(fast)
+    assert [len(each) for each in maps.values()] == [3]
+    with fast.lora(lora, 0.8), plain.lora(lora, 0.8):
+        assert torch.equal(images(fast, steps=6), images(plain, steps=6))
+
+
+def test_a_step_does_not_wait_for_the_device(pipe: Pipeline, cuda: torch.device) -> None:
+    """Also where guidance changes by the step and the sampler adds noise."""
+    options: dict[str, Any] = {"steps": 8, "sampler": "euler_a", "guidance_schedule": "cosine"}
+    images(pipe, **options)
+    states = pipe.stream(PROMPT, **options)
+    for _ in range(4):
+        next(states)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(2):
+            next(states)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_max_keeps_the_convolutions_that_cudnn_measures(small_path: Path, cuda: torch.device) -> None:
+    """The kernels of a captured step are those of a thread that measures, by their names."""
+    fast = ldm_lite.load(small_path, device=cuda, dtype="fp16", compile="max")
+    images(fast)
+
+    def kernels(run: Any) -> set[str]:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            run()
+            torch.cuda.synchronize()
+        names = {event.key for event in profile.key_averages()}
+        return {name for name in names if any(word in name for word in ("conv", "fprop", "winograd", "implicit"))}
+
+    def measured() -> None:
+        with measured_convolutions():
+            thread = threading.Thread(target=lambda: images(plain))
+            thread.start()
+            thread.join()
+
+    plain = ldm_lite.load(small_path, device=cuda, dtype="fp16", compile="off")
+    measured()
+    assert kernels(lambda: images(fast)) <= kernels(measured)
 
 
 def test_a_tier_in_half_precision(small_path: Path, device: torch.device, wanted: Tensor) -> None:
