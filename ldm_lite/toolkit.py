@@ -96,7 +96,7 @@ def with_exact_batches(model: Pipeline) -> Pipeline | None:
     """
     if is_compiled(model.step) or model.offloader is not None:
         return None
-    return replace(model, step=Together(model.unet))
+    return replace(model, step=Together(model.unet, model.step))
 
 
 def merge_loras(model: Pipeline, files: Sequence[tuple[str | os.PathLike[str], LoraWeight]]) -> Callable[[], None]:

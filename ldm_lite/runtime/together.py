@@ -26,8 +26,12 @@ class Together:
     The rows of a batch are branch by branch, so those of image i are i, B + i, ...  One thread may use it at a time.
     """
 
-    def __init__(self, network: nn.Module) -> None:
-        """Patch the network's layers, which run as before outside of a step of several images."""
+    def __init__(self, network: nn.Module, alone: Callable[..., Tensor] = denoise_step) -> None:
+        """Patch the network's layers, which run as before outside of a step of several images.
+
+        alone runs steps of one image: on CUDA it may be one that captures graphs.
+        """
+        self._step_alone = alone
         self.count = 1  # images in the running batch
         self._same: dict[object, bool] = {}  # what runs -> whether a batch has the bits of single images
         for module in network.modules():
@@ -41,7 +45,7 @@ class Together:
         count = registers.shape[1]
         inputs = network, registers, row, noise, guided, *how
         if count == 1:
-            return denoise_step(*inputs)
+            return self._step_alone(*inputs)
         shapes = [(name, part.shape) for name, part in guided.conditioning.items()]
         key = (registers.shape, *shapes, how[:2])
         if self._same.get(key) is False:
@@ -69,7 +73,7 @@ class Together:
             for i in range(count):
                 rows = {name: part[i::count] for name, part in guided.conditioning.items()}
                 image = registers[:, i : i + 1], row, noise[i : i + 1], guided._replace(conditioning=rows)
-                images.append(denoise_step(network, *image, *how))
+                images.append(self._step_alone(network, *image, *how))
         return torch.cat(images, dim=1)
 
     def _layer(self, inner: Callable[..., Tensor]) -> Callable[..., Tensor]:
