@@ -1,7 +1,7 @@
 # What is done often.  PYTHON=... takes another interpreter.
 PYTHON ?= .venv/bin/python
 .DELETE_ON_ERROR:
-.PHONY: setup check format test slow wheel clean
+.PHONY: setup check format test slow docs wheel clean
 
 setup:  ## an environment for development in .venv
 	python3 -m venv .venv
@@ -22,6 +22,10 @@ test:
 
 slow:  ## what `test` leaves out; docs/ and extras as CONTRIBUTING.md says
 	$(PYTHON) -m pytest -n 2 --dist worksteal -m "slow or extra"
+
+docs:  ## the site, in build/site; `mkdocs serve` shows it while you write
+	$(PYTHON) -m pip install -q -c .ci/constraints.txt -e ".[docs]"
+	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build
 
 wheel:  ## dist/*.whl and dist/*.tar.gz
 	$(PYTHON) -m pip install -q build

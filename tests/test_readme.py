@@ -22,11 +22,10 @@ def test_ci_runs_the_test_command() -> None:
 
 
 def test_every_folder_and_file_has_its_place() -> None:
-    """Folders in the README; folders and files in the architecture."""
+    """In the architecture."""
     inside = [path.relative_to(ROOT / "ldm_lite") for path in (ROOT / "ldm_lite").rglob("*.py")]
     architecture = (ROOT / "docs" / "architecture.md").read_text()
     for folder in {path.parts[0] for path in inside if len(path.parts) > 1}:
-        assert f"{folder}/" in README
         assert f"`{folder}/`" in architecture
     for path in inside:
         if path.parts[0] in ("cli", "zoo", "runtime", "checkpoint", "tasks", "control", "diffusion"):

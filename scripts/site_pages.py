@@ -1,0 +1,48 @@
+"""A hook of mkdocs: pages of the site that stand elsewhere in the repository, and links to them."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parent.parent
+PAGES = {  # file of the repository -> page
+    "README.md": "index.md",
+    "ldm_lite/core/README.md": "core.md",
+    "weights/README.md": "weights.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "SECURITY.md": "security.md",
+    "CODE_OF_CONDUCT.md": "conduct.md",
+}
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the pages."""
+    for source, page in PAGES.items():
+        text = with_links((ROOT / source).read_text(encoding="utf-8"), source)
+        files.append(File.generated(config, page, content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    """Mend the links of a page in docs/."""
+    return markdown if page.file.src_uri in PAGES.values() else with_links(markdown, f"docs/{page.file.src_uri}")
+
+
+def with_links(text: str, source: str) -> str:
+    """Return the text of a file with its links to other files of the repository as links of the site."""
+    folder = (ROOT / source).parent
+
+    def place(found: re.Match[str]) -> str:
+        before, target, anchor = found[1], found[2], found[3] or ""
+        if ":" in target or not target:
+            return found[0]
+        path = (folder / target).resolve()
+        name = path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else target
+        if name in PAGES:
+            return f"{before}{PAGES[name]}{anchor}"
+        return f"{before}{name.removeprefix('docs/')}{anchor}" if name.startswith("docs/") else found[0]
+
+    return re.sub(r"""(\]\(|src=")([^)"#\s]*)(#[^)"\s]*)?""", place, text)
