@@ -179,7 +179,7 @@ EMA = "model_ema."
 # The metadata of each role's network, which follow it when it replaces another's.
 METADATA_OF_ROLE = {
     "unet": ("unet_num_heads", "unet_head_dim", "sample_size"),
-    "vae": ("scaling_factor",),
+    "vae": ("scaling_factor", "shift_factor"),
     "text_encoder": ("text_activation", "text_num_heads", "text_skip"),
     "text_encoder_2": ("text_2_activation", "text_2_num_heads"),
 }

@@ -21,7 +21,7 @@ from ldm_lite.core.networks import WithoutInit
 from ldm_lite.diffusion.schedule import Schedule
 from ldm_lite.models.clip import ACTIVATIONS
 from ldm_lite.models.unet import UNetSpec
-from ldm_lite.zoo.family import COSINE, CURVES, IN_THE_FILE, Family, Preserving, Spec, build, infer_vae
+from ldm_lite.zoo.family import COSINE, CURVES, IN_THE_FILE, Family, Preserving, Spec, build, infer_vae, scale_of
 
 
 class Module(NamedTuple):
@@ -182,7 +182,7 @@ def with_prediction(family: Family, name: str) -> Family:
 def with_vae(family: Family, other: Spec, name: str) -> Family:
     """Return the family with another autoencoder, from the file `name`.
 
-    The scale factor stays, since autoencoder files do not store it, but is 1 for TAESD, whose latents are the UNet's.
+    The scale and the shift of the latents stay, since autoencoder files do not store them, unless it is TAESD.
     Raises ValueError if the latents have other channels or another size, or only one of both has quant_conv.
     """
     own = family.vae
@@ -194,7 +194,7 @@ def with_vae(family: Family, other: Spec, name: str) -> Family:
     if hasattr(own, "quant") and hasattr(other, "quant") and own.quant != other.quant:
         found, wanted = ("no", "one") if own.quant else ("a", "none")
         raise ValueError(f"{name}: does not fit: it has {found} quant_conv, but {family.title}'s autoencoder {wanted}")
-    return replace(family, vae=other, scale_factor=1.0 if type(other).__name__ == "TAESDSpec" else family.scale_factor)
+    return replace(family, vae=other, **scale_of(other))
 
 
 CONTROLS = {  # roles of what needs a checkpoint beside it
@@ -226,6 +226,7 @@ def check_metadata(metadata: Mapping[str, str]) -> Mapping[str, str]:
 FACTS: dict[str, tuple[str, Callable[[str], object]]] = {
     "scaling_factor": ("scale_factor", float),
     "scale_factor": ("scale_factor", float),
+    "shift_factor": ("shift_factor", float),
     "title": ("title", str),
     "resolution": ("resolution", int),
     "steps": ("steps", int),
@@ -245,6 +246,7 @@ METADATA_KEYS = (
     *REQUIRED,
     *("family", "title", "prediction", "modelspec.prediction_type", "beta_schedule", "num_timesteps", "steps"),
     *("guidance", "unet_head_dim", "text_2_num_heads", "text_2_activation", "trained_betas", "text_skip"),
+    "shift_factor",
 )
 # What a diffusers folder tells -> the required keys that it is in place of.
 INSTEAD = {
@@ -335,6 +337,7 @@ def _check(family: Family) -> None:
     is_whole = family.resolution > 0 and family.resolution % factor == 0
     checks: list[tuple[str, object, bool, str]] = [  # name, value, whether it is valid, valid values
         ("scale_factor", family.scale_factor, is_scale, "more than 0"),
+        ("shift_factor", family.shift_factor, math.isfinite(family.shift_factor), "a finite number"),
         ("resolution", family.resolution, is_whole, f"a multiple of {factor}"),
         ("steps", family.steps, 1 <= family.steps <= 1000, "1 to 1000"),
         ("guidance", family.scale, math.isfinite(family.scale), "a finite number"),
@@ -387,6 +390,7 @@ def describe(family: Family) -> dict[str, str]:
         "title": family.title,
         "prediction": family.prediction,
         "scale_factor": family.scale_factor,
+        "shift_factor": family.shift_factor or None,
         "resolution": family.resolution,
         "steps": family.steps,
         "guidance": family.scale,

@@ -6,7 +6,7 @@ from dataclasses import replace
 from ldm_lite.core.files import Tensors, imported
 from ldm_lite.core.layers import Shapes
 from ldm_lite.zoo.families import DENOISERS
-from ldm_lite.zoo.family import Family, infer_vae
+from ldm_lite.zoo.family import Family, infer_vae, scale_of
 
 TEXTS = {  # a key of a text encoder -> the class of its spec
     "embeddings.token_embedding.weight": "CLIPTextSpec",
@@ -90,7 +90,7 @@ def fitted(shapes: Mapping[str, Shapes], metadata: Mapping[str, str]) -> Family:
             raise ValueError(
                 f"is {row.title}, but {what} {width} wide, wanted {wanted}: take another `text_encoder=FILE`"
             )
-    return replace(row, vae=vae, text_encoders=tuple(texts.values()))
+    return replace(row, vae=vae, text_encoders=tuple(texts.values()), **scale_of(vae))
 
 
 def _titles(kinds: Iterable[str]) -> str:

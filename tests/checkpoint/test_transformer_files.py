@@ -238,7 +238,7 @@ def test_a_folder_of_diffusers(name: str, tmp_path: Path, caplog: pytest.LogCapt
         file = "diffusion_pytorch_model" if folder in ("transformer", "vae") else "model"
         save(tmp_path / folder / f"{file}.safetensors", tensors)
         act = {"hidden_act": "gelu" if folder == "text_encoder_2" else "quick_gelu", "num_attention_heads": 2}
-        about = act if folder in clips else {"scaling_factor": 0.3, "shift_factor": 0.1159} if folder == "vae" else {}
+        about = act if folder in clips else {"scaling_factor": 0.3, "shift_factor": 0.2} if folder == "vae" else {}
         (tmp_path / folder / "config.json").write_text(json.dumps(about))
     (tmp_path / "scheduler").mkdir()
     (tmp_path / "scheduler" / "scheduler_config.json").write_text(json.dumps(SCHEDULER))
@@ -254,7 +254,7 @@ def test_a_folder_of_diffusers(name: str, tmp_path: Path, caplog: pytest.LogCapt
     x, t, context, y = toy_flow.inputs(family.unet)
     out = pipe.unet(x, t, context, y, **toy_flow.more(family.unet))
     assert toy.relative_error(out, GOLDEN[f"diffusers.{name}"]) < 1e-5
-    assert pipe.family.scale_factor == 0.3
+    assert (pipe.family.scale_factor, pipe.family.shift_factor) == (0.3, 0.2)
 
 
 @pytest.mark.parametrize(
