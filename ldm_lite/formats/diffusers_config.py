@@ -207,7 +207,9 @@ def read_scheduler(place: str, config: Config, pipeline: str) -> dict[str, str]:
     if ignored := [f"{key} {_short(value)}" for key, value in unlike.items() if config.get(key) == value]:
         log.warning("%s: ignored %s: DDIM does not support it here", place, " and ".join(ignored))
     metadata = {key: config.get(key) for key in SCHEDULES}
-    metadata |= {"prediction": config.get("prediction_type"), "scheduler": f"{name}, {spacing}"}
+    metadata["prediction"] = config.get("prediction_type")
+    if metadata["prediction"] in (None, "epsilon") and not config.get("rescale_betas_zero_snr"):
+        metadata["scheduler"] = f"{name}, {spacing}"  # of distilled models that are released
     if config.get("trained_betas") is not None:
         metadata["trained_betas"] = json.dumps(config["trained_betas"])
     if config.get("rescale_betas_zero_snr"):

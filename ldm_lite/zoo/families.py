@@ -6,6 +6,7 @@ prediction type, scale factor) comes from the row, or from the file's metadata i
 """
 
 import json
+import logging
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -22,6 +23,8 @@ from ldm_lite.diffusion.schedule import Schedule
 from ldm_lite.models.clip import ACTIVATIONS
 from ldm_lite.models.unet import UNetSpec
 from ldm_lite.zoo.family import COSINE, CURVES, IN_THE_FILE, Family, Preserving, Spec, build, infer_vae, scale_of
+
+log = logging.getLogger("ldm_lite")
 
 
 class Module(NamedTuple):
@@ -110,10 +113,7 @@ def detect_family(shapes: Mapping[str, Shapes], metadata: Mapping[str, str], sgm
         if unet.context_dim in module.contexts and not rows:
             rows = {name: row for name, row in FAMILIES.rows(name).items() if _as_inferred(row.unet) == unet}
     if rows:
-        row = next((row for row in rows.values() if row.sgm == sgm), next(iter(rows.values())))
-        if "scheduler" in metadata:
-            row = next((row for row in rows.values() if row.scheduler == metadata["scheduler"]), row)
-        row = rows.get(metadata.get("family", ""), row)
+        row = rows.get(metadata.get("family", "")) or _guessed(rows, metadata, sgm)
         if "ln_final.weight" in shapes.get("text_encoder", {}):
             row = _fit_open_clip(row, shapes["text_encoder"])
         family = _with_facts(row, {name: text for name, text in metadata.items() if name not in ONLY_OF_UNKNOWN})
@@ -134,7 +134,29 @@ def detect_family(shapes: Mapping[str, Shapes], metadata: Mapping[str, str], sgm
         family = replace(family, resolution=size, v_resolution=None if family.v_resolution is None else size)
     if metadata.get("sampler", family.sampler) != family.sampler:
         family = replace(family, sampler=metadata["sampler"], **MERGED)
+        log.info("taken for a distilled model by its scheduler: %(steps)d steps at scale %(scale)g", MERGED)
     return family
+
+
+def _guessed(rows: Mapping[str, Family], metadata: Mapping[str, str], sgm: bool) -> Family:
+    """Return the row, of several with the same UNet, that a file is of by its other signs, and log it if it is a guess.
+
+    A scheduler, which any pipeline may have, is no sign of a distilled model without its size or its name.
+    """
+    usual = next(iter(rows))
+    name = next((name for name, row in rows.items() if row.sgm == sgm), usual)
+    reason = "the names of its text encoder's keys"
+    for hint in rows[name].hints:
+        like, size = rows[hint.family], int(metadata.get("sample_size", 0)) * rows[name].vae.factor
+        if metadata.get("scheduler") == like.scheduler:
+            has_size = size == like.resolution != rows[name].resolution
+            if has_size or hint.word in metadata.get("pipeline", "").lower():
+                name, reason = hint.family, f"its scheduler and its {'size' if has_size else 'name'}"
+            else:
+                log.info("its scheduler is that of %s: if it is, add `metadata=family=%s`", like.title, hint.family)
+    if name != usual:
+        log.info("taken for %s by %s: else add `metadata=family=%s`", rows[name].title, reason, usual)
+    return rows[name]
 
 
 def chosen(
