@@ -175,6 +175,7 @@ NO_WEIGHTS = re.compile(
     r"|position_ids$|logit_scale$|(text|visual)_projection(\.weight)?$|^(v_pred|ztsnr|difference)$|^encoder\.embed_tokens\."
     r"|(^|\.)lm_head\.weight$|^norm_final\.weight$|^head\.(probe$|\w+\.)"  # Qwen3's, Lumina's, SigLIP's, of no use
 )
+PROJECTIONS = {"text_encoder": "text_projection.weight", "vision": "visual_projection.weight"}  # beside CLIP's encoders
 EMA = "model_ema."
 # The metadata of each role's network, which follow it when it replaces another's.
 METADATA_OF_ROLE = {
@@ -221,8 +222,9 @@ def split(tensors: Tensors) -> Parts:
         if before is None or role in parts:
             continue
         keys = {key.removeprefix(before): key for key in tensors if key in unused and key.startswith(before)}
-        if role == "vision":  # its output is beside it, without its prefix
-            keys |= {key: key for key in unused & {"visual_projection.weight"}}
+        if role in PROJECTIONS:
+            projection = re.sub(r"(text|vision)_model\.$", "", before) + PROJECTIONS[role]
+            keys |= {PROJECTIONS[role]: projection} if projection in unused else {}
         unused -= set(keys.values())
         parts[role] = tensors.renamed(keys)
     if not parts:

@@ -117,10 +117,11 @@ def read_network(place: str, config: Config, shapes: Shapes) -> dict[str, str]:
         if shift is not None and (isinstance(shift, bool) or not isinstance(shift, (int, float))):
             raise ValueError(f"{place}: its shift_factor cannot be {_short(shift)}: wanted a number")
         metadata["shift_factor"] = shift
-    elif kind == "text":
-        heads = config.get("num_attention_heads")
+    if kind == "text":
         metadata |= {"hidden_act": config.get("hidden_act"), "text_activation": config.get("hidden_act")}
-        metadata["text_num_heads"] = None if heads is None else _positive(place, "num_attention_heads", heads, True)
+    if kind in ("text", "vision"):
+        heads = config.get("num_attention_heads")
+        metadata[f"{kind}_num_heads"] = None if heads is None else _positive(place, "num_attention_heads", heads, True)
     return {key: str(value) for key, value in metadata.items() if value is not None}
 
 

@@ -232,6 +232,8 @@ def test_a_folder_of_diffusers(name: str, tmp_path: Path, caplog: pytest.LogCapt
     clips = {"text_encoder": under("text_model.", parts["text_encoder"])}
     if last == "text_encoder_3":
         clips["text_encoder_2"] = hugging_face(parts["text_encoder_2"])
+        parts["text_encoder"]["text_projection.weight"] = torch.rand(8, 8)
+        clips["text_encoder"]["text_projection.weight"] = parts["text_encoder"]["text_projection.weight"]
     folders = {"transformer": of_diffusers(name), "vae": parts["vae"], last: parts[last], **clips}
     for folder, tensors in folders.items():
         (tmp_path / folder).mkdir()
