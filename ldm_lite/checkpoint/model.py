@@ -380,7 +380,7 @@ def _schedule(family: Family, file: Tensors, about: Mapping[str, str], zero_snr:
         schedule = replace(schedule, alpha_bar=own)
     if family.prediction == "eps" and not schedule.alpha_bar[-1] > 0:
         raise ValueError(f'{file.path}: eps prediction is undefined at zero terminal SNR: try `prediction="v"`')
-    if "ztsnr" in file.shapes or "zero_snr" in about:
+    if "ztsnr" in file.shapes or about.get("zero_snr") == "yes":
         log.info("%s: the file asks for zero terminal SNR", file.path.name)
         zero_snr = True
     if not zero_snr or schedule.alpha_bar[-1] == 0:

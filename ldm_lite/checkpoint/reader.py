@@ -19,12 +19,11 @@ from torch import Tensor, nn
 from ldm_lite.checkpoint import hub
 from ldm_lite.cli.files import open_file
 from ldm_lite.core import files
-from ldm_lite.core.family import PREFIX
 from ldm_lite.core.files import Tensors, imported
 from ldm_lite.core.networks import WithoutInit
 from ldm_lite.core.pipeline import bundled
 from ldm_lite.runtime.memory import MappedPages
-from ldm_lite.zoo.families import DENOISERS
+from ldm_lite.zoo.families import DENOISERS, stored_facts
 from ldm_lite.zoo.family import Spec, build
 
 log = logging.getLogger("ldm_lite")
@@ -69,7 +68,7 @@ NO_INDEX = re.compile(r"(?:^|\.)\d{5,}\.")  # blocks are built by their numbers
 def open_checkpoint(path: Path) -> Tensors:
     """Open a checkpoint file, whatever its extension, in the layout that it has.
 
-    Metadata under our prefix, as the core writes them, are those of that name without it.
+    Its metadata are those that stored_facts returns.
     Raises ValueError, one line, for a file that is not a checkpoint, is damaged, would run code, or has more tensors,
     longer keys or higher numbers in them than networks have.
     """
@@ -97,8 +96,7 @@ def open_checkpoint(path: Path) -> Tensors:
     odd = (key for key in tensors if len(key) > LONGEST_KEY or NO_INDEX.search(key))
     if (key := next(odd, None)) is not None:
         raise ValueError(f"{path}: has the key {key[:60]!r}, which is too long or has too high a number")
-    ours = {name.removeprefix(PREFIX): value for name, value in tensors.metadata.items() if name.startswith(PREFIX)}
-    return replace(tensors, metadata={**tensors.metadata, **ours}) if ours else tensors
+    return replace(tensors, metadata=stored_facts(tensors.metadata))
 
 
 def open_source(source: str | os.PathLike[str] | None) -> Tensors:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ldm_lite.core.family import PREFIX
 from ldm_lite.core.files import imported
 from ldm_lite.core.layers import Shapes
 from ldm_lite.core.networks import WithoutInit
@@ -189,13 +190,16 @@ def _as_inferred(spec: Spec) -> Spec:
     return replace(spec, num_heads=None, head_dim=None) if type(spec) is UNetSpec else spec
 
 
+PREDICTIONS = {"epsilon": "eps", "v_prediction": "v", "sample": "x0", "eps": "eps", "v": "v", "x0": "x0"}
+
+
 def with_prediction(family: Family, name: str) -> Family:
     """Return the family's variant with a prediction type: eps, v, x0, or diffusers' names for them.
 
     Raises ValueError for another name.
     """
-    prediction: Any = {"epsilon": "eps", "v_prediction": "v", "sample": "x0"}.get(str(name), name)
-    if prediction not in ("eps", "v", "x0"):
+    prediction: Any = PREDICTIONS.get(str(name))
+    if prediction is None:
         raise ValueError(f"unknown prediction type {name!r}: wanted eps, v or x0")
     resolution = family.v_resolution if prediction == "v" and family.v_resolution is not None else family.resolution
     return replace(family, prediction=prediction, resolution=resolution, v_resolution=None)
@@ -270,6 +274,27 @@ METADATA_KEYS = (
     *("guidance", "unet_head_dim", "text_2_num_heads", "text_2_activation", "trained_betas", "text_skip"),
     "shift_factor",
 )
+FROM_FOLDERS = (  # what only the configuration files of a folder of diffusers tell
+    *("scaling_factor", "sample_size", "sampler", "spacing", "scheduler", "zero_snr", "pipeline"),
+    *("global_pool_conditions", "vision_num_heads"),
+)
+
+
+def stored_facts(metadata: Mapping[str, str]) -> dict[str, str]:
+    """Return a file's metadata without names that are ours but were written by another program.
+
+    Ours have a prefix, which is removed.  Without it they count if the file tells a known family and what describe()
+    tells besides, as those that `train` and `export` write do.
+    """
+    ours = {name.removeprefix(PREFIX): text for name, text in metadata.items() if name.startswith(PREFIX)}
+    signed = metadata.keys() >= {"title", "steps", "guidance"} and metadata.get("family") in FAMILIES
+    dropped = {*FROM_FOLDERS, *(() if signed else METADATA_KEYS)}
+    if metadata.get("modelspec.prediction_type") in PREDICTIONS:  # a standard's name
+        dropped -= {"modelspec.prediction_type"}
+    others = {name: text for name, text in metadata.items() if name not in dropped}
+    return others | {name: text for name, text in ours.items() if name in METADATA_KEYS}
+
+
 # What a diffusers folder tells -> the required keys that it is in place of.
 INSTEAD = {
     "unet_head_dim": ("unet_num_heads",),
