@@ -49,6 +49,8 @@ def tokenizers_of(
     if source is not None and "Qwen3Spec" not in roles:
         raise ValueError(f"got `tokenizer` {source}, which {family.title} does not use: leave it out")
     t5 = None
+    if vocab is not None and "T5Spec" not in roles:
+        raise ValueError(f"got `t5_vocab` {vocab}, but {family.title} has no T5 here: leave it out")
     if (role := roles.get("T5Spec")) is not None:
         weights = parts[role].path
         path = hub.resolve(vocab) if vocab is not None else _beside(weights, role, T5_VOCABS)

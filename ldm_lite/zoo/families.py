@@ -23,7 +23,7 @@ from ldm_lite.core.networks import WithoutInit
 from ldm_lite.diffusion.schedule import Schedule
 from ldm_lite.models.clip import ACTIVATIONS
 from ldm_lite.models.unet import UNetSpec
-from ldm_lite.zoo.family import COSINE, CURVES, IN_THE_FILE, Family, Preserving, Spec, build, infer_vae, scale_of
+from ldm_lite.zoo.family import COSINE, CURVES, IN_THE_FILE, Family, Flow, Preserving, Spec, build, infer_vae, scale_of
 
 log = logging.getLogger("ldm_lite")
 
@@ -196,8 +196,10 @@ PREDICTIONS = {"epsilon": "eps", "v_prediction": "v", "sample": "x0", "eps": "ep
 def with_prediction(family: Family, name: str) -> Family:
     """Return the family's variant with a prediction type: eps, v, x0, or diffusers' names for them.
 
-    Raises ValueError for another name.
+    Raises ValueError for another name, and for a rectified flow, which has one.
     """
+    if isinstance(family.noise, Flow):
+        raise ValueError(f"{family.title} is a rectified flow, whose prediction is its own: leave out `prediction`")
     prediction: Any = PREDICTIONS.get(str(name))
     if prediction is None:
         raise ValueError(f"unknown prediction type {name!r}: wanted eps, v or x0")
@@ -248,6 +250,26 @@ def check_metadata(metadata: Mapping[str, str]) -> Mapping[str, str]:
     return metadata
 
 
+def as_told(family: Family, fitting: Family, told: Mapping[str, str]) -> Family:
+    """Return a family with what the user tells of it, even where the row of a known UNet has values of its own.
+
+    `fitting` is what the name of a family alone made of the file.  Raises ValueError if it made another one, and for
+    metadata that this family does not use.
+    """
+    if (name := told.get("family")) is not None and fitting.title != FAMILIES[name].title:
+        raise ValueError(f"got `metadata` family={name}, whose networks are others than this file's: leave it out")
+    used = {"family", *FACTS} if family.text_encoders or isinstance(family.unet, UNetSpec) else set()
+    if isinstance(family.unet, UNetSpec):
+        used |= {*OF_UNETS, "prediction", "modelspec.prediction_type"}
+    for role, spec in family.texts.items():
+        if hasattr(spec, "skip"):  # CLIP's and OpenCLIP's
+            other = "activation" if hasattr(spec, "activation") else "skip"
+            used |= {f"{role.replace('_encoder', '')}_{what}" for what in ("num_heads", other)}
+    if unused := sorted(told.keys() - used):
+        raise ValueError(f"got `metadata` {unused[0]}, which {family.title} does not use: leave it out")
+    return _with_facts(family, {key: text for key, text in told.items() if key in ONLY_OF_UNKNOWN})
+
+
 # What metadata tell -> a field of Family, and its type; the first two are one, and the last one counts.
 FACTS: dict[str, tuple[str, Callable[[str], object]]] = {
     "scaling_factor": ("scale_factor", float),
@@ -259,6 +281,9 @@ FACTS: dict[str, tuple[str, Callable[[str], object]]] = {
     "guidance": ("scale", float),
 }
 ONLY_OF_UNKNOWN = ("title", "resolution", "steps", "guidance")  # facts that a row has of its own
+OF_UNETS = (
+    *("unet_num_heads", "unet_head_dim", "beta_start", "beta_end", "beta_schedule", "trained_betas", "num_timesteps"),
+)
 REQUIRED = (
     "unet_num_heads",
     "text_num_heads",
@@ -319,6 +344,8 @@ def _described(unet: UNetSpec, shapes: Mapping[str, Shapes], metadata: Mapping[s
             f"`metadata=KEY=VALUE`) must give {', '.join(missing)}"
         )
     row = FAMILIES[metadata.get("family", "sd1")]
+    if not isinstance(row.unet, UNetSpec):
+        raise ValueError(f"the metadata name the family {metadata['family']!r}, but this is a UNet")
     check_complete(shapes, row.networks)
     return replace(
         row,
