@@ -16,6 +16,9 @@ from torch.nn import functional as F
 import ldm_lite
 from ldm_lite import Pipeline
 from ldm_lite import txt2img as command
+from ldm_lite.cli.task_options import Txt2imgOptions
+from ldm_lite.core.job import run
+from ldm_lite.tasks.txt2img import prepare
 
 FIRST: dict[str, Any] = {"seed": 3, "steps": 4, "sampler": "euler", "height": 32, "width": 40, "negative_prompt": "bad"}
 
@@ -56,6 +59,22 @@ def test_in_the_latents(pipe: Pipeline, upscaler: str, mode: dict[str, Any]) -> 
     assert (
         f"Denoising strength: 0.5, Hires upscaler: {upscaler}, Hires upscale: 1.5, Hires steps: 3" in result.parameters
     )
+
+
+@pytest.mark.parametrize("scale", [1, 7])
+@pytest.mark.parametrize("second", ["euler_a", "dpmpp_2m_sde", "ddim_cfgpp"])
+def test_the_second_pass_has_the_guidance_and_the_noise_of_its_own_sampler(
+    pipe: Pipeline, second: str, scale: int
+) -> None:
+    def latents(sampler: str) -> torch.Tensor:
+        given = {**FIRST, "sampler": sampler, "hires_sampler": second, "scale": scale, "noise": "a1111"}
+        [part] = prepare(pipe, Txt2imgOptions("a cat", hires=1.5, **given)).parts
+        [*_, last] = run(replace(part.make().follow(torch.zeros(1, 4, 4, 5)), items=part.items))
+        return last.latents
+
+    wanted = latents(second)
+    for sampler in ("euler", "dpmpp_2m_sde", "ddim_cfgpp"):
+        assert torch.equal(latents(sampler), wanted), sampler
 
 
 @pytest.mark.parametrize("upscaler", ["Lanczos", "Nearest"])

@@ -18,7 +18,7 @@ from ldm_lite.core.vae import AutoencoderKL
 from ldm_lite.generate import encode
 from ldm_lite.models.clip import CLIP_L, CLIPTextEncoder
 from ldm_lite.models.unet import UNet
-from ldm_lite.zoo.families import FAMILIES, detect_family
+from ldm_lite.zoo.families import FAMILIES, as_told, detect_family
 from ldm_lite.zoo.family import KL_F8
 
 DATA = Path(__file__).parent / "data"
@@ -114,6 +114,36 @@ def test_prediction_comes_from_argument_then_metadata_then_family(tmp_path: Path
     assert ldm_lite.load(tmp_path / "v", device="cpu", prediction="eps").schedule.prediction == "eps"
     with pytest.raises(ValueError, match="unknown prediction type 'w': wanted eps, v or x0"):
         ldm_lite.load(small_path, device="cpu", prediction="w")
+
+
+def test_what_does_not_apply_to_a_model_is_refused(small_path: Path, flow_path: Path) -> None:
+    """A rectified flow has one prediction and no SNR; metadata that fit nothing were ignored."""
+    uses = "which .* does not use: leave it out"
+    for given, message in (
+        ({"prediction": "v"}, "is a rectified flow, whose prediction is its own: leave out `prediction`"),
+        ({"zero_snr": True}, "is a rectified flow, which has no SNR to zero: leave out `zero_snr`"),
+        ({"metadata": {"prediction": "v"}}, f"got `metadata` prediction, {uses}"),
+        ({"metadata": {"beta_end": "0.02"}}, f"got `metadata` beta_end, {uses}"),
+        ({"metadata": {"family": "sd1"}}, "got `metadata` family=sd1, whose networks are others than this file's"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ldm_lite.load(flow_path, device="cpu", **given)
+    for given, message in (
+        ({"metadata": {"family": "flux_dev"}}, "the metadata name the family 'flux_dev', but this is a UNet"),
+        ({"metadata": {"text_2_num_heads": "2"}}, f"got `metadata` text_2_num_heads, {uses}"),
+        ({"t5_vocab": small_path}, "got `t5_vocab` .*, but small SD1 has no T5 here: leave it out"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ldm_lite.load(small_path, device="cpu", **given)
+
+
+def test_a_family_that_fits_nothing_is_refused() -> None:
+    """Of networks that are known, and what the user tells of them is not the row's."""
+    sd1, lcm, told = FAMILIES["sd1"], {"family": "lcm"}, {"resolution": "768", "steps": "8"}
+    with pytest.raises(ValueError, match="got `metadata` family=lcm, whose networks are others than this file's"):
+        as_told(sd1, sd1, lcm)
+    assert as_told(sd1, sd1, {"family": "sd1"}) == sd1
+    assert as_told(sd1, sd1, told) == replace(sd1, resolution=768, steps=8)
 
 
 def test_metadata_as_an_argument(tmp_path: Path, small_path: Path) -> None:

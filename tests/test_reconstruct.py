@@ -16,7 +16,9 @@ from torch import Tensor, nn
 
 import ldm_lite
 from ldm_lite import img2img, txt2img
+from ldm_lite.checkpoint.model import with_autoencoder
 from ldm_lite.checkpoint.parts import load_autoencoder
+from ldm_lite.generate import encode
 from ldm_lite.image import to_array, to_pixels
 from ldm_lite.reconstruct import main
 from ldm_lite.tasks.reconstruct import reconstruct
@@ -177,6 +179,21 @@ def test_taesd_takes_the_unets_latents_as_they_are(small_path: Path, tmp_path: P
     latents = toy.normal(8, 1, 4, 4, 6)
     wanted = torch.from_numpy(np.load(Path(__file__).parent / "data" / "zoo.npz")["taesd.decode"])
     assert toy.relative_error(pipe.decode(latents, output="tensor")[0], wanted[0].clamp(-1, 1).numpy()) < 1e-5
+
+
+def test_taesd_takes_the_latents_of_transformers_as_they_are(flow_path: Path, tmp_path: Path) -> None:
+    """Their own autoencoders' scale and shift are no part of it, for previews and for images that come in."""
+    taesd = toy.network(toy.TINY)
+    save_file(dict(taesd.state_dict()), tmp_path / "taesd.safetensors")
+    own = ldm_lite.load(flow_path, device="cpu")
+    assert own.family.shift_factor != 0
+    latents, pixels = toy.normal(8, 1, 4, 4, 6), toy.normal(9, 1, 3, 32, 48).clamp(-1, 1)
+    for pipe in (
+        ldm_lite.load(flow_path, device="cpu", vae=tmp_path / "taesd.safetensors"),
+        with_autoencoder(own, tmp_path / "taesd.safetensors"),
+    ):
+        assert torch.equal(pipe.decode(latents, output="tensor")[0], taesd.decode(latents)[0].clamp(-1, 1))
+        assert torch.equal(encode(pipe, pixels)[0], taesd.encode(pixels)[0])
 
 
 def test_img2img_wants_taesds_encoder_too(

@@ -21,7 +21,7 @@ from torch import Tensor
 from ldm_lite.checkpoint import hub
 from ldm_lite.checkpoint.reader import open_checkpoint
 from ldm_lite.core.files import Tensors
-from ldm_lite.models.clip import CLIPTextEncoder
+from ldm_lite.models.clip import CLIPTextEncoder, num_known
 from ldm_lite.models.open_clip import OpenCLIPTextEncoder
 from ldm_lite.text.tokenizer import TextTokenizer
 
@@ -127,7 +127,7 @@ def learn(
     """
     specs = [net.spec for net in encoders]
     widths, added, learned = [spec.width for spec in specs], dict(tokenizer.added), dict(learned)
-    known = max(spec.vocab_size for spec in specs)
+    known = num_known(max(spec.vocab_size for spec in specs))
     for embedding in embeddings:
         count = len(next(iter(embedding.vectors.values())))
         if missing := [width for width in widths if width not in embedding.vectors]:

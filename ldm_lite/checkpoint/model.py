@@ -40,7 +40,16 @@ from ldm_lite.runtime.offload import Offloader
 from ldm_lite.runtime.precision import pick_device, pick_dtypes, short_name
 from ldm_lite.runtime.setup import load_device, num_parameters, prepare
 from ldm_lite.text.tokenizer import TextTokenizer
-from ldm_lite.zoo.families import DENOISERS, check_complete, check_metadata, detect_family, with_prediction, with_vae
+from ldm_lite.zoo.families import (
+    DENOISERS,
+    ONLY_OF_UNKNOWN,
+    as_told,
+    check_complete,
+    check_metadata,
+    detect_family,
+    with_prediction,
+    with_vae,
+)
 from ldm_lite.zoo.family import Autoencoder, Family, text_roles
 
 log = logging.getLogger("ldm_lite")
@@ -254,7 +263,11 @@ def _recognise(file: Tensors, options: LoadOptions) -> tuple[Family, dict[str, T
         # Detected with its own autoencoder; a replacement must fit that.
         known_by = parts | {role: own[role] for role in ("vae",) if role in own}
         sgm = any(key.startswith(SGM) for key in main)
-        family = detect_family({role: part.shapes for role, part in known_by.items()}, metadata, sgm)
+        shapes, told = {role: part.shapes for role, part in known_by.items()}, options.added_metadata
+        family = detect_family(shapes, metadata, sgm)
+        if told:
+            untitled = {key: text for key, text in metadata.items() if key not in ONLY_OF_UNKNOWN}
+            family = as_told(family, detect_family(shapes, untitled, sgm), told)
         check_complete(parts, family.networks)
         if "unet" in replaced and "vae" not in replaced and "unet" in own:
             _check_latents(own, family)
@@ -372,6 +385,8 @@ def _schedule(family: Family, file: Tensors, about: Mapping[str, str], zero_snr:
     """Return the family's noise schedule, or the file's own, with a warning, if its buffers differ."""
     schedule = family.noise.schedule(family.prediction)
     if schedule.is_flow:
+        if zero_snr:
+            raise ValueError(f"{family.title} is a rectified flow, which has no SNR to zero: leave out `zero_snr`")
         return schedule
     schedule = replace(schedule, spacing=about.get("spacing"))
     own = stored_schedule(file, schedule)
@@ -380,7 +395,7 @@ def _schedule(family: Family, file: Tensors, about: Mapping[str, str], zero_snr:
         schedule = replace(schedule, alpha_bar=own)
     if family.prediction == "eps" and not schedule.alpha_bar[-1] > 0:
         raise ValueError(f'{file.path}: eps prediction is undefined at zero terminal SNR: try `prediction="v"`')
-    if "ztsnr" in file.shapes or "zero_snr" in about:
+    if "ztsnr" in file.shapes or about.get("zero_snr") == "yes":
         log.info("%s: the file asks for zero terminal SNR", file.path.name)
         zero_snr = True
     if not zero_snr or schedule.alpha_bar[-1] == 0:

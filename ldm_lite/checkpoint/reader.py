@@ -19,12 +19,11 @@ from torch import Tensor, nn
 from ldm_lite.checkpoint import hub
 from ldm_lite.cli.files import open_file
 from ldm_lite.core import files
-from ldm_lite.core.family import PREFIX
 from ldm_lite.core.files import Tensors, imported
 from ldm_lite.core.networks import WithoutInit
 from ldm_lite.core.pipeline import bundled
 from ldm_lite.runtime.memory import MappedPages
-from ldm_lite.zoo.families import DENOISERS
+from ldm_lite.zoo.families import DENOISERS, stored_facts
 from ldm_lite.zoo.family import Spec, build
 
 log = logging.getLogger("ldm_lite")
@@ -69,7 +68,7 @@ NO_INDEX = re.compile(r"(?:^|\.)\d{5,}\.")  # blocks are built by their numbers
 def open_checkpoint(path: Path) -> Tensors:
     """Open a checkpoint file, whatever its extension, in the layout that it has.
 
-    Metadata under our prefix, as the core writes them, are those of that name without it.
+    Its metadata are those that stored_facts returns.
     Raises ValueError, one line, for a file that is not a checkpoint, is damaged, would run code, or has more tensors,
     longer keys or higher numbers in them than networks have.
     """
@@ -97,8 +96,7 @@ def open_checkpoint(path: Path) -> Tensors:
     odd = (key for key in tensors if len(key) > LONGEST_KEY or NO_INDEX.search(key))
     if (key := next(odd, None)) is not None:
         raise ValueError(f"{path}: has the key {key[:60]!r}, which is too long or has too high a number")
-    ours = {name.removeprefix(PREFIX): value for name, value in tensors.metadata.items() if name.startswith(PREFIX)}
-    return replace(tensors, metadata={**tensors.metadata, **ours}) if ours else tensors
+    return replace(tensors, metadata=stored_facts(tensors.metadata))
 
 
 def open_source(source: str | os.PathLike[str] | None) -> Tensors:
@@ -175,11 +173,12 @@ NO_WEIGHTS = re.compile(
     r"|position_ids$|logit_scale$|(text|visual)_projection(\.weight)?$|^(v_pred|ztsnr|difference)$|^encoder\.embed_tokens\."
     r"|(^|\.)lm_head\.weight$|^norm_final\.weight$|^head\.(probe$|\w+\.)"  # Qwen3's, Lumina's, SigLIP's, of no use
 )
+PROJECTIONS = {"text_encoder": "text_projection.weight", "vision": "visual_projection.weight"}  # beside CLIP's encoders
 EMA = "model_ema."
 # The metadata of each role's network, which follow it when it replaces another's.
 METADATA_OF_ROLE = {
     "unet": ("unet_num_heads", "unet_head_dim", "sample_size"),
-    "vae": ("scaling_factor",),
+    "vae": ("scaling_factor", "shift_factor"),
     "text_encoder": ("text_activation", "text_num_heads", "text_skip"),
     "text_encoder_2": ("text_2_activation", "text_2_num_heads"),
 }
@@ -221,8 +220,9 @@ def split(tensors: Tensors) -> Parts:
         if before is None or role in parts:
             continue
         keys = {key.removeprefix(before): key for key in tensors if key in unused and key.startswith(before)}
-        if role == "vision":  # its output is beside it, without its prefix
-            keys |= {key: key for key in unused & {"visual_projection.weight"}}
+        if role in PROJECTIONS:
+            projection = re.sub(r"(text|vision)_model\.$", "", before) + PROJECTIONS[role]
+            keys |= {PROJECTIONS[role]: projection} if projection in unused else {}
         unused -= set(keys.values())
         parts[role] = tensors.renamed(keys)
     if not parts:

@@ -1,10 +1,12 @@
 """Tokenizers, and the vocabularies of T5 and Qwen3, which are files beside the weights or named by the user."""
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from ldm_lite.checkpoint import hub
 from ldm_lite.core.files import Tensors
+from ldm_lite.models.clip import num_known
 from ldm_lite.text.tokenizer import (
     BERTTokenizer,
     CLIPTokenizer,
@@ -14,6 +16,8 @@ from ldm_lite.text.tokenizer import (
     TextTokenizer,
 )
 from ldm_lite.zoo.family import Family, Spec
+
+log = logging.getLogger("ldm_lite")
 
 T5_VOCABS = ("spiece.model", "tokenizer.json")  # the file of T5's pieces
 QWEN3_VOCABS = ("tokenizer.json", "vocab.json")  # vocab.json with merges.txt beside it
@@ -45,6 +49,8 @@ def tokenizers_of(
     if source is not None and "Qwen3Spec" not in roles:
         raise ValueError(f"got `tokenizer` {source}, which {family.title} does not use: leave it out")
     t5 = None
+    if vocab is not None and "T5Spec" not in roles:
+        raise ValueError(f"got `t5_vocab` {vocab}, but {family.title} has no T5 here: leave it out")
     if (role := roles.get("T5Spec")) is not None:
         weights = parts[role].path
         path = hub.resolve(vocab) if vocab is not None else _beside(weights, role, T5_VOCABS)
@@ -53,6 +59,12 @@ def tokenizers_of(
         t5 = T5Tokenizer(512, path=path)
     if "Qwen3Spec" in roles:
         return _qwen3_tokenizer(parts[roles["Qwen3Spec"]], roles["Qwen3Spec"], source), t5
+    for role, spec in family.texts.items():
+        if type(spec).__name__ in ("CLIPTextSpec", "OpenCLIPTextSpec") and spec.vocab_size > num_known(spec.vocab_size):
+            log.warning(
+                "%s: has tokens after CLIP's, which no prompt reaches: give their vectors with `embedding`",
+                parts[role].path,
+            )
     return tokenizer_of(family.text), t5
 
 

@@ -109,10 +109,12 @@ def _load_vision(model: Model, source: str | os.PathLike[str] | None, networks: 
         raise ValueError(f"{source}: is not the right image encoder: {needed[0]}")
     vision: Seer
     with errors_of(source), on_meta():
-        if "embeddings.class_embedding" in shapes:
-            vision = CLIPVisionEncoder(CLIPVisionSpec.from_shapes(shapes))
-        else:
-            vision = SiglipVisionEncoder(SiglipSpec.from_shapes(shapes))
+        is_clip = "embeddings.class_embedding" in shapes
+        spec: Any = CLIPVisionSpec.from_shapes(shapes) if is_clip else SiglipSpec.from_shapes(shapes)
+        spec = replace(spec, heads=int(components["vision"].metadata.get("vision_num_heads", spec.heads)))
+        if spec.width % spec.heads:
+            raise ValueError(f"its num_attention_heads cannot be {spec.heads}: wanted a divisor of {spec.width}")
+        vision = CLIPVisionEncoder(spec) if is_clip else SiglipVisionEncoder(spec)
     load_weights(vision, components["vision"], "image encoder", model.device, model.dtype)
     return vision
 

@@ -90,7 +90,7 @@ class Hires(Feature):
         if options.hires_negative_prompt is not None:
             texts["negative_prompt"] = options.hires_negative_prompt
         task = dataclasses.replace(job.task, options=second_options, plan=plan)
-        second = task.job(larger, plan, dataclasses.replace(job.task.texts, **texts), without=self)
+        second = task.job(larger, plan, dataclasses.replace(task.texts, **texts), without=self)
         settings = {
             "Variation seed": job.settings["Variation seed"],
             "RNG": job.settings["RNG"],

@@ -35,8 +35,6 @@ UNET: dict[str, Values] = {
     "time_embedding_act_fn": (None,),
     "timestep_post_act": (None,),
 }
-NO_SHIFT: dict[str, Values] = {"shift_factor": (None, 0), "latents_mean": (None,), "latents_std": (None,)}
-FLOW_SHIFT: dict[str, Values] = {"shift_factor": (None, 0, 0.0609, 0.1159)}  # Stable Diffusion 3's and FLUX.1's
 CLIP: dict[str, Values] = {"layer_norm_eps": (1e-5,), "eos_token_id": (None, 2, 49407), "use_attention_mask": (None, 0)}
 CHECKED: dict[str, dict[str, Values]] = {
     "unet": {"_class_name": ("UNet2DConditionModel",), **UNET},
@@ -46,9 +44,16 @@ CHECKED: dict[str, dict[str, Values]] = {
         "act_fn": ("silu", "swish"),
         "lookup_from_codebook": (False,),
         "norm_num_groups": (32,),
-        **NO_SHIFT,
+        "latents_mean": (None,),
+        "latents_std": (None,),
+        "shift_factor": (None, 0),  # diffusers reads it for transformers alone, whose autoencoders lack quant_conv
     },
-    "tiny": {"_class_name": ("AutoencoderTiny",), "act_fn": ("relu",), **NO_SHIFT},
+    "tiny": {
+        "_class_name": ("AutoencoderTiny",),
+        "act_fn": ("relu",),
+        "scaling_factor": (None, 1),
+        "shift_factor": (None, 0),
+    },
     "text": {"hidden_act": ("quick_gelu", "gelu"), **CLIP},
     "vision": {"hidden_act": ("quick_gelu",), **CLIP},
     "scheduler": {
@@ -98,18 +103,25 @@ def read_network(place: str, config: Config, shapes: Shapes) -> dict[str, str]:
         nested = config.get(f"{kind}_config")  # of a whole CLIP
         config = config if not isinstance(nested, dict) else {key: nested[key] for key in nested.keys() & CLIP_KEYS}
     has_shift = kind == "vae" and not any("quant_conv." in key for key in shapes)
-    check(place, config, CHECKED[kind] | (FLOW_SHIFT if has_shift else {}))
+    check(
+        place, config, {key: values for key, values in CHECKED[kind].items() if key != "shift_factor" or not has_shift}
+    )
     metadata: dict[str, object] = {"global_pool_conditions": config.get("global_pool_conditions")}
     if kind in ("unet", "control"):
         metadata |= _heads(place, config)
         size = config.get("sample_size")
         metadata["sample_size"] = _positive(place, "sample_size", size, whole=True) if isinstance(size, int) else None
-    elif kind in ("vae", "tiny") and config.get("scaling_factor") is not None:
-        metadata["scaling_factor"] = _positive(place, "scaling_factor", config["scaling_factor"])
-    elif kind == "text":
-        heads = config.get("num_attention_heads")
+    elif kind == "vae":
+        scale, shift = config.get("scaling_factor"), config.get("shift_factor")
+        metadata["scaling_factor"] = None if scale is None else _positive(place, "scaling_factor", scale)
+        if shift is not None and (isinstance(shift, bool) or not isinstance(shift, (int, float))):
+            raise ValueError(f"{place}: its shift_factor cannot be {_short(shift)}: wanted a number")
+        metadata["shift_factor"] = shift
+    if kind == "text":
         metadata |= {"hidden_act": config.get("hidden_act"), "text_activation": config.get("hidden_act")}
-        metadata["text_num_heads"] = None if heads is None else _positive(place, "num_attention_heads", heads, True)
+    if kind in ("text", "vision"):
+        heads = config.get("num_attention_heads")
+        metadata[f"{kind}_num_heads"] = None if heads is None else _positive(place, "num_attention_heads", heads, True)
     return {key: str(value) for key, value in metadata.items() if value is not None}
 
 
@@ -196,7 +208,9 @@ def read_scheduler(place: str, config: Config, pipeline: str) -> dict[str, str]:
     if ignored := [f"{key} {_short(value)}" for key, value in unlike.items() if config.get(key) == value]:
         log.warning("%s: ignored %s: DDIM does not support it here", place, " and ".join(ignored))
     metadata = {key: config.get(key) for key in SCHEDULES}
-    metadata |= {"prediction": config.get("prediction_type"), "scheduler": f"{name}, {spacing}"}
+    metadata["prediction"] = config.get("prediction_type")
+    if metadata["prediction"] in (None, "epsilon") and not config.get("rescale_betas_zero_snr"):
+        metadata["scheduler"] = f"{name}, {spacing}"  # of distilled models that are released
     if config.get("trained_betas") is not None:
         metadata["trained_betas"] = json.dumps(config["trained_betas"])
     if config.get("rescale_betas_zero_snr"):

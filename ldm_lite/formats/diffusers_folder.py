@@ -86,6 +86,7 @@ def _open_pipeline(folder: Path, roles: Sequence[str]) -> Tensors:
     check_pipeline(title, index, roles)
     name = str(index.get("_class_name"))
     metadata = read_scheduler(f"{title}/scheduler", _read_json(folder / "scheduler" / "scheduler_config.json"), name)
+    metadata["pipeline"] = f"{title}, {index.get('_name_or_path')}"  # its names
     if name == "FluxKontextPipeline":
         metadata["family"] = "flux_kontext"  # its networks are those of FLUX.1 dev
     places: dict[str, tuple[Tensors, str]] = {}

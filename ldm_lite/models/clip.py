@@ -25,6 +25,14 @@ ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+def num_known(vocab_size: int) -> int:
+    """Return the number of tokens that prompts reach, and the id of the first textual inversion.
+
+    It is CLIP's vocabulary, up to the end token: training may have added tokens to a network after it.
+    """
+    return min(49408, vocab_size)
+
+
 @dataclass(frozen=True)
 class CLIPTextSpec(core.CLIPSpec, Fitted):
     """Sizes and settings of a CLIP text encoder."""
@@ -33,6 +41,7 @@ class CLIPTextSpec(core.CLIPSpec, Fitted):
     activation: str = "quick_gelu"  # of OpenAI, or "gelu"; not known from the weights
     skip: int = 0  # number of last layers that the context skips: 1 in SDXL
     norm: bool = True  # apply final_layer_norm to the context: not in SDXL
+    projection: bool = False  # the pooled output is projected
 
     untold: ClassVar[tuple[str, ...]] = ("heads", "activation", "skip", "norm")
 
@@ -44,7 +53,7 @@ class CLIPTextSpec(core.CLIPSpec, Fitted):
     @property
     def end_id(self) -> int:
         """The token id at which the pooled output is taken."""
-        return self.vocab_size - 1
+        return num_known(self.vocab_size) - 1
 
 
 class SkippingEncoder(nn.Module):
@@ -61,13 +70,13 @@ class SkippingEncoder(nn.Module):
 
     def project(self, x: Tensor) -> Tensor:
         """The last layer at the end token (B,D), normalised -> the pooled output (B,D)."""
-        return x
+        raise NotImplementedError
 
     def forward(self, token_ids: Tensor, clip_skip: int = 1, learned: Tensor | None = None) -> Tensor:
         """Token ids (B,T), T <= length, with start, end and padding -> context (B,T,D) in the weights' dtype.
 
         clip_skip 1 is the layer that the model was trained with (spec.skip before the last), 2 the one before it, and
-        so on.  learned (V,D) holds vectors of textual inversion, for ids from vocab_size on.  Raises ValueError if
+        so on.  learned (V,D) holds vectors of textual inversion, for ids from num_known on.  Raises ValueError if
         clip_skip exceeds the number of layers.
         """
         return self.context_and_pooled(token_ids, clip_skip, learned, pool=False)[0]
@@ -100,7 +109,7 @@ def embedded(table: nn.Embedding, positions: Tensor, ids: Tensor, learned: Tenso
 
     learned holds the vectors of textual inversion, Gal et al. 2022.
     """
-    known = table.num_embeddings
+    known = num_known(table.num_embeddings)
     x: Tensor = table(ids if learned is None else ids.clamp(max=known - 1))
     if learned is not None:
         x = torch.where((ids < known)[:, :, None], x, learned.to(x)[(ids - known).clamp(min=0)])
@@ -123,9 +132,13 @@ class CLIPTextEncoder(SkippingEncoder, core.CLIPTextEncoder):
         layer: Any
         for layer in self.encoder["layers"]:  # type: ignore[attr-defined]
             layer.mlp.activation = ACTIVATIONS[spec.activation]()
+        self.text_projection = nn.Linear(spec.width, spec.width, bias=False) if spec.projection else nn.Identity()
 
     def parts(self) -> tuple[Callable[[Tensor, Tensor | None], Tensor], Any, nn.Module]:
         return self.embeddings, self.encoder["layers"], self.final_layer_norm
+
+    def project(self, x: Tensor) -> Tensor:
+        return self.text_projection(x)
 
 
 # ---- released -------------------------------------------------------------------------------------------------------

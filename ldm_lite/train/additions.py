@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ldm_lite import Pipeline
+from ldm_lite.models.clip import num_known
 from ldm_lite.models.controlnet import ControlNet
 from ldm_lite.networks import lora_layers, token_tables
 from ldm_lite.runtime.patching import patch, unpatch
@@ -295,7 +296,7 @@ class Vectors(nn.Module):
     def known_to(self, model: Pipeline, name: str) -> Pipeline:
         """Return the model whose prompts know the name: changes of the vectors count at once."""
         assert model.tokenizer is not None
-        first = max(map(len, token_tables(model)))
+        first = num_known(max(map(len, token_tables(model))))
         count = len(next(iter(self.vectors.values())))
         tokenizer = replace(model.tokenizer, added=((name, tuple(range(first, first + count))),))
         return replace(model, tokenizer=tokenizer, learned={int(width): rows for width, rows in self.vectors.items()})

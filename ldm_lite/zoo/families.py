@@ -6,6 +6,7 @@ prediction type, scale factor) comes from the row, or from the file's metadata i
 """
 
 import json
+import logging
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -15,13 +16,16 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ldm_lite.core.family import PREFIX
 from ldm_lite.core.files import imported
 from ldm_lite.core.layers import Shapes
 from ldm_lite.core.networks import WithoutInit
 from ldm_lite.diffusion.schedule import Schedule
 from ldm_lite.models.clip import ACTIVATIONS
 from ldm_lite.models.unet import UNetSpec
-from ldm_lite.zoo.family import COSINE, CURVES, IN_THE_FILE, Family, Preserving, Spec, build, infer_vae
+from ldm_lite.zoo.family import COSINE, CURVES, IN_THE_FILE, Family, Flow, Preserving, Spec, build, infer_vae, scale_of
+
+log = logging.getLogger("ldm_lite")
 
 
 class Module(NamedTuple):
@@ -110,10 +114,7 @@ def detect_family(shapes: Mapping[str, Shapes], metadata: Mapping[str, str], sgm
         if unet.context_dim in module.contexts and not rows:
             rows = {name: row for name, row in FAMILIES.rows(name).items() if _as_inferred(row.unet) == unet}
     if rows:
-        row = next((row for row in rows.values() if row.sgm == sgm), next(iter(rows.values())))
-        if "scheduler" in metadata:
-            row = next((row for row in rows.values() if row.scheduler == metadata["scheduler"]), row)
-        row = rows.get(metadata.get("family", ""), row)
+        row = rows.get(metadata.get("family", "")) or _guessed(rows, metadata, sgm)
         if "ln_final.weight" in shapes.get("text_encoder", {}):
             row = _fit_open_clip(row, shapes["text_encoder"])
         family = _with_facts(row, {name: text for name, text in metadata.items() if name not in ONLY_OF_UNKNOWN})
@@ -134,7 +135,29 @@ def detect_family(shapes: Mapping[str, Shapes], metadata: Mapping[str, str], sgm
         family = replace(family, resolution=size, v_resolution=None if family.v_resolution is None else size)
     if metadata.get("sampler", family.sampler) != family.sampler:
         family = replace(family, sampler=metadata["sampler"], **MERGED)
+        log.info("taken for a distilled model by its scheduler: %(steps)d steps at scale %(scale)g", MERGED)
     return family
+
+
+def _guessed(rows: Mapping[str, Family], metadata: Mapping[str, str], sgm: bool) -> Family:
+    """Return the row, of several with the same UNet, that a file is of by its other signs, and log it if it is a guess.
+
+    A scheduler, which any pipeline may have, is no sign of a distilled model without its size or its name.
+    """
+    usual = next(iter(rows))
+    name = next((name for name, row in rows.items() if row.sgm == sgm), usual)
+    reason = "the names of its text encoder's keys"
+    for hint in rows[name].hints:
+        like, size = rows[hint.family], int(metadata.get("sample_size", 0)) * rows[name].vae.factor
+        if metadata.get("scheduler") == like.scheduler:
+            has_size = size == like.resolution != rows[name].resolution
+            if has_size or hint.word in metadata.get("pipeline", "").lower():
+                name, reason = hint.family, f"its scheduler and its {'size' if has_size else 'name'}"
+            else:
+                log.info("its scheduler is that of %s: if it is, add `metadata=family=%s`", like.title, hint.family)
+    if name != usual:
+        log.info("taken for %s by %s: else add `metadata=family=%s`", rows[name].title, reason, usual)
+    return rows[name]
 
 
 def chosen(
@@ -167,13 +190,18 @@ def _as_inferred(spec: Spec) -> Spec:
     return replace(spec, num_heads=None, head_dim=None) if type(spec) is UNetSpec else spec
 
 
+PREDICTIONS = {"epsilon": "eps", "v_prediction": "v", "sample": "x0", "eps": "eps", "v": "v", "x0": "x0"}
+
+
 def with_prediction(family: Family, name: str) -> Family:
     """Return the family's variant with a prediction type: eps, v, x0, or diffusers' names for them.
 
-    Raises ValueError for another name.
+    Raises ValueError for another name, and for a rectified flow, which has one.
     """
-    prediction: Any = {"epsilon": "eps", "v_prediction": "v", "sample": "x0"}.get(str(name), name)
-    if prediction not in ("eps", "v", "x0"):
+    if isinstance(family.noise, Flow):
+        raise ValueError(f"{family.title} is a rectified flow, whose prediction is its own: leave out `prediction`")
+    prediction: Any = PREDICTIONS.get(str(name))
+    if prediction is None:
         raise ValueError(f"unknown prediction type {name!r}: wanted eps, v or x0")
     resolution = family.v_resolution if prediction == "v" and family.v_resolution is not None else family.resolution
     return replace(family, prediction=prediction, resolution=resolution, v_resolution=None)
@@ -182,7 +210,7 @@ def with_prediction(family: Family, name: str) -> Family:
 def with_vae(family: Family, other: Spec, name: str) -> Family:
     """Return the family with another autoencoder, from the file `name`.
 
-    The scale factor stays, since autoencoder files do not store it, but is 1 for TAESD, whose latents are the UNet's.
+    The scale and the shift of the latents stay, since autoencoder files do not store them, unless it is TAESD.
     Raises ValueError if the latents have other channels or another size, or only one of both has quant_conv.
     """
     own = family.vae
@@ -194,7 +222,7 @@ def with_vae(family: Family, other: Spec, name: str) -> Family:
     if hasattr(own, "quant") and hasattr(other, "quant") and own.quant != other.quant:
         found, wanted = ("no", "one") if own.quant else ("a", "none")
         raise ValueError(f"{name}: does not fit: it has {found} quant_conv, but {family.title}'s autoencoder {wanted}")
-    return replace(family, vae=other, scale_factor=1.0 if type(other).__name__ == "TAESDSpec" else family.scale_factor)
+    return replace(family, vae=other, **scale_of(other))
 
 
 CONTROLS = {  # roles of what needs a checkpoint beside it
@@ -222,16 +250,40 @@ def check_metadata(metadata: Mapping[str, str]) -> Mapping[str, str]:
     return metadata
 
 
+def as_told(family: Family, fitting: Family, told: Mapping[str, str]) -> Family:
+    """Return a family with what the user tells of it, even where the row of a known UNet has values of its own.
+
+    `fitting` is what the name of a family alone made of the file.  Raises ValueError if it made another one, and for
+    metadata that this family does not use.
+    """
+    if (name := told.get("family")) is not None and fitting.title != FAMILIES[name].title:
+        raise ValueError(f"got `metadata` family={name}, whose networks are others than this file's: leave it out")
+    used = {"family", *FACTS} if family.text_encoders or isinstance(family.unet, UNetSpec) else set()
+    if isinstance(family.unet, UNetSpec):
+        used |= {*OF_UNETS, "prediction", "modelspec.prediction_type"}
+    for role, spec in family.texts.items():
+        if hasattr(spec, "skip"):  # CLIP's and OpenCLIP's
+            other = "activation" if hasattr(spec, "activation") else "skip"
+            used |= {f"{role.replace('_encoder', '')}_{what}" for what in ("num_heads", other)}
+    if unused := sorted(told.keys() - used):
+        raise ValueError(f"got `metadata` {unused[0]}, which {family.title} does not use: leave it out")
+    return _with_facts(family, {key: text for key, text in told.items() if key in ONLY_OF_UNKNOWN})
+
+
 # What metadata tell -> a field of Family, and its type; the first two are one, and the last one counts.
 FACTS: dict[str, tuple[str, Callable[[str], object]]] = {
     "scaling_factor": ("scale_factor", float),
     "scale_factor": ("scale_factor", float),
+    "shift_factor": ("shift_factor", float),
     "title": ("title", str),
     "resolution": ("resolution", int),
     "steps": ("steps", int),
     "guidance": ("scale", float),
 }
 ONLY_OF_UNKNOWN = ("title", "resolution", "steps", "guidance")  # facts that a row has of its own
+OF_UNETS = (
+    *("unet_num_heads", "unet_head_dim", "beta_start", "beta_end", "beta_schedule", "trained_betas", "num_timesteps"),
+)
 REQUIRED = (
     "unet_num_heads",
     "text_num_heads",
@@ -245,7 +297,29 @@ METADATA_KEYS = (
     *REQUIRED,
     *("family", "title", "prediction", "modelspec.prediction_type", "beta_schedule", "num_timesteps", "steps"),
     *("guidance", "unet_head_dim", "text_2_num_heads", "text_2_activation", "trained_betas", "text_skip"),
+    "shift_factor",
 )
+FROM_FOLDERS = (  # what only the configuration files of a folder of diffusers tell
+    *("scaling_factor", "sample_size", "sampler", "spacing", "scheduler", "zero_snr", "pipeline"),
+    *("global_pool_conditions", "vision_num_heads"),
+)
+
+
+def stored_facts(metadata: Mapping[str, str]) -> dict[str, str]:
+    """Return a file's metadata without names that are ours but were written by another program.
+
+    Ours have a prefix, which is removed.  Without it they count if the file tells a known family and what describe()
+    tells besides, as those that `train` and `export` write do.
+    """
+    ours = {name.removeprefix(PREFIX): text for name, text in metadata.items() if name.startswith(PREFIX)}
+    signed = metadata.keys() >= {"title", "steps", "guidance"} and metadata.get("family") in FAMILIES
+    dropped = {*FROM_FOLDERS, *(() if signed else METADATA_KEYS)}
+    if metadata.get("modelspec.prediction_type") in PREDICTIONS:  # a standard's name
+        dropped -= {"modelspec.prediction_type"}
+    others = {name: text for name, text in metadata.items() if name not in dropped}
+    return others | {name: text for name, text in ours.items() if name in METADATA_KEYS}
+
+
 # What a diffusers folder tells -> the required keys that it is in place of.
 INSTEAD = {
     "unet_head_dim": ("unet_num_heads",),
@@ -270,6 +344,8 @@ def _described(unet: UNetSpec, shapes: Mapping[str, Shapes], metadata: Mapping[s
             f"`metadata=KEY=VALUE`) must give {', '.join(missing)}"
         )
     row = FAMILIES[metadata.get("family", "sd1")]
+    if not isinstance(row.unet, UNetSpec):
+        raise ValueError(f"the metadata name the family {metadata['family']!r}, but this is a UNet")
     check_complete(shapes, row.networks)
     return replace(
         row,
@@ -335,6 +411,7 @@ def _check(family: Family) -> None:
     is_whole = family.resolution > 0 and family.resolution % factor == 0
     checks: list[tuple[str, object, bool, str]] = [  # name, value, whether it is valid, valid values
         ("scale_factor", family.scale_factor, is_scale, "more than 0"),
+        ("shift_factor", family.shift_factor, math.isfinite(family.shift_factor), "a finite number"),
         ("resolution", family.resolution, is_whole, f"a multiple of {factor}"),
         ("steps", family.steps, 1 <= family.steps <= 1000, "1 to 1000"),
         ("guidance", family.scale, math.isfinite(family.scale), "a finite number"),
@@ -387,6 +464,7 @@ def describe(family: Family) -> dict[str, str]:
         "title": family.title,
         "prediction": family.prediction,
         "scale_factor": family.scale_factor,
+        "shift_factor": family.shift_factor or None,
         "resolution": family.resolution,
         "steps": family.steps,
         "guidance": family.scale,

@@ -78,6 +78,11 @@ def infer_vae(shapes: Shapes) -> Spec:
     return imported(kind).from_shapes(shapes)
 
 
+def scale_of(vae: Spec) -> dict[str, Any]:
+    """Return the fields of Family that an autoencoder tells: the latents of TAESD are the network's as they are."""
+    return {"scale_factor": 1.0, "shift_factor": 0.0} if type(vae).__name__ == "TAESDSpec" else {}
+
+
 IN_THE_FILE = math.nan  # a scale factor that is stored only in the file's buffer `scale_factor`
 
 # ---- noise processes ------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from dataclasses import replace
 from ldm_lite.core.files import Tensors, imported
 from ldm_lite.core.layers import Shapes
 from ldm_lite.zoo.families import DENOISERS
-from ldm_lite.zoo.family import Family, infer_vae
+from ldm_lite.zoo.family import Family, infer_vae, scale_of
 
 TEXTS = {  # a key of a text encoder -> the class of its spec
     "embeddings.token_embedding.weight": "CLIPTextSpec",
@@ -14,6 +14,7 @@ TEXTS = {  # a key of a text encoder -> the class of its spec
     "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight": "T5Spec",
     "layers.0.self_attn.q_norm.weight": "Qwen3Spec",
 }
+CLIP = "CLIPTextSpec"
 TITLES = {"CLIPTextSpec": "CLIP-L", "OpenCLIPTextSpec": "OpenCLIP bigG", "T5Spec": "T5 XXL", "Qwen3Spec": "Qwen3 4B"}
 
 
@@ -71,6 +72,8 @@ def fitted(shapes: Mapping[str, Shapes], metadata: Mapping[str, str]) -> Family:
             f"is {row.title}, which reads text with {_titles(kinds)}: name the file of {_titles(missing)} with "
             "`text_encoder=FILE`, which may be repeated"
         )
+    if row.conditioner == "sd3" and shapes["text_encoder"].get("text_projection.weight", (0,))[0] == texts[CLIP].width:
+        texts[CLIP] = replace(texts[CLIP], projection=True)  # else its pooled output is read as it is
     if "vae" not in shapes:
         raise ValueError(f"is {row.title} without its autoencoder: name its file with `vae=FILE`")
     vae = infer_vae(shapes["vae"])
@@ -90,7 +93,7 @@ def fitted(shapes: Mapping[str, Shapes], metadata: Mapping[str, str]) -> Family:
             raise ValueError(
                 f"is {row.title}, but {what} {width} wide, wanted {wanted}: take another `text_encoder=FILE`"
             )
-    return replace(row, vae=vae, text_encoders=tuple(texts.values()))
+    return replace(row, vae=vae, text_encoders=tuple(texts.values()), **scale_of(vae))
 
 
 def _titles(kinds: Iterable[str]) -> str:

@@ -9,6 +9,7 @@ import zipfile
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import random_checkpoint
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 import ldm_lite
 from ldm_lite import core, txt2img
 from ldm_lite.checkpoint.reader import ema_copy, open_checkpoint, split
+from ldm_lite.zoo.families import FROM_FOLDERS, METADATA_KEYS
 
 METADATA = random_checkpoint.metadata(SMALL)
 
@@ -137,6 +139,21 @@ def test_a_file_of_the_core_is_the_same_model(tmp_path: Path) -> None:
     saved, bundled = ldm_lite.load(tmp_path / "saved.safetensors", device="cpu"), ldm_lite.load(device="cpu")
     assert saved.family == replace(bundled.family, title=saved.family.title)
     assert_same(saved, bundled)
+
+
+def test_what_other_programs_wrote_into_a_file_changes_nothing(tmp_path: Path, small_path: Path) -> None:
+    """Whatever its names; ours have a prefix."""
+    odd = dict.fromkeys((*METADATA_KEYS, *FROM_FOLDERS), "2")
+    odd |= {"sampler": "lcm", "zero_snr": "no", "family": "SDXL 1.0", "prediction": "noise", "title": "My Merge"}
+    path = tmp_path / "merge.safetensors"
+    facts = {f"ldm_lite.{key}": value for key, value in METADATA.items()}
+    save_file(load_file(small_path), path, metadata=odd | facts)
+    merged, plain = ldm_lite.load(path, device="cpu"), ldm_lite.load(small_path, device="cpu")
+    assert merged.family == plain.family
+    assert np.array_equal(merged.schedule.alpha_bar, plain.schedule.alpha_bar)
+    assert merged.schedule.spacing is None
+    with pytest.raises(ValueError, match=r"the metadata name the family 'SDXL 1\.0', wanted one of sd1"):
+        ldm_lite.load(path, device="cpu", metadata={"family": "SDXL 1.0"})
 
 
 # ---- hostile files --------------------------------------------------------------------------------------------------

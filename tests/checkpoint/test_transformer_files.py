@@ -57,7 +57,7 @@ def test_loads_all_in_one_and_apart(name: str, tmp_path: Path, caplog: pytest.Lo
 def test_a_file_is_its_own_row_by_its_metadata(tmp_path: Path) -> None:
     for name, row in (("sd35_large_turbo", "sd35_large"), ("flux_canny", "flux_control")):
         family = toy_flow.small(row)
-        own = {"text_num_heads": "2", "text_2_num_heads": "2"}
+        own = {"ldm_lite.text_num_heads": "2", "ldm_lite.text_2_num_heads": "2"}
         path = save(tmp_path / f"{name}.safetensors", all_in_one(family, weights(family)), own)
         about = {"family": name}
         assert ldm_lite.load(path, device="cpu", t5_vocab=SPIECE).family.steps == FAMILIES[row].steps
@@ -232,13 +232,15 @@ def test_a_folder_of_diffusers(name: str, tmp_path: Path, caplog: pytest.LogCapt
     clips = {"text_encoder": under("text_model.", parts["text_encoder"])}
     if last == "text_encoder_3":
         clips["text_encoder_2"] = hugging_face(parts["text_encoder_2"])
+        parts["text_encoder"]["text_projection.weight"] = torch.rand(8, 8)
+        clips["text_encoder"]["text_projection.weight"] = parts["text_encoder"]["text_projection.weight"]
     folders = {"transformer": of_diffusers(name), "vae": parts["vae"], last: parts[last], **clips}
     for folder, tensors in folders.items():
         (tmp_path / folder).mkdir()
         file = "diffusion_pytorch_model" if folder in ("transformer", "vae") else "model"
         save(tmp_path / folder / f"{file}.safetensors", tensors)
         act = {"hidden_act": "gelu" if folder == "text_encoder_2" else "quick_gelu", "num_attention_heads": 2}
-        about = act if folder in clips else {"scaling_factor": 0.3, "shift_factor": 0.1159} if folder == "vae" else {}
+        about = act if folder in clips else {"scaling_factor": 0.3, "shift_factor": 0.2} if folder == "vae" else {}
         (tmp_path / folder / "config.json").write_text(json.dumps(about))
     (tmp_path / "scheduler").mkdir()
     (tmp_path / "scheduler" / "scheduler_config.json").write_text(json.dumps(SCHEDULER))
@@ -254,7 +256,7 @@ def test_a_folder_of_diffusers(name: str, tmp_path: Path, caplog: pytest.LogCapt
     x, t, context, y = toy_flow.inputs(family.unet)
     out = pipe.unet(x, t, context, y, **toy_flow.more(family.unet))
     assert toy.relative_error(out, GOLDEN[f"diffusers.{name}"]) < 1e-5
-    assert pipe.family.scale_factor == 0.3
+    assert (pipe.family.scale_factor, pipe.family.shift_factor) == (0.3, 0.2)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """IP-Adapter: its networks and runs with it, against the original's code and diffusers' UNet; and its files."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +210,20 @@ def test_openclips_names_of_the_image_encoder(pipe: Pipeline, folder: Path, tmp_
         given = control(folder, f"{kind}.safetensors")
         renamed = latents(pipe, **given | {"clip_vision": tmp_path / "open_clip.safetensors"})
         assert toy.relative_error(renamed, latents(pipe, **given).double().numpy()) < 1e-6
+
+
+def test_a_folder_of_the_image_encoder_tells_its_heads(pipe: Pipeline, folder: Path, tmp_path: Path) -> None:
+    save_file(toy.seer(), tmp_path / "model.safetensors")
+    given = control(folder, "mlp.safetensors") | {"clip_vision": tmp_path}
+    runs = {}
+    for heads in (toy.SEER.heads, toy.SEER.heads * 2):
+        (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": heads}))
+        runs[heads] = latents(pipe, **given)
+    assert torch.equal(runs[toy.SEER.heads], latents(pipe, **control(folder, "mlp.safetensors")))
+    assert not torch.equal(*runs.values())
+    (tmp_path / "config.json").write_text('{"num_attention_heads": 7}')
+    with pytest.raises(ValueError, match=r"its num_attention_heads cannot be 7: wanted a divisor of 128"):
+        latents(pipe, **given)
 
 
 def test_the_command_and_its_mistakes(

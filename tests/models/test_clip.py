@@ -57,3 +57,27 @@ def test_is_inferred_from_its_shapes_in_any_order() -> None:
     random.Random(0).shuffle(items)
     unknown = replace(CLIP_L, vocab_size=0, length=0, width=0, mlp_width=0, layers=0)
     assert unknown.fitted(dict(items)) == CLIP_L
+
+
+def test_the_pooled_output_is_read_at_the_end_token_however_many_tokens_were_added() -> None:
+    """Textual inversions too follow the vocabulary that prompts reach."""
+    ids = torch.tensor([[49406, 320, 49407, 49407], [49406, 2368, 49407, 49407]])
+    spec = replace(SMALL.text, vocab_size=49408, length=4)
+    longer = toy.fill(CLIPTextEncoder(replace(spec, vocab_size=49410)), "text.")
+    plain = CLIPTextEncoder(spec)
+    plain.load_state_dict(
+        {key: value[:49408] if "token_emb" in key else value for key, value in longer.state_dict().items()}
+    )
+    pooled = longer.context_and_pooled(ids)[1]
+    assert torch.equal(pooled, plain.context_and_pooled(ids)[1])
+    assert not torch.allclose(pooled[0], pooled[1], atol=1e-2)
+    ids[:, 1], learned = 49408, torch.ones(1, spec.width)
+    assert torch.equal(longer(ids, learned=learned), plain(ids, learned=learned))
+
+
+def test_the_pooled_output_may_be_projected() -> None:
+    network = toy.fill(CLIPTextEncoder(replace(SMALL.text, projection=True)), "text.")
+    context, pooled = network.context_and_pooled(IDS)
+    unprojected = toy.fill(CLIPTextEncoder(SMALL.text), "text.").context_and_pooled(IDS)
+    assert torch.equal(context, unprojected[0])
+    assert torch.allclose(pooled, unprojected[1] @ network.text_projection.weight.T, atol=1e-5)

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import logging
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -226,19 +227,29 @@ def test_the_marker_of_v_prediction(files: Callable[[str], Path], tmp_path: Path
     assert schedule.alpha_bar[-1] == 0
 
 
-def test_turbo_is_detected_by_layout_or_metadata() -> None:
+def test_turbo_is_detected_by_layout_or_two_signs(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
     assert (FAMILIES["sd_turbo"].steps, FAMILIES["sd_turbo"].scale) == (1, 1.0)
     shapes = {"unet": {key: tuple(s) for key, s in MANIFESTS["unet_sdxl_base"]["shapes"].items()}}
     assert detect_family(shapes, {}, sgm=True) == SDXL
     assert detect_family(shapes, {"family": "sdxl_turbo"}, sgm=True) == FAMILIES["sdxl_turbo"]
     ancestral, euler = ({"scheduler": f"Euler{kind}DiscreteScheduler, trailing"} for kind in ("Ancestral", ""))
-    assert detect_family(shapes, ancestral, sgm=True) == FAMILIES["sdxl_turbo"]
-    assert detect_family(shapes, ancestral | {"family": "sdxl_base"}, sgm=True) == SDXL
-    assert detect_family(shapes, euler, sgm=True) == SDXL  # as of SDXL-Lightning
-    assert detect_family(shapes, {"scheduler": "EulerAncestralDiscreteScheduler, leading"}, sgm=True) == SDXL
+    small, named = {"sample_size": "64"}, {"pipeline": "owner/a-Turbo, None"}
+    for sign in (small, named):
+        assert detect_family(shapes, ancestral | sign, sgm=True) == FAMILIES["sdxl_turbo"]
+        other = detect_family(shapes, ancestral | sign | {"family": "sdxl_base"}, sgm=True)
+        assert replace(other, resolution=1024) == SDXL
+    assert "taken for SDXL-Turbo by its scheduler and its size: else add `metadata=family=sdxl_base`" in caplog.text
+    for sign in (ancestral, small, named, euler | named):  # Euler: as of SDXL-Lightning
+        assert replace(detect_family(shapes, sign, sgm=True), resolution=1024) == SDXL
+    assert detect_family(shapes, {"scheduler": "EulerAncestralDiscreteScheduler, leading"} | named, sgm=True) == SDXL
     of_sd2 = {"unet": {key: tuple(s) for key, s in MANIFESTS["unet_sd2"]["shapes"].items()}}
-    assert detect_family(of_sd2, euler) == FAMILIES["sd_turbo"]
-    assert detect_family(of_sd2, ancestral) == SD2
+    assert detect_family(of_sd2, euler | named) == FAMILIES["sd_turbo"]
+    assert "taken for SD-Turbo by its scheduler and its name" in caplog.text
+    for signs in (euler, euler | small, ancestral | named):  # Stable Diffusion 2's eps model has 512 px too
+        found = detect_family(of_sd2, signs)
+        assert replace(found, v_resolution=768) == SD2
+    assert "its scheduler is that of SD-Turbo: if it is, add `metadata=family=sd_turbo`" in caplog.text
     of_sd1 = {"unet": {key: tuple(s) for key, s in MANIFESTS["unet_sd1"]["shapes"].items()}}
     assert detect_family(of_sd1, euler) == FAMILIES["sd1"]
     assert make_plan(FAMILIES["sdxl_turbo"].sampler, toy_schedule(), 4).t.tolist() == [999, 749, 499, 249]
