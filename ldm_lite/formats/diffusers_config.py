@@ -50,7 +50,9 @@ CHECKED: dict[str, dict[str, Values]] = {
     },
     "tiny": {"_class_name": ("AutoencoderTiny",), "act_fn": ("relu",), **NO_SHIFT},
     "text": {"hidden_act": ("quick_gelu", "gelu"), **CLIP},
-    "vision": {"hidden_act": ("quick_gelu",), **CLIP},
+    "vision": {"hidden_act": ("quick_gelu",), **CLIP},  # CLIP ViT-B and L
+    "open_clip_vision": {"hidden_act": ("gelu",), **CLIP},  # ViT-H, g and bigG, which are wider
+    "siglip": {"hidden_act": ("gelu_pytorch_tanh",), "layer_norm_eps": (1e-6,)},
     "scheduler": {
         "num_train_timesteps": (1000,),
         "original_inference_steps": (50,),
@@ -98,7 +100,12 @@ def read_network(place: str, config: Config, shapes: Shapes) -> dict[str, str]:
         nested = config.get(f"{kind}_config")  # of a whole CLIP
         config = config if not isinstance(nested, dict) else {key: nested[key] for key in nested.keys() & CLIP_KEYS}
     has_shift = kind == "vae" and not any("quant_conv." in key for key in shapes)
-    check(place, config, CHECKED[kind] | (FLOW_SHIFT if has_shift else {}))
+    checked = kind
+    if kind == "vision":
+        is_clip = "vision_model.embeddings.class_embedding" in shapes
+        width = (shapes["vision_model.embeddings.patch_embedding.weight"] or (0,))[0]
+        checked = ("vision" if width <= 1024 else "open_clip_vision") if is_clip else "siglip"
+    check(place, config, CHECKED[checked] | (FLOW_SHIFT if has_shift else {}))
     metadata: dict[str, object] = {"global_pool_conditions": config.get("global_pool_conditions")}
     if kind in ("unet", "control"):
         metadata |= _heads(place, config)
