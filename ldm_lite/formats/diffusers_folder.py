@@ -11,7 +11,7 @@ from typing import Any
 from ldm_lite.checkpoint import hub
 from ldm_lite.checkpoint.reader import QWEN3, T5, joined, metadata_of, open_checkpoint, places_in, prefix, split
 from ldm_lite.checkpoint.vocabularies import T5_VOCABS
-from ldm_lite.cli.files import read_json
+from ldm_lite.cli.files import read_object
 from ldm_lite.core.files import Tensors
 from ldm_lite.formats.diffusers_config import (
     check_pipeline,
@@ -182,7 +182,4 @@ def _shards(index: Path) -> dict[str, str]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     """Read an object from a JSON file; {} if there is no file.  Raises ValueError if it is damaged."""
-    content = read_json(path) if os.path.lexists(path) else {}
-    if not isinstance(content, dict):
-        raise ValueError(f"{path}: holds a JSON {type(content).__name__}, wanted an object")
-    return content
+    return read_object(path) if os.path.lexists(path) else {}
