@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ldm_lite.cli.files import open_file
+from ldm_lite.cli.image_headers import check_exif, check_image
 from ldm_lite.cli.options import MOST_PX
 from ldm_lite.core import image as core
 from ldm_lite.core.image import mask_latent, pad, stretch, to_pil, to_pixels
@@ -39,8 +40,6 @@ SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif", "
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF", "AVIF", "HEIF")
 MOST_BYTES = 2**28  # of a file
 MOST_PIXELS = 2**26  # of an image, 8192 x 8192: decoding takes up to 12 bytes each
-MOST_EXIF = 2**20  # bytes
-MOST_NUMBERS = 2**18  # of a TIFF file's tag: a strip for each row, or tiles of 16 x 16
 RESIZES = ("crop", "fit", "stretch")
 PIXEL_UPSCALERS = {"Lanczos": Image.Resampling.LANCZOS, "Nearest": Image.Resampling.NEAREST}
 SIDES = ("left", "top", "right", "bottom")
@@ -87,8 +86,9 @@ def read_image(path: str | os.PathLike[str], convert: Callable[[Image.Image], T]
 def decode_image(file: BinaryIO, name: str | os.PathLike[str], convert: Callable[[Image.Image], T], most: int = 0) -> T:
     """Decode an open image file as read_image does; `most` is a lower limit of its pixels.  Raises ValueError."""
     with _readable(name):
-        _check_tags(file)
+        check_image(file)
         image = Image.open(file, formats=_formats())
+        check_exif(image.info)
     try:
         _check_size(image.size, most or MOST_PIXELS)
     except ValueError as error:
@@ -111,24 +111,6 @@ def _readable(path: str | os.PathLike[str]) -> Iterator[None]:
         elif isinstance(error, Image.DecompressionBombError):
             why = f": it has more than {MOST_PIXELS} pixels, make it smaller"
         raise ValueError(f"{os.fspath(path)}: is not an image that can be read{why}") from error
-
-
-def _check_tags(file: BinaryIO) -> None:
-    """Raises ValueError for a TIFF file with a tag of more than MOST_NUMBERS: Pillow makes a Python object of each.
-
-    TIFF 6.0, section 2; the 64-bit variant has 43 in place of 42.
-    """
-    order, big = {b"II": "<", b"MM": ">"}.get(file.read(2)), 43 in file.read(2)
-    if order is not None:
-        offset, number, entry = ("xxxxQ", "Q", "HHQ8x") if big else ("I", "H", "HHI4x")
-        file.seek(struct.unpack(order + offset, file.read(struct.calcsize(order + offset)))[0])
-        (count,) = struct.unpack(order + number, file.read(struct.calcsize(order + number)))
-        size = struct.calcsize(order + entry)
-        tags = file.read(min(count, 2**16) * size)
-        for tag, kind, numbers in struct.iter_unpack(order + entry, tags[: len(tags) // size * size]):
-            if numbers > MOST_NUMBERS and kind not in (1, 2, 7):  # bytes and text stay as they are
-                raise ValueError(f"tag {tag} has {numbers} numbers, wanted at most {MOST_NUMBERS}")
-    file.seek(0)
 
 
 @cache
@@ -180,11 +162,10 @@ def _flatten(image: Image.Image, background: str) -> Image.Image:
 def upright(image: Image.Image) -> Image.Image:
     """Return an image rotated by its EXIF tag; the same object if there is nothing to rotate.
 
-    Raises ValueError for EXIF data beyond MOST_EXIF; what Pillow raises for damaged files.
+    Raises ValueError for EXIF data that check_exif refuses; what Pillow raises for damaged files.
     """
     image.load()
-    if (size := len(image.info.get("exif") or b"")) > MOST_EXIF:
-        raise ValueError(f"got {size} bytes of EXIF data, wanted at most {MOST_EXIF}: remove them")
+    check_exif(image.info)
     return image if image.getexif().get(ExifTags.Base.Orientation, 1) == 1 else ImageOps.exif_transpose(image)
 
 

@@ -5,6 +5,7 @@ import os
 import random
 import re
 import struct
+import time
 import zlib
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from runs import pixels_of
 from ldm_lite import Pipeline, image
 from ldm_lite.control.control import Control
 from ldm_lite.image import clip_crop, open_depth, open_image, open_mask, resize, to_image
+from ldm_lite.text.parameters import read_parameters
 
 PACKAGE = Path(image.__file__).parent
 READERS = [open_image, open_mask, open_depth, lambda path: Control("c", path, preprocess="inpaint").pixels((8, 8))]
@@ -122,6 +124,99 @@ def test_what_expands_when_it_is_read_is_refused(sd: Pipeline, tmp_path: Path) -
         (tmp_path / name).write_bytes(content)
         with pytest.raises(ValueError, match=f"{name}: is not an image that can be read .*(large|wanted at most)"):
             sd.encode(tmp_path / name)
+
+
+def segment(marker: int, content: bytes) -> bytes:
+    return bytes((0xFF, marker)) + struct.pack(">H", len(content) + 2) + content
+
+
+def shared(tags: int, size: int, kind: int = 7) -> bytes:
+    """A TIFF directory whose tags all hold the same `size` bytes."""
+    entries = b"".join(struct.pack("<HHII", 0x1000 + i, kind, size // (2 if kind == 3 else 1), 10) for i in range(tags))
+    return (b"II*\0\x08\0\0\0" + struct.pack("<H", tags) + entries + bytes(4)).ljust(size + 10, b"\1")
+
+
+def costly() -> dict[str, tuple[bytes, str]]:
+    """Small files that took minutes or gigabytes, and what is said of them."""
+    jpeg, progressive, gif = encoded("JPEG"), encoded("JPEG", (64, 64), progressive=True), encoded("GIF", mode="P")
+    two_scans = jpeg.replace(b"\xff\xda\0\x0c\3", b"\xff\xda\0\x0c\1")  # of a component each
+    head, scan = jpeg[:2], progressive[progressive.rindex(b"\xff\xda") : -2]
+    colours = 13 + (3 << (gif[10] & 7) + 1)
+    exif = [b"Exif\0\0" + part for part in (shared(900, 40_000), shared(5000, 60_001)[:60_000], b"x" * 60_000)]
+    grey = struct.pack("<IiiHHIIiiII", 40, 65_535, 1000, 1, 8, 1, 4, 0, 0, 0, 0) + bytes(1024) + b"\0\0" * 1000
+
+    def with_segments(*segments: bytes) -> bytes:
+        return head + b"".join(segments) + jpeg[2:]
+
+    def with_blocks(blocks: bytes) -> bytes:
+        return gif[:colours] + blocks + gif[colours:]
+
+    return {
+        "EXIF of one segment": (with_segments(segment(0xE1, exif[0])), "more bytes than the 40010"),
+        "EXIF of many tags": (with_segments(segment(0xE1, exif[1])), "5000 tags, wanted at most 1000"),
+        "EXIF of many segments": (with_segments(*[segment(0xE1, exif[2])] * 20), "bytes of EXIF data"),
+        "small segments": (with_segments(*[segment(0xE1, b"Exif\0\0x")] * 9999), "more than 2000 segments"),
+        "MPF": (with_segments(segment(0xE2, b"MPF\0" + shared(900, 40_000))), "more bytes than"),
+        "APP13": (with_segments(*[segment(0xED, b"Photoshop 3.0\0" + b"8BIM" * 9999)] * 999), "of metadata"),
+        "tables": (with_segments(*[segment(0xDB, (b"\0" + b"\1" * 64) * 999)] * 99), "of tables"),
+        "padding": (with_segments(b"\xff" * 10**6), "more than 2000 segments"),
+        "no segments": (with_segments(segment(0xE0, b""), b"\0" * 10**6), "more than 2000 segments"),
+        "scans": (progressive[:-2] + scan * 999 + progressive[-2:], "more than 100 scans"),
+        "scans of one component": (two_scans[:-2] + two_scans[two_scans.index(b"\xff\xda") :] * 999, "100 scans"),
+        "EXIF of PNG": (png(4, 4, chunk(b"eXIf", shared(900, 40_000))), "more bytes than"),
+        "EXIF in hexadecimal": (
+            png(4, 4, chunk(b"tEXt", b"Raw profile type exif\0\nexif\n9\n" + shared(900, 40_000).hex().encode())),
+            "more bytes than",
+        ),
+        "chunks": (png(4, 4, *[chunk(b"abCd", b"")] * 999), "more than 200 chunks"),
+        "chunks of pixels": (png(4, 4, *[chunk(b"IDAT", b"")] * 9999), r"more than \d+ chunks of pixels"),
+        "frames": (png(4, 4, *[chunk(b"fcTL", b"")] * 9999), r"more than \d+ chunks of pixels"),
+        "comments": (with_blocks(b"!\xfe" + (b"\xff" + b"c" * 255) * 999 + b"\0"), "bytes of comments"),
+        "small comments": (with_blocks(b"!\xfe\1c\0" * 9999), r"more than \d+ blocks"),
+        "no blocks": (with_blocks(b"\0" * 10**6), r"more than \d+ blocks"),
+        "after the frame": (gif[:-1] + b"!\xfe\1c\0" * 9999, r"more than \d+ blocks"),
+        "bytes of TIFF": (shared(900, 10**6), "more bytes than"),
+        "numbers of TIFF": (shared(3, 10**6, kind=3), "wanted at most 262144"),
+        "run lengths": (
+            b"BM" + bytes(8) + struct.pack("<I", 1078) + grey,
+            "65535 x 1000 pixels, wanted at most 4194304",
+        ),
+        "AVIF": (encoded("AVIF", exif=shared(5000, 60_001)), "5000 tags"),
+        "WebP": (encoded("WEBP", exif=shared(900, 40_000)), "more bytes than"),
+    }
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_cost_of_reading_is_bounded_by_counting_pieces(tmp_path: Path) -> None:
+    for name, (content, message) in costly().items():
+        path = tmp_path / name
+        path.write_bytes(content)
+        start = time.process_time()
+        with pytest.raises(ValueError, match=f"{name}: is not an image that can be read .*{message}"):
+            open_image(path)
+        if content[1:4] == b"PNG" or content[:2] == b"\xff\xd8":
+            with pytest.raises(ValueError, match=f"{name}: is not a PNG, JPEG or WebP|{name}: holds no text"):
+                read_parameters(path)
+        assert time.process_time() - start < 0.5
+
+
+def test_what_cameras_and_editors_write_is_below_the_bounds(tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112], exif[0x010F] = 6, "a camera"
+    exif.get_ifd(0x8769)[0x9286] = b"ASCII\0\0\0a text"
+    exif.get_ifd(0x8825)[1] = "N"
+    extended = b"http://ns.adobe.com/xmp/extension/\0" + b"depth" * 12_000
+    photo = encoded("JPEG", (64, 48), progressive=True, exif=exif, icc_profile=b"p" * 200_000, quality=95)
+    for name, content in {
+        "photo.jpg": photo[:2] + segment(0xE1, extended) * 150 + photo[2:],
+        "photo.webp": encoded("WEBP", (64, 48), exif=exif),
+        "photo.png": encoded("PNG", (64, 48), exif=exif),
+        "photo.tiff": encoded("TIFF", (64, 48), exif=exif, compression="tiff_lzw"),
+        "damaged.jpg": encoded("JPEG", (48, 64), exif=b"Exif\0\0" + tiff(0x9286, 7, 2**30)),
+        "photo.avif": encoded("AVIF", (64, 48), exif=exif),  # last: Pillow takes the orientation out of it
+    }.items():
+        (tmp_path / name).write_bytes(content)
+        assert open_image(tmp_path / name).size == (48, 64), name
 
 
 def test_of_several_frames_the_first_is_taken(sd: Pipeline, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -27,7 +27,7 @@ from ldm_lite.adapters.merging import Applied, MergedLora, Target, Weight
 from ldm_lite.adapters.strength import Strength
 from ldm_lite.adapters.textual_inversion import Embedding, bundled
 from ldm_lite.checkpoint.reader import errors_of, open_checkpoint
-from ldm_lite.cli.files import read_text
+from ldm_lite.cli.files import parse_json, read_json
 from ldm_lite.formats.diffusers_names import (
     flux_modules,
     sd3_modules,
@@ -165,10 +165,10 @@ def _read(path: Path, role: str, config: Path | None) -> Lora:
     file = open_checkpoint(path)
     most, configs = len(file.shapes), dict[str, peft.PeftConfig]()
     if config is not None:
-        configs[""] = peft.read_config(peft.parse_json(read_text(config), str(config)), str(config), most)
+        configs[""] = peft.read_config(read_json(config), str(config), most)
     elif about := file.metadata.get("lora_adapter_metadata"):
         where = f"{path}: its lora_adapter_metadata"
-        configs = peft.by_role(peft.parse_json(about, where), where, most)
+        configs = peft.by_role(parse_json(about, where), where, most)
     keys = [key for key in file.shapes if not key.startswith("bundle_emb.")]
     parts: dict[str, dict[str, str]] = {}
     dotted: dict[str, str] = {}

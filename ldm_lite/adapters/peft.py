@@ -4,7 +4,6 @@ Source: PEFT's LoraConfig and those of the other KINDS, LoraLayer.update_layer a
 lora_adapter_metadata.
 """
 
-import json
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -164,15 +163,6 @@ def _is_number(value: Any) -> bool:
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def parse_json(text: str, where: str) -> Any:
-    """Parse JSON.  Raises ValueError, one line, if it is damaged."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        reason = str(error) if isinstance(error, ValueError) else "nested too deeply"
-        raise ValueError(f"{where}: is not valid JSON ({reason}): download it again") from error
 
 
 def by_role(about: Any, where: str, most: int) -> dict[str, PeftConfig]:

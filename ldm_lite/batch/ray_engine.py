@@ -13,6 +13,7 @@ from typing import Any
 
 from ldm_lite.batch.store import Report, Task, Worker
 from ldm_lite.batch.table import extra
+from ldm_lite.cli.files import regular
 
 log = logging.getLogger("ldm_lite")
 
@@ -38,7 +39,7 @@ class _Actor:
             return self._error or AssertionError()
         tries = self._store.out / f".{self._store.name(number)}.tries.part"
         try:
-            with open(tries, "ab") as file:
+            with open(tries, "ab", opener=regular) as file:
                 file.write(b".")
             if (lost := tries.stat().st_size - 1) >= MOST_LOST:
                 return ChildProcessError(f"{self._store.name(number)}: {lost} workers ended while they made it")

@@ -17,11 +17,12 @@ from typing import Any, Protocol
 
 from ldm_lite.batch.options import BatchOptions
 from ldm_lite.batch.table import Table, extra
-from ldm_lite.cli.files import read_json
+from ldm_lite.cli.files import open_file, read_object
 from ldm_lite.cli.options import CheckedOptions, LoadOptions
 from ldm_lite.cli.writing import flush, locked, remove, replacing, write_whole
 
 JOB = "job.json"
+MOST_HEAD = 2**16  # bytes of a list's first line
 COLUMNS = {  # of the manifest, with their types in Parquet
     "id": "string",
     "row": "int64",
@@ -69,11 +70,11 @@ class Store:
     def is_done(self, number: int, rows: str | None = None) -> bool:
         """Whether a shard is whole and, unless None, made of rows with this digest."""
         try:
-            with open(self.list_of(number), "rb") as file:
-                head = json.loads(file.readline())
+            with open_file(self.list_of(number)) as file:
+                head = json.loads(file.readline(MOST_HEAD))
                 whole = os.fstat(file.fileno()).st_size == file.tell() + head["lines"]
             return whole and rows in (None, head["rows"]) and head["size"] == _size(self.out / self.name(number))
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return False
 
     @contextlib.contextmanager
@@ -100,7 +101,7 @@ class Store:
 
     def lines(self, number: int) -> list[dict[str, Any]]:
         """Return a shard's lines of the manifest.  Raises OSError."""
-        with open(self.list_of(number), encoding="utf-8") as file:
+        with open_file(self.list_of(number)) as file:
             return [json.loads(line) for line in file][1:]
 
     def clean(self, mine: Callable[[int], bool]) -> None:
@@ -143,7 +144,7 @@ def check_job(out: Path, job: Mapping[str, Any]) -> None:
     if not path.exists():
         write_whole(path, content, unique=True)
         return
-    before, now = read_json(path), json.loads(content)
+    before, now = read_object(path), json.loads(content)
     for name in sorted(before.keys() | now.keys()):
         if before.get(name) != now.get(name):
             a, b = (json.dumps(values.get(name), ensure_ascii=False) for values in (before, now))

@@ -130,11 +130,16 @@ def _records(file: BinaryIO, kind: str, columns: list[str]) -> Iterator[tuple[Ro
     if kind == ".csv":
         reader = csv.reader(map(_raised, lines), strict=True)
         while True:
+            start = file.tell()
             try:
                 values = next(reader)
             except StopIteration:
                 return
             except (csv.Error, UnicodeDecodeError) as error:
+                file.seek(start)  # perhaps of a quote that never ends, which must not take the next rows with it
+                lines = _lines(file)
+                next(lines)
+                reader = csv.reader(map(_raised, lines), strict=True)
                 yield f"is not a row of a table ({error})", file.tell()
                 continue
             if values and not columns:

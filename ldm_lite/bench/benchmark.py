@@ -17,6 +17,7 @@ from ldm_lite.bench.report import AGAIN, RESULTS, Report, Table, Timing, describ
 from ldm_lite.bench.theirs import PEERS
 from ldm_lite.bench.work import SECTIONS, Cell, Cost, Unavailable, cost
 from ldm_lite.bench.worker import Backend, SubprocessBackend
+from ldm_lite.cli.files import read_text
 from ldm_lite.cli.options import numbers
 from ldm_lite.core.pipeline import DTYPES
 from ldm_lite.runtime.precision import pick_device
@@ -51,7 +52,7 @@ def benchmark(options: Options, on_result: Callable[[Report], None] = lambda rep
     report = Report(describe_run(asked, options), titles)
     report.ceilings = {dtype: ceiling(device, DTYPES[dtype]) for dtype in dtypes}
     if options.resume and (path := options.folder / RESULTS).exists():
-        report.tables += from_json(path.read_text(encoding="utf-8")).tables
+        report.tables += from_json(read_text(path, 2**28)).tables
     earlier = {table.cell: table for table in report.tables}
 
     def on_change(table: Table) -> None:

@@ -112,7 +112,7 @@ def from_json(text: str) -> Report:
             table["cell"] = Cell(**table["cell"])
             table["timings"] = {name: Timing(**timing) for name, timing in table["timings"].items()}
         return Report(**values | {"tables": [Table(**table) for table in values["tables"]]})
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"not the results of a benchmark ({error})") from error
 
 

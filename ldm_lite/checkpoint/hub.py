@@ -13,7 +13,7 @@ ALIASES = {  # short names of common files
     "taesd": "madebyollin/taesd/diffusion_pytorch_model.safetensors",
     "taesdxl": "madebyollin/taesdxl/diffusion_pytorch_model.safetensors",
 }
-ENDINGS = (".ckpt", ".safetensors", ".pt", ".pth", ".bin", ".pt2")  # of files, not of repositories
+ENDINGS = (".ckpt", ".safetensors", ".sft", ".gguf", ".pt", ".pth", ".bin", ".pt2")  # of files, not of repositories
 
 
 def resolve(source: str | os.PathLike[str] | None) -> Path:
@@ -47,7 +47,7 @@ def repository(source: str | os.PathLike[str] | None) -> str | None:
     """
     parts = [] if source is None else os.fspath(source).split("/")
     names = len(parts) == 2 and all(re.fullmatch(r"\w[\w.-]*", part) for part in parts)
-    if not names or Path(parts[1]).suffix in ENDINGS or Path(*parts).exists() or Path(parts[0]).is_dir():
+    if not names or parts[1].lower().endswith(ENDINGS) or Path(*parts).exists() or Path(parts[0]).is_dir():
         return None
     return "/".join(parts)
 

@@ -142,7 +142,10 @@ def load_model(options: LoadOptions, kind: type[M]) -> M:
     if options.lora:
         parse, open_lora = imported(f"{ADAPTERS}.strength:parse"), imported(f"{ADAPTERS}.lora:open_lora")
         loras = [(open_lora(file), weight) for file, weight in map(parse, options.lora)]
-    file = options.ckpt if isinstance(options.ckpt, Tensors) else open_source(options.ckpt)
+    if isinstance(ckpt := options.ckpt, Tensors):  # which may be loaded again: each model has weights of its own
+        file = replace(ckpt, read=lambda key: ckpt.read(key).clone())
+    else:
+        file = open_source(ckpt)
     path = file.path
     title = hub.title(path) if path.is_dir() else path.name
     device = pick_device(options.device)

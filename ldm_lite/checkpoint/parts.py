@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ldm_lite.checkpoint.reader import T5, errors_of, joined, load_network, open_checkpoint, open_source, split
+from ldm_lite.checkpoint.reader import (
+    T5,
+    errors_of,
+    joined,
+    load_network,
+    open_checkpoint,
+    open_source,
+    places_in,
+    split,
+)
 from ldm_lite.cli.options import RuntimeOptions
 from ldm_lite.core.files import Tensors, imported
 from ldm_lite.runtime.precision import pick_device, pick_dtype
@@ -72,7 +81,7 @@ def is_upscaler(source: object) -> bool:
 def load_t5(paths: Sequence[Path], device: torch.device, dtype: torch.dtype) -> T5Encoder:
     """Load a T5 v1.1 encoder from one or several files.  Raises ValueError if they do not hold one."""
     files = [open_checkpoint(path) for path in paths]
-    whole = joined(paths[0], {key: (file, key) for file in files for key in file}, files[0].metadata)
+    whole = joined(paths[0], places_in(files), files[0].metadata)
     if not {T5, "shared.weight"} <= whole.shapes.keys():
         raise ValueError(f"{paths[0]}: holds no T5 encoder; one in several files needs all of them")
     tensors = split(whole)["text_encoder"]

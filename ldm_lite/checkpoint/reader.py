@@ -112,6 +112,18 @@ def open_source(source: str | os.PathLike[str] | None) -> Tensors:
     return imported(f"{FOLDER}:open_folder")(path) if path.is_dir() else open_checkpoint(path)
 
 
+def places_in(files: Iterable[Tensors]) -> dict[str, tuple[Tensors, str]]:
+    """Return where each tensor of several files is, for `joined`.  Raises ValueError for one that is in two files."""
+    places: dict[str, tuple[Tensors, str]] = {}
+    for file in files:
+        for key in file:
+            if key in places:
+                where = f"both {places[key][0].path.name} and {file.path.name} hold {key}"
+                raise ValueError(f"{file.path.parent}: {where}: download the whole folder again")
+            places[key] = file, key
+    return places
+
+
 def joined(path: Path, places: Mapping[str, tuple[Tensors, str]], metadata: Mapping[str, str]) -> Tensors:
     """Return a view of tensors from several files.  `places` maps each key to a file and its key there."""
     shapes = {key: tensors.shapes[stored] for key, (tensors, stored) in places.items()}

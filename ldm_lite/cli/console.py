@@ -48,6 +48,15 @@ def printable(text: str) -> str:
     return "".join(repr(c)[1:-1] if unicodedata.category(c) in _HIDDEN and c not in _JOINERS else c for c in text)
 
 
+MOST_SHOWN_OF_A_MESSAGE = 2000  # characters
+
+
+def shortened(text: str) -> str:
+    """Leave out the middle of a message that quotes more than a reader wants: names in files may have megabytes."""
+    most = MOST_SHOWN_OF_A_MESSAGE // 2
+    return text if len(text) <= 2 * most else f"{text[:most]} ... {text[-most:]}"
+
+
 class _Printable:
     """A terminal's stream that control characters cannot reach."""
 
@@ -74,7 +83,9 @@ class _Messages(logging.Handler):
         self._shown: set[str] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
-        line = ("warning: " if record.levelno >= logging.WARNING else "") + as_flags(printable(record.getMessage()))
+        line = ("warning: " if record.levelno >= logging.WARNING else "") + as_flags(
+            printable(shortened(record.getMessage()))
+        )
         if len(self._shown) > MOST_SHOWN:  # a server runs for months
             self._shown.clear()
         if line not in self._shown:
@@ -132,7 +143,7 @@ def _run(body: Callable[[], None], options: Sequence[object], received: Sequence
             raise
         end_bars()
         message, status = _explain(error, options)
-        print(f"error: {printable(message)}", file=sys.stderr)
+        print(f"error: {printable(shortened(message))}", file=sys.stderr)
         return status
     finally:
         sys.stdout = stdout

@@ -1,5 +1,6 @@
 """Open the files that users name: regular files only, and of limited size, so that no input can hang or fill memory."""
 
+import contextlib
 import json
 import os
 import stat
@@ -24,23 +25,43 @@ def open_file(path: str | os.PathLike[str], most: int | None = None) -> BinaryIO
     pipe, a socket, a device, a name that no file can have, or a larger file.
     """
     try:
-        status = os.stat(path)
+        os.stat(path)
     except ValueError as error:  # a null character, or a surrogate
-        raise ValueError(f"{os.fspath(path)!r}: is not a name that a file can have ({error})") from error
-    _check(path, status, most)
-    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | _FLAGS))  # noqa: SIM115  # the caller's
-    try:
-        _check(path, os.fstat(file.fileno()), most)
-    except ValueError:
+        raise ValueError(f"{os.fspath(path)!r:.200}: is not a name that a file can have ({error})") from error
+    file = open(path, "rb", opener=regular)  # noqa: SIM115  # the caller's
+    if most is not None and os.fstat(file.fileno()).st_size > most:
         file.close()
-        raise
+        raise _too_large(path, most)
     return file
+
+
+def regular(path: str, flags: int) -> int:
+    """Open a regular file as `opener` of `open`, also to append to it: other kinds are refused, and none waits.
+
+    Raises OSError, and ValueError as open_file does.
+    """
+    with contextlib.suppress(FileNotFoundError):  # it may be made
+        _check_kind(path, os.stat(path))
+    descriptor = os.open(path, flags | _FLAGS, 0o666)
+    try:
+        status = os.fstat(descriptor)
+        _check_kind(path, status)
+        if status.st_size == 0 and not flags & (os.O_WRONLY | os.O_RDWR) and hasattr(os, "pread"):
+            os.pread(descriptor, 1, 0)  # some files of /proc and /sys wait for content
+    except (ValueError, OSError) as error:
+        os.close(descriptor)
+        if isinstance(error, ValueError):
+            raise
+        raise ValueError(f"{path}: is a device, wanted a regular file") from error
+    return descriptor
 
 
 def read_bytes(path: str | os.PathLike[str], most: int) -> bytes:
     """Read a whole regular file of at most `most` bytes.  Raises as open_file does."""
     with open_file(path, most) as file:
-        content = file.read(most + 1)
+        content: bytes | None = file.read(most + 1)
+    if content is None:
+        raise ValueError(f"{Path(path)}: is a device, wanted a regular file")  # of /proc, which would wait for more
     if len(content) > most:  # it has grown, or is one of /proc, which have no size
         raise _too_large(path, most)
     return content
@@ -60,21 +81,31 @@ def read_text(path: str | os.PathLike[str], most: int = 16 * 2**20) -> str:
 
 def read_json(path: str | os.PathLike[str], most: int = 16 * 2**20) -> Any:
     """Read a JSON file of at most `most` bytes.  Raises as read_text does, and ValueError if it is not JSON."""
-    text = read_text(path, most)
+    return parse_json(read_text(path, most), Path(path))
+
+
+def read_object(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read an object of a JSON file.  Raises as read_json does, and ValueError for another value."""
+    content = read_json(path)
+    if not isinstance(content, dict):
+        raise ValueError(f"{Path(path)}: holds a JSON {type(content).__name__}, wanted an object")
+    return content
+
+
+def parse_json(text: str | bytes, where: object) -> Any:
+    """Parse JSON.  Raises ValueError, one line that begins with `where`, if it is none."""
     try:
         return json.loads(text)
     except RecursionError as error:
-        raise ValueError(f"{Path(path)}: is nested too deeply") from error
+        raise ValueError(f"{where}: is nested too deeply") from error
     except ValueError as error:
-        raise ValueError(f"{Path(path)}: is not valid JSON ({error}): download it again") from error
+        raise ValueError(f"{where}: is not valid JSON ({error}): download it again") from error
 
 
-def _check(path: str | os.PathLike[str], status: os.stat_result, most: int | None) -> None:
+def _check_kind(path: str | os.PathLike[str], status: os.stat_result) -> None:
     kind = next((kind for test, kind in KINDS if test(status.st_mode)), None)
     if kind is not None:
         raise ValueError(f"{Path(path)}: is a {kind}, wanted a regular file")
-    if most is not None and status.st_size > most:
-        raise _too_large(path, most)
 
 
 def _too_large(path: str | os.PathLike[str], most: int) -> ValueError:

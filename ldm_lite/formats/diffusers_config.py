@@ -55,7 +55,9 @@ CHECKED: dict[str, dict[str, Values]] = {
         "shift_factor": (None, 0),
     },
     "text": {"hidden_act": ("quick_gelu", "gelu"), **CLIP},
-    "vision": {"hidden_act": ("quick_gelu",), **CLIP},
+    "vision": {"hidden_act": ("quick_gelu",), **CLIP},  # CLIP ViT-B and L
+    "open_clip_vision": {"hidden_act": ("gelu",), **CLIP},  # ViT-H, g and bigG, which are wider
+    "siglip": {"hidden_act": ("gelu_pytorch_tanh",), "layer_norm_eps": (1e-6,)},
     "scheduler": {
         "num_train_timesteps": (1000,),
         "original_inference_steps": (50,),
@@ -103,9 +105,13 @@ def read_network(place: str, config: Config, shapes: Shapes) -> dict[str, str]:
         nested = config.get(f"{kind}_config")  # of a whole CLIP
         config = config if not isinstance(nested, dict) else {key: nested[key] for key in nested.keys() & CLIP_KEYS}
     has_shift = kind == "vae" and not any("quant_conv." in key for key in shapes)
-    check(
-        place, config, {key: values for key, values in CHECKED[kind].items() if key != "shift_factor" or not has_shift}
-    )
+    checked = kind
+    if kind == "vision":
+        is_clip = "vision_model.embeddings.class_embedding" in shapes
+        width = (shapes["vision_model.embeddings.patch_embedding.weight"] or (0,))[0]
+        checked = ("vision" if width <= 1024 else "open_clip_vision") if is_clip else "siglip"
+    wanted = {key: values for key, values in CHECKED[checked].items() if key != "shift_factor" or not has_shift}
+    check(place, config, wanted)
     metadata: dict[str, object] = {"global_pool_conditions": config.get("global_pool_conditions")}
     if kind in ("unet", "control"):
         metadata |= _heads(place, config)

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from ldm_lite.checkpoint import hub
-from ldm_lite.checkpoint.reader import QWEN3, T5, joined, metadata_of, open_checkpoint, prefix, split
+from ldm_lite.checkpoint.reader import QWEN3, T5, joined, metadata_of, open_checkpoint, places_in, prefix, split
 from ldm_lite.checkpoint.vocabularies import T5_VOCABS
-from ldm_lite.cli.files import read_json
+from ldm_lite.cli.files import read_object
 from ldm_lite.core.files import Tensors
 from ldm_lite.formats.diffusers_config import (
     check_pipeline,
@@ -31,8 +31,10 @@ BESIDE = (
 )
 TOKENIZER = ("special_tokens_map.json", "tokenizer_config.json")
 IGNORED = ("safety_checker", "image_encoder", "depth_estimator", "image_normalizer")
-STEMS = ("diffusion_pytorch_model", "model", "pytorch_model")
-ENDINGS = (".safetensors", ".fp16.safetensors", ".bin", ".fp16.bin")  # the first that exists is read
+# Of files with weights, and of indices of their shards.
+WEIGHTS = re.compile(r"(diffusion_pytorch_model|model|pytorch_model)(\.fp16)?\.(safetensors|bin)")
+INDEX = re.compile(r"[\w.-]*\.index[\w.-]*\.json")
+PLAIN = re.compile(r"[\w-]+(\.safetensors|\.bin)?(\.index\.json)?")
 
 
 def open_folder(folder: Path) -> Tensors:
@@ -60,13 +62,11 @@ def download(repository: str) -> Path:
     wanted = [name for name in about if name in names]
     for folder in folders:
         inside = [name.removeprefix(folder) for name in names if name.startswith(folder)]
-        file, index = _weights(inside)
-        if file is None and index is not None:
-            wanted.append(folder + index)
-            shards = _shards(hub.download(repository, folder + index))
-            wanted += [folder + name for name in sorted(set(shards.values()))]
-        elif file is not None:
+        if (file := _weights(inside)) is not None:
             wanted.append(folder + file)
+            if file.endswith(".json"):
+                shards = _shards(hub.download(repository, folder + file))
+                wanted += [folder + name for name in sorted(set(shards.values()))]
         else:
             files = ", ".join(f"{repository}/{name}" for name in names if name.endswith((".safetensors", ".ckpt")))
             instead = f"take one of its files: {files}" if files else "it has no weights that ldm_lite reads"
@@ -127,32 +127,32 @@ def _text_encoder(folder: Path, name: str, network: Tensors, open_clip: bool) ->
 
 def _open_network(folder: Path) -> Tensors:
     """Open the weights in the folder of one network, in one file or in shards."""
-    file, index = _weights([path.name for path in folder.iterdir() if not path.is_dir()])
-    if file is not None:
-        checkpoint = open_checkpoint(folder / file)
-    elif index is not None:
-        checkpoint = _open_shards(folder, index)
-    else:
+    file = _weights([path.name for path in folder.iterdir() if not path.is_dir()])
+    if file is None:
         raise ValueError(
             f"{folder}: is a folder without weights, wanted a checkpoint, or a diffusers folder with weights in "
-            f"{STEMS[0]}.safetensors or the like"
+            "diffusion_pytorch_model.safetensors or the like"
         )
+    checkpoint = _open_shards(folder, file) if file.endswith(".json") else open_checkpoint(folder / file)
     metadata = read_network(str(folder), _read_json(folder / "config.json"), checkpoint.shapes)
     return replace(checkpoint, path=folder, metadata=metadata)
 
 
-def _weights(names: Collection[str]) -> tuple[str | None, str | None]:
-    """Return the weights file and the index of shards among the file names of one network's folder."""
-    files = (f"{stem}{ending}" for ending in ENDINGS for stem in STEMS)
-    indices = sorted(
-        (name for name in names if re.fullmatch(r"[\w.-]*\.index[\w.-]*\.json", name)),
-        key=lambda name: (".safetensors" not in name, name),
-    )
-    return next((name for name in files if name in names), None), next(iter(indices), None)
+def _weights(names: Collection[str]) -> str | None:
+    """Return the weights file, or the index of shards, among the file names of one network's folder.
+
+    Safetensors come first, then full precision, then fp16, then other variants, then one file.
+    """
+
+    def rank(name: str) -> tuple[bool, int, bool, str]:
+        variant = 0 if PLAIN.fullmatch(name) else 1 if "fp16" in name else 2
+        return ".safetensors" not in name, variant, name.endswith(".json"), name
+
+    return min((name for name in names if WEIGHTS.fullmatch(name) or INDEX.fullmatch(name)), key=rank, default=None)
 
 
 def _open_shards(folder: Path, index: str) -> Tensors:
-    """Open the files that an index lists.  Each tensor is read from the file that the index says, if it says one."""
+    """Open the files that an index lists.  Raises ValueError unless each of its tensors is where it says, once."""
     shards = _shards(folder / index)
     files = {name: folder / name for name in sorted(set(shards.values()))}
     if missing := [name for name, file in files.items() if not file.is_file()]:
@@ -160,9 +160,7 @@ def _open_shards(folder: Path, index: str) -> Tensors:
     parts = {name: open_checkpoint(file) for name, file in files.items()}
     if absent := [key for key, name in shards.items() if key not in parts[name].shapes]:
         raise ValueError(f"{folder}: {index} names {absent[0]} in {shards[absent[0]]}, which lacks it")
-    places = {key: (part, key) for part in parts.values() for key in part}
-    places |= {key: (parts[name], key) for key, name in shards.items()}
-    return joined(folder, places, next(iter(parts.values())).metadata)
+    return joined(folder, places_in(parts.values()), next(iter(parts.values())).metadata)
 
 
 def _shards(index: Path) -> dict[str, str]:
@@ -185,7 +183,4 @@ def _shards(index: Path) -> dict[str, str]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     """Read an object from a JSON file; {} if there is no file.  Raises ValueError if it is damaged."""
-    content = read_json(path) if os.path.lexists(path) else {}
-    if not isinstance(content, dict):
-        raise ValueError(f"{path}: holds a JSON {type(content).__name__}, wanted an object")
-    return content
+    return read_object(path) if os.path.lexists(path) else {}

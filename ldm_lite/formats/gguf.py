@@ -26,7 +26,8 @@ from ldm_lite.runtime.blocks import FORMATS, BlockLinear, Blocks
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 MOST_PAIRS, MOST_TENSORS, MOST_TEXT = 4096, 65536, 2**20
-MOST_ITEMS = 2**20  # of an array: a vocabulary
+MOST_ITEMS = 2**21  # of all arrays: vocabularies
+MOST_HEADER = 2**26  # bytes of metadata and table
 MOST_DIMENSIONS = 8
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # value types
 TEXT, ARRAY = 8, 9
@@ -84,12 +85,15 @@ class BlockTensors(Tensors):
     def fill_blocks(self, network: nn.Module, device: torch.device, dtype: torch.dtype) -> set[str]:
         """Replace the linears whose weights are in blocks by ones that keep them so, and compute in dtype.
 
-        Returns the keys of these weights.
+        Embeddings are dequantised, piece by piece.  Returns the keys of these weights.
         """
         done = set()
         for key in network.state_dict():
             name, _, last = key.rpartition(".")
             linear, blocks = network.get_submodule(name), self.blocks(key)
+            if isinstance(linear, nn.Embedding) and blocks is not None:
+                linear.weight = nn.Parameter(blocks.dequantize(dtype).to(device), requires_grad=False)
+                done.add(key)
             if type(linear) is not nn.Linear or last != "weight" or blocks is None:
                 continue
             if blocks.shape == tuple(linear.weight.shape):  # not widened for a control LoRA
@@ -108,7 +112,8 @@ def open_gguf(path: Path) -> BlockTensors:
     except NotImplementedError as error:
         raise ValueError(f"{path}: {error}") from error
     except (ValueError, struct.error, EOFError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: is a truncated or damaged GGUF file ({error}): download it again") from error
+        reason = str(error)[:200]
+        raise ValueError(f"{path}: is a truncated or damaged GGUF file ({reason}): download it again") from error
     if "token_embd.weight" in entries and "enc.output_norm.weight" in entries:
         entries = {_renamed(key, T5): entry for key, entry in entries.items()}
     if "blk.0.attn_q_norm.weight" in entries:
@@ -142,10 +147,11 @@ def _table(file: BinaryIO) -> tuple[dict[str, str], dict[str, Entry]]:
         raise ValueError(f"version {version}, wanted {' or '.join(map(str, VERSIONS))}")
     if num_tensors > MOST_TENSORS or num_pairs > MOST_PAIRS:
         raise ValueError(f"{num_tensors} tensors and {num_pairs} pairs, wanted at most {MOST_TENSORS} and {MOST_PAIRS}")
-    pairs = {}
+    pairs, num_items = dict[str, Any](), 0
     for _ in range(num_pairs):
         key = _text(file)
-        pairs[key] = _value(file, _unpack(file, "I")[0])
+        pairs[key], length = _value(file, _unpack(file, "I")[0], MOST_ITEMS - num_items)
+        num_items += length
     table = []
     for _ in range(num_tensors):
         key, (dimensions,) = _text(file), _unpack(file, "I")
@@ -155,8 +161,8 @@ def _table(file: BinaryIO) -> tuple[dict[str, str], dict[str, Entry]]:
         table.append((key, sides, *_unpack(file, "IQ")))  # its format and offset
 
     alignment = pairs.get("general.alignment", 32)
-    if not isinstance(alignment, int) or not 1 <= alignment <= 2**16 or alignment & (alignment - 1):
-        raise ValueError(f"alignment {alignment!r}, wanted a power of 2")
+    if not isinstance(alignment, int) or not 8 <= alignment <= 2**16 or alignment & (alignment - 1):
+        raise ValueError(f"alignment {alignment!r}, wanted a power of 2 from 8 on")
     data = -(-file.tell() // alignment) * alignment
     entries: dict[str, Entry] = {}
     for key, sides, kind, offset in table:
@@ -182,9 +188,9 @@ def _entry(key: str, form: str, sides: tuple[int, ...], original: Any, start: in
     count = math.prod(sides)
     shape = sides
     if original is not None:
-        shape = tuple(original) if isinstance(original, list) else ()
-        if not all(isinstance(side, int) and side > 0 for side in shape) or math.prod(shape) != count:
-            raise ValueError(f"{key} has {count} values, which {original} does not fit")
+        shape = tuple(original) if isinstance(original, list) and len(original) <= MOST_DIMENSIONS else (0,)
+        if not all(isinstance(side, int) and 0 < side <= count for side in shape) or math.prod(shape) != count:
+            raise ValueError(f"{key} has {count} values, which its original shape {original} does not fit")
     return Entry(form, shape, start, count // values * FORMATS[form].bytes)
 
 
@@ -194,25 +200,31 @@ def _unpack(file: BinaryIO, kinds: str) -> tuple[Any, ...]:
 
 def _text(file: BinaryIO) -> str:
     (length,) = _unpack(file, "Q")
-    if length > MOST_TEXT:
-        raise ValueError(f"a text of {length} bytes")
+    if length > MOST_TEXT or file.tell() > MOST_HEADER:
+        raise ValueError(f"a text of {length} bytes in a header of more than {file.tell()}")
     content = file.read(length)
     if len(content) < length:
         raise ValueError("its header ends early")
     return content.decode("utf-8")
 
 
-def _value(file: BinaryIO, kind: int) -> Any:
-    """Read a value of the metadata: a number, a text, or a list, which may not hold lists."""
+def _value(file: BinaryIO, kind: int, most_items: int) -> tuple[Any, int]:
+    """Read a value of the metadata, and return it with its number of items, at most so many.
+
+    It is a number, a text, or a list of these.  Of lists only numbers are kept, as many as a shape may have.
+    """
     if kind == TEXT:
-        return _text(file)
+        return _text(file), 1
     if kind == ARRAY:
         inner, length = _unpack(file, "IQ")
-        if length > MOST_ITEMS or (inner != TEXT and inner not in NUMBERS):
-            raise ValueError(f"an array of {length} values of type {inner}")
-        return (
-            [_text(file) for _ in range(length)] if inner == TEXT else list(_unpack(file, f"{length}{NUMBERS[inner]}"))
-        )
+        if length > most_items or (inner != TEXT and inner not in NUMBERS):
+            raise ValueError(f"an array of {length} values of type {inner}, wanted at most {MOST_ITEMS} in all arrays")
+        if inner == TEXT:
+            for _ in range(length):
+                _text(file)
+            return [], length
+        values = _unpack(file, f"{length}{NUMBERS[inner]}")
+        return list(values[: MOST_DIMENSIONS + 1]), length
     if kind not in NUMBERS:
         raise ValueError(f"a value of the unknown type {kind}")
-    return _unpack(file, NUMBERS[kind])[0]
+    return _unpack(file, NUMBERS[kind])[0], 1

@@ -70,7 +70,7 @@ def _check_formats(tensors: Tensors) -> None:
             if key.endswith(".comfy_quant"):
                 found.append(json.loads(bytes(tensors[key].tolist())))
         formats = {str(layer["format"]) for layer in found}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"its description of the quantisation is damaged ({error})") from error
     if unknown := formats - set(FORMATS):
         raise ValueError(f"is quantised as {', '.join(sorted(unknown))}, wanted {' or '.join(FORMATS)}")

@@ -137,6 +137,10 @@ FORMATS = {
 }
 
 
+WHOLE = 2**26  # values; all linears of FLUX.1 have fewer
+PIECE = 2**16  # blocks, of 32 or 256 values, or of one
+
+
 class Blocks(NamedTuple):
     """A tensor in blocks: the bytes of all of them, their format, and the tensor's shape."""
 
@@ -145,9 +149,15 @@ class Blocks(NamedTuple):
     shape: tuple[int, ...]
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """Return the tensor, on the device of the blocks."""
+        """Return the tensor, on the device of the blocks; a large one, an embedding, piece by piece."""
         form = FORMATS[self.format]
-        return form.dequantize(self.data.view(-1, form.bytes)).to(dtype).view(self.shape)
+        blocks = self.data.view(-1, form.bytes)
+        if len(blocks) * form.values <= WHOLE:
+            return form.dequantize(blocks).to(dtype).view(self.shape)
+        values = torch.empty(len(blocks), form.values, dtype=dtype, device=blocks.device)
+        for piece, into in zip(blocks.split(PIECE), values.split(PIECE), strict=True):
+            into.copy_(form.dequantize(piece))
+        return values.view(self.shape)
 
 
 # ---- layers ---------------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ldm_lite.checkpoint.model import Model
 from ldm_lite.checkpoint.reader import on_meta
 from ldm_lite.cli.command_options import CompareOptions
+from ldm_lite.cli.files import read_json
 from ldm_lite.cli.options import numbers
 from ldm_lite.cli.task_options import Txt2imgOptions
 from ldm_lite.cli.writing import write_whole
@@ -178,7 +179,7 @@ def read(path: Path, about: Mapping[str, object]) -> dict[str, Any]:
     if not path.exists():
         return {**about, "points": {}}
     try:
-        kept = json.loads(path.read_text("utf-8"))
+        kept = read_json(path)
         same = {name: kept[name] for name in about} == about and isinstance(kept["points"], dict)
     except (ValueError, KeyError, TypeError):
         same = False

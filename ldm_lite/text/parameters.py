@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
 from ldm_lite.cli.files import open_file
+from ldm_lite.cli.image_headers import check_exif, check_image
 
 
 def parameters(prompt: str, negative_prompt: str | None, settings: Mapping[str, object]) -> str:
@@ -34,6 +35,7 @@ class Parameters(NamedTuple):
 
 
 MOST_TEXT = 100_000  # characters of a picture's text
+MOST_BYTES = 2**28  # of a picture
 # A key of the settings, and its value: a JSON string, or all up to the next comma.
 _SETTING = re.compile(r'\s*(\w[\w \-/+]{0,99}):\s*("(?:\\.|[^\\"])*"(?=\s*(?:,|$))|[^,]*)(?:,|$)')
 
@@ -76,13 +78,14 @@ def read_parameters(source: Any) -> Parameters:
     if isinstance(source, Image.Image):
         text = text_of(source)
     else:
-        try:
-            with open_file(Path(source), 2**30) as file, Image.open(file, formats=("PNG", "JPEG", "WEBP")) as image:
-                text = text_of(image)
-        except (UnidentifiedImageError, SyntaxError, Image.DecompressionBombError, ValueError) as error:
-            if "wanted" in str(error):
-                raise
-            raise ValueError(f"{name}: is not a PNG, JPEG or WebP that can be read") from error
+        with open_file(Path(source), MOST_BYTES) as file:
+            try:
+                check_image(file)
+                with Image.open(file, formats=("PNG", "JPEG", "WEBP")) as image:
+                    text = text_of(image)
+            except Exception as error:  # for a damaged file Pillow may raise nearly any
+                why = f" ({error})" if "wanted" in str(error) else ""
+                raise ValueError(f"{name}: is not a PNG, JPEG or WebP that can be read{why}") from error
     if text is None:
         raise ValueError(f"{name}: holds no text of AUTOMATIC1111's web UI or of ldm_lite")
     try:
@@ -95,6 +98,7 @@ def text_of(image: Image.Image) -> str | None:
     """The text that a picture holds, as it is."""
     text = image.info.get("parameters")
     if text is None:
+        check_exif(image.info)
         comment = image.getexif().get_ifd(0x8769).get(0x9286, b"")  # EXIF, UserComment
         comment = comment if isinstance(comment, bytes) else b""
         if comment.startswith(b"UNICODE\0"):

@@ -130,7 +130,12 @@ class TextTokenizer:
                 units.append((name, first))
                 continue
             # encode_batch is not used: it starts threads, after which older `tokenizers` warn when a DataLoader forks
-            encoding = self._backend().encode(text[first:end], add_special_tokens=False)
+            try:
+                encoding = self._backend().encode(text[first:end], add_special_tokens=False)
+            except BaseException as error:
+                if type(error).__name__ != "PanicException":  # a panic of Rust, which is no Exception
+                    raise
+                raise ValueError("the tokenizer's vocabulary is damaged: download it again") from error
             units += [
                 ((token,), first + start) for token, (start, _) in zip(encoding.ids, encoding.offsets, strict=True)
             ]
@@ -257,11 +262,18 @@ def _bert() -> Tokenizer:
 def _t5(path: Path) -> Tokenizer:
     content = read_bytes(path, 2**26)
     try:
-        if content[:1] == b"{":
-            return Tokenizer.from_str(content.decode("utf-8"))
-        return _sentencepiece(content)
+        is_json = content[:1] == b"{"
+        tokenizer = Tokenizer.from_str(content.decode("utf-8")) if is_json else _sentencepiece(content)
+        if (tokenizer.token_to_id("<pad>"), tokenizer.token_to_id("</s>")) != (0, 1):
+            raise ValueError("<pad> and </s> are not its first two pieces")
     except Exception as error:  # `tokenizers` raises Exception itself
-        raise ValueError(f"{path}: is not a spiece.model or tokenizer.json ({error}): download it again") from error
+        reason = str(error)[:200]
+        raise ValueError(
+            f"{path}: is not a spiece.model or tokenizer.json of T5 ({reason}): download it again"
+        ) from error
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return tokenizer
 
 
 @cache
@@ -274,7 +286,8 @@ def _qwen3(path: Path) -> Tokenizer:
         if missing := [token for token in QWEN3_SPECIAL if tokenizer.token_to_id(token) is None]:
             raise ValueError(f"lacks {missing[0]}")
     except Exception as error:  # `tokenizers` raises Exception itself
-        raise ValueError(f"{path}: is not a tokenizer of Qwen3 ({error}): wanted its tokenizer.json") from error
+        reason = str(error)[:200]
+        raise ValueError(f"{path}: is not a tokenizer of Qwen3 ({reason}): wanted its tokenizer.json") from error
     tokenizer.no_padding()
     tokenizer.no_truncation()
     return tokenizer
@@ -341,6 +354,8 @@ def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
             value, shift, at = value | (byte & 127) << shift, shift + 7, at + 1
             if byte < 128:
                 return value
+            if shift > 63:
+                raise ValueError("a number of more than 64 bits")
 
     while at < len(message):
         key = varint()

@@ -9,6 +9,7 @@ The syntax is that of adieyal's dynamicprompts, which has more (variables, sampl
 """
 
 import itertools
+import math
 import random
 import re
 from collections.abc import Iterator, Sequence
@@ -17,12 +18,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ldm_lite.cli.files import read_text
+from ldm_lite.cli.options import MOST_CHARACTERS
 
 MOST_PROMPTS = 10_000  # of one template
+MOST_TEXT = 10**7  # characters of them all
 MOST_DEPTH = 20  # braces and wildcards inside each other
-MOST_BYTES = 2**24  # of a file of wildcards
-_HEAD = re.compile(r"(?!\$)\s*(\d{0,4})(?:(-)(\d{0,4}))?\s*\$\$(?:((?:\\.|[^\\{}|$]|\$(?!\$))*)\$\$)?")
-_WEIGHT = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*::")
+MOST_BYTES = 2**24  # of a wildcard's files
+MOST_LINES = 250_000
+MOST_NAME = 100  # characters, of a wildcard
+_HEAD = re.compile(r"(?!\$)\s*+(\d{0,4})(?:(-)(\d{0,4}))?\s*+\$\$(?:((?:\\.|[^\\{}|$]|\$(?!\$))*)\$\$)?")
+_WEIGHT = re.compile(r"\s*+(\d{1,9}(?:\.\d*)?|\.\d+)\s*+::")
 _PIECE = re.compile(r"\\[{}|\\_$]|[{}|]|__((?:(?!__)[\w*/.-])+)__|[^\\{}|_]+|.", re.DOTALL)
 
 
@@ -43,6 +48,7 @@ class Variants:
 
 
 Template = tuple[str | Wildcard | Variants, ...]
+Options = Sequence[tuple[float, Template]]  # with their weights
 
 
 # ---- reading --------------------------------------------------------------------------------------------------------
@@ -108,7 +114,7 @@ def _variants(text: str, start: int, depth: int) -> tuple[Variants, int]:
     return Variants(tuple(options), min(least, count), min(most, count), between), at
 
 
-def _wildcard(options: Sequence[tuple[float, Template]]) -> Wildcard | None:
+def _wildcard(options: Options) -> Wildcard | None:
     """Return the wildcard that is all there is to choose from, whose lines are the options then."""
     only = options[0][1]
     return only[0] if len(options) == 1 and len(only) == 1 and isinstance(only[0], Wildcard) else None
@@ -125,39 +131,96 @@ class Prompts:
         if folder is not None and not folder.is_dir():
             raise ValueError(f"{folder}: is no folder, wanted one with wildcards NAME.txt")
         self.folder = folder
-        self._lines: dict[str, list[Template]] = {}
+        self._lines: dict[str, Options] = {}
+        self._sizes: dict[tuple[str, int], tuple[int, int]] = {}
 
     def one(self, text: str, seed: int) -> str:
-        """Return the prompt that a seed takes of a template.  Raises ValueError, one line; OSError."""
-        return self._draw(parse(text), random.Random(seed), 0)
+        """Return the prompt that a seed takes of a template.
 
-    def all(self, text: str) -> list[str]:
-        """Return every prompt of a template.  Raises ValueError, one line, for more than MOST_PROMPTS; OSError."""
-        prompts = list(itertools.islice(self._every(parse(text), 0), MOST_PROMPTS + 1))
-        if len(prompts) > MOST_PROMPTS:
-            raise ValueError(f"{_shown(text)}: makes more than {MOST_PROMPTS} prompts: draw some, `dynamic=random`")
-        return prompts
-
-    def _draw(self, template: Template, source: random.Random, depth: int) -> str:
-        texts = []
-        for part in template:
-            if isinstance(part, str):
-                texts.append(part)
-                continue
-            options, least, most, between = self._options(part, depth)
-            left, taken = list(options), []
-            for _ in range(source.randint(least, most)):
-                weights = [weight for weight, _ in left] if any(weight for weight, _ in left) else None
-                [place] = source.choices(range(len(left)), weights)
-                taken.append(left.pop(place)[1])
-            texts.append(between.join(self._draw(option, source, depth + 1) for option in taken))
+        Raises ValueError, one line, for one of more than MOST_CHARACTERS; OSError.
+        """
+        texts, length = [], 0
+        for piece in self._draw(parse(text), random.Random(seed), 0):
+            texts.append(piece)
+            length += 1 + len(piece)
+            if length > 2 * MOST_CHARACTERS:  # and as many pieces
+                raise ValueError(
+                    f"{_shown(text)}: makes a prompt of more than {MOST_CHARACTERS} characters: shorten it"
+                )
         return "".join(texts)
 
+    def all(self, text: str) -> list[str]:
+        """Return every prompt of a template, counted before any is made.
+
+        Raises ValueError, one line, for more than MOST_PROMPTS or MOST_TEXT; OSError.
+        """
+        template = parse(text)
+        try:
+            self._size(template, 0)
+        except OverflowError:
+            raise ValueError(
+                f"{_shown(text)}: makes more than {MOST_PROMPTS} prompts, or {MOST_TEXT} characters: draw some, "
+                "`dynamic=random`"
+            ) from None
+        return list(self._every(template, 0))
+
+    def _draw(self, template: Template, source: random.Random, depth: int) -> Iterator[str]:
+        for part in template:
+            if isinstance(part, str):
+                yield part
+                continue
+            options, least, most, between = self._options(part, depth)
+            number = source.randint(least, most)
+            if number > MOST_CHARACTERS:
+                raise ValueError(f"a template takes {number} variants, wanted at most {MOST_CHARACTERS}")
+            left, taken = options, list[Template]()
+            weights = (
+                [weight for weight, _ in options] if isinstance(part, Variants) and options is part.options else []
+            )
+            for _ in range(number):
+                [place] = source.choices(range(len(left)), weights if any(weights) else None)
+                taken.append(left[place][1])
+                if number > 1:
+                    left = [*left] if left is options else left
+                    left.pop(place)
+                    del weights[place : place + 1]
+            for i, option in enumerate(taken):
+                yield between if i else ""
+                yield from self._draw(option, source, depth + 1)
+
+    def _size(self, template: Template, depth: int) -> tuple[int, int]:
+        """How many prompts a template makes, and their characters in all.  Raises OverflowError if these are too many.
+
+        None of its parts has more than the whole: each is used in one prompt or more.
+        """
+        prompts, characters = 1, 0
+        for part in template:
+            size = (1, len(part)) if isinstance(part, str) else self._size_of_choices(part, depth)
+            prompts, characters = _product((prompts, characters), size)
+        return prompts, characters
+
+    def _size_of_choices(self, part: Wildcard | Variants, depth: int) -> tuple[int, int]:
+        if isinstance(part, Wildcard) and (part.name, depth) in self._sizes:
+            return self._sizes[part.name, depth]
+        options, least, most, between = self._options(part, depth)
+        _checked(math.perm(len(options), min(most, MOST_DEPTH)), 0)
+        sums = [(1, 0)] + [(0, 0)] * most  # of the products of so many options
+        for _, option in options if most else ():
+            size = self._size(option, depth + 1)
+            for number in range(most, 0, -1):
+                more = _product(sums[number - 1], size)
+                sums[number] = _checked(sums[number][0] + more[0], sums[number][1] + more[1])
+        prompts = characters = 0
+        for number in range(least, most + 1):  # in every order
+            orders, (count, length) = math.factorial(number), sums[number]
+            length += count * len(between) * max(0, number - 1)
+            prompts, characters = _checked(prompts + orders * count, characters + orders * length)
+        if isinstance(part, Wildcard):
+            self._sizes[part.name, depth] = prompts, characters
+        return prompts, characters
+
     def _every(self, template: Template, depth: int) -> Iterator[str]:
-        parts = [
-            [part] if isinstance(part, str) else list(itertools.islice(self._choices(part, depth), MOST_PROMPTS + 1))
-            for part in template
-        ]
+        parts = [[part] if isinstance(part, str) else list(self._choices(part, depth)) for part in template]
         yield from map("".join, itertools.product(*parts))
 
     def _choices(self, part: Wildcard | Variants, depth: int) -> Iterator[str]:
@@ -167,29 +230,51 @@ class Prompts:
                 for texts in itertools.product(*(list(self._every(option, depth + 1)) for option in taken)):
                     yield between.join(texts)
 
-    def _options(self, part: Wildcard | Variants, depth: int) -> tuple[Sequence[tuple[float, Template]], int, int, str]:
+    def _options(self, part: Wildcard | Variants, depth: int) -> tuple[Options, int, int, str]:
         if depth > MOST_DEPTH:
             raise ValueError(f"a template goes more than {MOST_DEPTH} deep: does a wildcard hold itself?")
         if isinstance(part, Wildcard):
-            return [(1.0, line) for line in self.lines(part.name)], 1, 1, ""
-        options: Sequence[tuple[float, Template]] = part.options
+            return self.lines(part.name), 1, 1, ""
+        options: Options = part.options
         if wildcard := _wildcard(options):
-            options = [(1.0, line) for line in self.lines(wildcard.name)]
+            options = self.lines(wildcard.name)
         return options, min(part.least, len(options)), min(part.most, len(options)), part.between
 
-    def lines(self, name: str) -> list[Template]:
-        """Return the lines of a wildcard, parsed.  Raises ValueError if there is none; OSError."""
+    def lines(self, name: str) -> Options:
+        """Return the lines of a wildcard, parsed, of weight 1.
+
+        Raises ValueError if there is none, or for more than MOST_BYTES or MOST_LINES; OSError.
+        """
         if name not in self._lines:
+            if len(name) > MOST_NAME:
+                raise ValueError(f"got the wildcard __{name[:40]}..., wanted at most {MOST_NAME} characters")
             if self.folder is None:
                 raise ValueError(f"got the wildcard __{name}__ but no folder: give one with `wildcards=DIR`")
             if ".." in Path(name).parts or Path(name).is_absolute():
                 raise ValueError(f"got the wildcard __{name}__, wanted a name inside {self.folder}")
-            templates: list[Template] = []
-            for path in sorted(self.folder.glob(f"{name}.txt")):
-                for line in read_text(path, MOST_BYTES).splitlines():
-                    if text := line.partition("#")[0].strip():
-                        templates.append(parse(text))
-            if not templates:
+            options: list[tuple[float, Template]] = []
+            left = MOST_BYTES
+            pattern = re.sub(r"(\*\*/)+", "**/", name)  # several of them would take quadratic time
+            for path in sorted(self.folder.glob(f"{pattern}.txt")):
+                content = read_text(path, left)
+                left -= len(content)
+                options += [
+                    (1.0, parse(text)) for line in content.splitlines() if (text := line.partition("#")[0].strip())
+                ]
+                if len(options) > MOST_LINES:
+                    raise ValueError(f"{path}: has more than {MOST_LINES} lines for the wildcard __{name}__")
+            if not options:
                 raise ValueError(f"{self.folder}: holds no line for the wildcard __{name}__, wanted {name}.txt")
-            self._lines[name] = templates
+            self._lines[name] = options
         return self._lines[name]
+
+
+def _product(first: tuple[int, int], second: tuple[int, int]) -> tuple[int, int]:
+    """The prompts and characters of each text of the first followed by each of the second."""
+    return _checked(first[0] * second[0], first[1] * second[0] + first[0] * second[1])
+
+
+def _checked(prompts: int, characters: int) -> tuple[int, int]:
+    if prompts > MOST_PROMPTS or characters > MOST_TEXT:
+        raise OverflowError
+    return prompts, characters

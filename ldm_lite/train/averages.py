@@ -17,6 +17,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from ldm_lite.cli import console, flags
+from ldm_lite.cli.files import open_file
 from ldm_lite.cli.options import CheckedOptions, option
 from ldm_lite.train.trainer import FOLDER, Weights, exponent
 
@@ -55,6 +56,7 @@ def reconstructed(folder: Path, length: float, step: int | None = None) -> tuple
     factors = coefficients([at for _, at, _ in used], [stored for _, _, stored in used], last, length)
     total: dict[str, Tensor] = {}
     for (path, _, _), factor in zip(used, factors.tolist(), strict=True):
+        open_file(path).close()  # a pipe would wait
         with safe_open(path, "pt") as file:
             for key in file.keys():  # noqa: SIM118
                 value = factor * file.get_tensor(key).double()

@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ldm_lite import Pipeline
-from ldm_lite.cli.files import read_json, read_text
+from ldm_lite.cli.files import open_file, read_json, read_text
 from ldm_lite.cli.writing import flush, replacing, write_whole
 from ldm_lite.core.vae import AutoencoderKL
 from ldm_lite.networks import digest
@@ -185,6 +185,7 @@ def _whole(sizes: list[object]) -> bool:
 @functools.lru_cache(maxsize=len(KINDS) * OPEN_SHARDS)
 def _mapped(path: Path, written: int, shape: tuple[int, ...], kind: str) -> NDArray[Any]:
     """Map a file of arrays into memory.  Raises ValueError, one line, for a damaged one or another shape; OSError."""
+    open_file(path).close()  # a pipe would wait
     try:
         values = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, EOFError) as error:
@@ -199,7 +200,7 @@ def _captions(path: Path, written: int) -> list[str]:
     """Read the captions of a shard.  Raises ValueError, one line, for anything but a JSON string in a line; OSError."""
     try:
         captions = [json.loads(line) for line in read_text(path, 2**30).split("\n") if line]
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: cannot be read ({error}): encode the examples again") from error
     if not all(isinstance(caption, str) for caption in captions):
         raise ValueError(f"{path}: wanted a JSON string in each line: encode the examples again")

@@ -237,7 +237,7 @@ def with_config(options: TrainOptions, load: LoadOptions) -> tuple[TrainOptions,
         tables = importlib.import_module("tomllib").loads(read_text(path))
     except ModuleNotFoundError as error:
         raise ValueError("`config` needs Python 3.11 or newer: give the options one by one") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: is not a config.toml ({error})") from error
     for title, table in tables.items():
         if title not in ("train", "load") or not isinstance(table, dict):

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ldm_lite.cli.files import open_file, read_bytes
+from ldm_lite.cli.files import open_file, read_bytes, regular
 from ldm_lite.cli.writing import replacing, write_whole
 from ldm_lite.train import distributed
 
@@ -158,7 +158,7 @@ class Log:
             logger(row)
         self._waiting.append(json.dumps(row) + "\n")
         try:
-            with open(self.path, "ab", buffering=0) as file:
+            with open(self.path, "ab", buffering=0, opener=regular) as file:
                 end = file.tell()
                 text = "".join(self._waiting).encode()
                 if file.write(text) < len(text):  # a part of a line, which would spoil the next

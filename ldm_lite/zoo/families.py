@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ldm_lite.cli.files import parse_json
 from ldm_lite.core.family import PREFIX
 from ldm_lite.core.files import imported
 from ldm_lite.core.layers import Shapes
@@ -379,7 +380,7 @@ def _with_facts(row: Family, metadata: Mapping[str, str]) -> Family:
             if (number := metadata.get("num_timesteps", "1000")) != "1000":
                 raise ValueError(f"its num_timesteps cannot be {number}: wanted 1000")
             if "trained_betas" in metadata:
-                betas = json.loads(metadata["trained_betas"])
+                betas = parse_json(metadata["trained_betas"], "its trained_betas")
                 numbers = isinstance(betas, list) and all(type(beta) in (int, float) for beta in betas)
                 if not numbers or len(betas) != 1000:
                     raise ValueError("its trained_betas are not 1000 numbers")

@@ -176,7 +176,7 @@ def test_a_folder_without_its_configuration(tmp_path: Path, caplog: pytest.LogCa
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ("[" * 100_000, r"adapter_config\.json: is not valid JSON"),
+        ("[" * 100_000, r"adapter_config\.json: is nested too deeply"),
         ("{", r"adapter_config\.json: is not valid JSON"),
         ([1], "holds list, wanted an object of settings"),
         (

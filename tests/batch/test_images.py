@@ -4,8 +4,10 @@ import csv
 import hashlib
 import io
 import json
+import os
 import sys
 import tarfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from PIL import Image
 import ldm_lite
 from ldm_lite.batch.options import RowOptions
 from ldm_lite.batch.rows import Item, Rows, convert
+from ldm_lite.batch.store import Store, check_job
 from ldm_lite.batch.table import open_table
 
 Batch = Callable[..., list[dict[str, Any]]]
@@ -218,6 +221,41 @@ def test_shards_of_a_table_are_read_in_any_order(tmp_path: Path) -> None:
         for i, row in enumerate(rows, start=2 * number):
             wanted = {7: "has 1 cells, wanted 2, those of the header", 8: {"prompt": "é", "seed": "7"}}
             assert row == wanted.get(i, {"prompt": f'line {i}\nof two, "quoted"', "seed": str(i)})
+
+
+def test_a_broken_field_of_a_csv_takes_no_other_row_with_it(tmp_path: Path) -> None:
+    """A quote that never ends took all rows up to the next one, or 131,072 characters of them."""
+    rows = [f"row {i},{i}" for i in range(9)]
+    for broken in ('"never ended,1', 'a,"b"c', '"a\nb"c,1', '"' + "x" * 200_000 + '",1', 'a\0,"'):
+        lines = ["prompt,seed", *rows[:4], broken, *rows[4:]]
+        for end in ("", "\n", '\n"last", 1\n'):
+            (tmp_path / "t.csv").write_text("\n".join(lines) + end, encoding="utf-8")
+            opened = open_table(tmp_path / "t.csv", 3)
+            read = [row for shard in range(opened.shards) for row in opened.rows(shard)]
+            assert len(read) == opened.count
+            whole = [row["prompt"] for row in read if isinstance(row, dict)]
+            assert [prompt for prompt in whole if prompt.startswith("row")] == [row.split(",")[0] for row in rows]
+            assert any(isinstance(row, str) for row in read), broken
+            assert opened.rows(opened.shards - 1) == read[3 * (opened.shards - 1) :]
+    (tmp_path / "t.csv").write_text("prompt,seed\n" + '"a\n' * 20_001, encoding="utf-8")
+    start = time.process_time()
+    assert open_table(tmp_path / "t.csv", 100).count >= 20_000
+    assert time.process_time() - start < 3
+
+
+def test_a_folder_whose_files_are_no_files_waits_for_nothing(tmp_path: Path) -> None:
+    store = Store(tmp_path, ".tar")
+    (tmp_path / "parts").mkdir()
+    os.mkfifo(store.list_of(0))
+    store.list_of(1).write_bytes(b"[" * 10**5)
+    assert not store.is_done(0)
+    assert not store.is_done(1)
+    with pytest.raises(ValueError, match="is a pipe, wanted a regular file"):
+        store.lines(0)
+    for content, message in ((b"[]", "holds a JSON list, wanted an object"), (b"[" * 10**5, "is nested too deeply")):
+        (tmp_path / "job.json").write_bytes(content)
+        with pytest.raises(ValueError, match=rf"job\.json: {message}"):
+            check_job(tmp_path, {"a": 1})
 
 
 def test_broken_lines_are_rows(tmp_path: Path) -> None:

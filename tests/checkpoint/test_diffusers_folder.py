@@ -15,8 +15,9 @@ from toy import NEGATIVE, PROMPT
 
 import ldm_lite
 from ldm_lite import reconstruct, txt2img
-from ldm_lite.checkpoint.reader import split
+from ldm_lite.checkpoint.reader import open_source, split
 from ldm_lite.core.files import Tensors
+from ldm_lite.formats import diffusers_folder
 from ldm_lite.zoo.families import FAMILIES, detect_family
 
 
@@ -86,6 +87,61 @@ def test_weights_may_be_pickled_or_in_several_files(tmp_path: Path, kind: str) -
             ValueError, match=r"lacks part-1.safetensors, which .*index.json names: download the whole folder"
         ):
             ldm_lite.load(folder, metadata=told(LCM), device="cpu")
+
+
+NAMES = ["model.safetensors", "model.safetensors.index.json", "model.fp16.safetensors", "model.bin", "model.fp16.bin"]
+NAMES += ["model.safetensors.index.fp16.json", "model.fp16.safetensors.index.json", "model.safetensors.index.bf16.json"]
+NAMES += ["pytorch_model.bin.index.json", "model.bin.index.fp16.json", "model.index.json"]
+FULL = {"model.safetensors", "model.safetensors.index.json", "model.bin", "pytorch_model.bin.index.json"}
+
+
+def test_full_precision_is_read_before_fp16_and_one_file_before_shards() -> None:
+    for first in NAMES:
+        for second in NAMES:
+            taken = diffusers_folder._weights([first, second, "model-00001-of-00002.safetensors", "config.json"])
+            assert taken is not None
+            if ".safetensors" in first and ".safetensors" not in second:
+                assert taken == first
+            elif (".safetensors" in first) == (".safetensors" in second) and first in FULL and second not in FULL:
+                assert taken == first or "model.index.json" in (first, second)
+    for names in (NAMES[:2], [NAMES[2], NAMES[6]], [NAMES[3], NAMES[8]]):
+        assert not str(diffusers_folder._weights(names)).endswith(".json")
+    assert diffusers_folder._weights(["config.json", "model-00001-of-00002.safetensors"]) is None
+
+
+def test_a_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        save_file({"x": torch.ones(2), name: torch.ones(2)}, tmp_path / f"{name}.safetensors")
+    for where in ({"one": "one.safetensors", "two": "two.safetensors"}, {"x": "one.safetensors"}):
+        places = {"one": "one.safetensors", "two": "two.safetensors", **where}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+        with pytest.raises(ValueError, match=r"both one.safetensors and two.safetensors hold x: download the whole"):
+            open_source(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("keys", "config"),
+    [
+        ({"class_embedding": 1024}, {"hidden_act": "quick_gelu", "layer_norm_eps": 1e-5}),
+        ({"class_embedding": 1280}, {"hidden_act": "gelu", "layer_norm_eps": 1e-5}),  # ViT-H
+        ({"class_embedding": 1664}, {"hidden_act": "gelu", "layer_norm_eps": 1e-5}),  # bigG
+        ({}, {"hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6}),  # SigLIP
+    ],
+)
+def test_folders_of_all_image_encoders_are_read(
+    keys: dict[str, int], config: dict[str, object], tmp_path: Path
+) -> None:
+    width = keys.get("class_embedding", 1152)
+    weights = {f"vision_model.embeddings.{key}": torch.ones(width) for key in keys}
+    weights["vision_model.embeddings.patch_embedding.weight"] = torch.ones(width, 3, 2, 2)
+    save_file(weights, tmp_path / "model.safetensors")
+    for about in (config, {"vision_config": config, "projection_dim": 768}):
+        (tmp_path / "config.json").write_text(json.dumps(about))
+        assert "vision" in split(open_source(tmp_path))
+        wrong = json.dumps(about).replace("gelu", "relu")
+        (tmp_path / "config.json").write_text(wrong)
+        with pytest.raises(ValueError, match=r"its hidden_act .* is not supported"):
+            open_source(tmp_path)
 
 
 @pytest.mark.slow

@@ -1,6 +1,8 @@
 """GGUF files: values of every format (the goldens), weights that stay in blocks, and files that make no sense."""
 
 import struct
+import time
+import tracemalloc
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -21,7 +23,7 @@ from toy_flow import all_in_one, save, weights
 import ldm_lite
 from ldm_lite import Pipeline
 from ldm_lite.adapters.lora import merge_lora
-from ldm_lite.checkpoint.reader import open_checkpoint
+from ldm_lite.checkpoint.reader import load_weights, open_checkpoint
 from ldm_lite.control.control import parse
 from ldm_lite.control.loading import load_controls
 from ldm_lite.formats.gguf import open_gguf
@@ -375,6 +377,23 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "offset": (struct.pack("<IQQ", 3, 1, 0) + text("a") + struct.pack("<IQIQ", 1, 1, 0, 2**40), "are missing"),
     "not utf-8": (struct.pack("<IQQQ", 3, 0, 1, 1) + b"\xff" + struct.pack("<II", 4, 1), "damaged"),
     "no tensors": (struct.pack("<IQQ", 3, 0, 0), "holds no tensors"),
+    "alignment 1": (struct.pack("<IQQ", 3, 0, 1) + pair("general.alignment", 1), "wanted a power of 2 from 8 on"),
+    "shape of a million sides": (
+        struct.pack("<IQQ", 3, 1, 1)
+        + pair("comfy.gguf.orig_shape.a", [2**31 - 1] * 10**6)
+        + text("a")
+        + struct.pack("<IQIQ", 1, 1, 0, 0),
+        "a has 1 values, which",
+    ),
+    "many numbers": (
+        struct.pack("<IQQ", 3, 0, 5) + b"".join(pair(str(i), [1] * 2**19) for i in range(5)),
+        "an array of 524288 values of type 5, wanted at most 2097152 in all arrays",
+    ),
+    "many texts": (
+        struct.pack("<IQQ", 3, 0, 100) + (text("k") + struct.pack("<I", 8) + text("x" * 2**20)) * 100,
+        "in a header of more than 6",
+    ),
+    "a long name": (struct.pack("<IQQ", 3, 1, 0) + text("a" * 2**20) + struct.pack("<IQIQ", 1, 33, 8, 0), "aaa"),
 }
 
 
@@ -383,9 +402,37 @@ def test_a_file_that_makes_no_sense_is_one_line(kind: str, tmp_path: Path) -> No
     content, match = HOSTILE[kind]
     path = tmp_path / "f.gguf"
     path.write_bytes(b"GGUF" + content)
+    tracemalloc.start()
+    start = time.process_time()
     with pytest.raises(ValueError, match=match) as error:
         open_checkpoint(path)
+    assert time.process_time() - start < 1
+    assert tracemalloc.get_traced_memory()[1] < 100e6
+    tracemalloc.stop()
     assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 500
+
+
+def test_embeddings_are_dequantised_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = torch.randn(3000, 64)
+    content, worth = q8_0(table)
+    file = open_gguf(gguf(tmp_path / "f.gguf", {"0.weight": ("Q8_0", (3000, 64), content)}))
+    sizes: list[int] = []
+    real = FORMATS["Q8_0"]
+
+    def dequantize(blocks: Tensor) -> Tensor:
+        sizes.append(len(blocks))
+        return real.dequantize(blocks)
+
+    monkeypatch.setitem(FORMATS, "Q8_0", real._replace(dequantize=dequantize))
+    monkeypatch.setattr("ldm_lite.runtime.blocks.WHOLE", 2**10)
+    monkeypatch.setattr("ldm_lite.runtime.blocks.PIECE", 2**8)
+    with torch.device("meta"):
+        network = torch.nn.Sequential(torch.nn.Embedding(3000, 64))
+    load_weights(network, file, "text encoder", torch.device("cpu"), torch.bfloat16, in_blocks=True)
+    assert max(sizes) == 2**8
+    assert torch.equal(network[0].weight, worth.bfloat16())  # never float32 as a whole
+    assert torch.equal(file["0.weight"], worth)
 
 
 def test_a_truncated_file_and_two_of_a_name(tmp_path: Path) -> None:

@@ -106,6 +106,9 @@ def test_checkpoint_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
             hub.resolve(name)
     with pytest.raises(FileNotFoundError, match="got an empty checkpoint name"):
         hub.resolve("")
+    for name in ("owner/flux.gguf", "owner/model.sft", "owner/model.SafeTensors", "models/model"):
+        assert hub.repository(name) is None  # mistyped paths
+    assert hub.repository("owner/sdxl-1.0") == "owner/sdxl-1.0"
 
 
 def test_a_file_is_downloaded_once_and_its_path_is_logged(cache: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -305,3 +305,18 @@ def test_a_hypernetwork_is_named(tmp_path: Path, with_settings: bool) -> None:
     for load in (ldm_lite.load, ldm_lite.open_lora):
         with pytest.raises(ValueError, match=r"a\.pt: is a hypernetwork of .* which ldm_lite does not support$"):
             load(tmp_path / "a.pt")
+
+
+def test_loads_of_one_open_checkpoint_share_no_weights(small_path: Path, tmp_path: Path) -> None:
+    """A cast on the way gave memory back to the file: what the first load had changed in place was undone."""
+    small = open_checkpoint(small_path)
+    torch.save({key: small[key].float() for key in small}, tmp_path / "a.ckpt")
+    file = open_checkpoint(tmp_path / "a.ckpt")
+    about = {"metadata": dict(small.metadata), "device": "cpu"}
+    first = ldm_lite.load(file, dtype="float32", **about)
+    for parameter in first.unet.parameters():
+        parameter.data.fill_(3.0)
+    second, third = (ldm_lite.load(file, dtype=dtype, **about) for dtype in ("bfloat16", "float32"))
+    assert all((parameter == 3).all() for parameter in first.unet.parameters())
+    for model in (second, third):
+        assert not any((parameter == 3).all() for parameter in model.unet.parameters() if parameter.numel() > 9)

@@ -170,6 +170,19 @@ def test_messages_of_python_become_those_of_the_command_line(message: str, wante
     assert as_flags(message) == wanted
 
 
+def test_what_a_message_quotes_is_cut_in_the_middle(capsys: pytest.CaptureFixture[str]) -> None:
+    def body() -> None:
+        logging.getLogger("ldm_lite").warning("%s: is odd", "x" * 10**6)
+        raise ValueError(f"got `sampler` {'y' * 10**6}, wanted ddim")
+
+    assert console.run(body) == 2
+    logged, error = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(r"warning: x+ \.\.\. x+: is odd", logged)
+    assert re.fullmatch(r"error: got --sampler y+ \.\.\. y+, wanted ddim", error)
+    assert len(logged) < 2100
+    assert len(error) < 2100
+
+
 def test_errors_and_log_records_of_a_command_name_flags(capsys: pytest.CaptureFixture[str]) -> None:
     def body() -> None:
         logging.getLogger("ldm_lite").info("loaded; `prediction` overrules that")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ldm_lite.cli.files import open_file, read_bytes, read_text
+from ldm_lite.cli.files import open_file, parse_json, read_bytes, read_json, read_object, read_text, regular
 
 
 def test_a_regular_file_is_read_and_its_line_ends_are_made_plain(tmp_path: Path) -> None:
@@ -51,6 +51,46 @@ def test_a_pipe_that_replaces_the_file_does_not_hang(tmp_path: Path, monkeypatch
     thread.start()
     thread.join(5)
     assert [str(error) for error in raised] == [f"{tmp_path / 'pipe'}: is a pipe, wanted a regular file"]
+
+
+def test_nothing_waits_to_append_either(tmp_path: Path) -> None:
+    with open(tmp_path / "log", "ab", opener=regular) as file:
+        file.write(b"one")
+    with open(tmp_path / "log", "ab", opener=regular) as file:
+        file.write(b"two")
+    assert (tmp_path / "log").read_bytes() == b"onetwo"
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match="is a pipe, wanted a regular file"):
+        open(tmp_path / "pipe", "ab", opener=regular).close()
+
+
+def test_json_is_a_value_or_an_error_of_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    for content, message in (
+        (b"[" * 10**5, "a.json: is nested too deeply"),
+        (b'{"a":' * 10**5, "a.json: is nested too deeply"),
+        (b"[1", "a.json: is not valid JSON"),
+        (b"9" * 5000, "a.json: is not valid JSON"),
+        (b"[]", "a.json: holds a JSON list, wanted an object"),
+        (b"null", "a.json: holds a JSON NoneType, wanted an object"),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=f"{tmp_path}/{message}"):
+            read_object(path)
+    path.write_text('{"a": [1]}')
+    assert read_object(path) == read_json(path) == parse_json('{"a": [1]}', "here") == {"a": [1]}
+
+
+@pytest.mark.skipif(not Path("/proc/self/pagemap").exists(), reason="Linux only")
+def test_files_of_the_system_that_have_no_bytes_or_wait_for_them_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def waits(*arguments: int) -> bytes:
+        raise BlockingIOError
+
+    with pytest.raises(ValueError, match="/proc/self/pagemap: is a device, wanted a regular file"):
+        open_file("/proc/self/pagemap")
+    monkeypatch.setattr(os, "pread", waits)  # as /proc/kmsg does, which only root may open
+    with pytest.raises(ValueError, match="/proc/self/maps: is a device, wanted a regular file"):
+        read_text("/proc/self/maps")
 
 
 def test_sizes_encodings_and_names(tmp_path: Path) -> None:

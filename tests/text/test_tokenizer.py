@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 
 from ldm_lite import Pipeline
 from ldm_lite.core import tokenizer as core
@@ -213,6 +215,12 @@ def test_t5_reads_the_json_of_tokenizers_too(tmp_path: Path) -> None:
     t5 = T5Tokenizer(path=SPIECE)
     t5._backend().save(str(path))
     assert torch.equal(T5Tokenizer(path=path)(["a fox  </s> x"]), t5(["a fox  </s> x"]))
+    padded = tmp_path / "padded.json"  # as transformers saves it after a use; </s> must stand before the padding
+    backend = Tokenizer.from_file(str(path))
+    backend.enable_padding(length=20)
+    backend.enable_truncation(3)
+    backend.save(str(padded))
+    assert torch.equal(T5Tokenizer(path=padded)(["a fox  </s> x"]), t5(["a fox  </s> x"]))
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"PK\x03\x04", b"\x0a\xff\x01abc", b"\xff" * 30])
@@ -222,6 +230,23 @@ def test_a_file_that_is_not_a_t5_vocabulary_is_one_line(tmp_path: Path, content:
     with pytest.raises(ValueError, match=r"spiece.model: is not a spiece.model or tokenizer.json") as caught:
         T5Tokenizer(path=path)
     assert "\n" not in str(caught.value)
+
+
+def test_hostile_vocabularies_are_refused_at_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "varint.model"
+    path.write_bytes(b"\xff" * 10**6)  # one number of 7 million bits
+    start = time.process_time()
+    with pytest.raises(ValueError, match=r"is not a spiece.model .* \(a number of more than 64 bits\)"):
+        T5Tokenizer(path=path)
+    assert time.process_time() - start < 1
+    other = tmp_path / "clip.json"
+    core.clip_bpe().save(str(other))
+    with pytest.raises(ValueError, match=r"is not a spiece.model or tokenizer.json of T5 \(<pad> and </s>"):
+        T5Tokenizer(path=other)
+    charsmap = tmp_path / "charsmap.model"  # its tree points outside itself, where the library panics
+    charsmap.write_bytes(SPIECE.read_bytes() + b"\x1a\x0a\x12\x08" + b"\4\0\0\0abcd")
+    with pytest.raises(ValueError, match="the tokenizer's vocabulary is damaged: download it again"):
+        T5Tokenizer(path=charsmap)(["a fox"])
 
 
 def test_t5_has_no_vocabulary_of_its_own() -> None:

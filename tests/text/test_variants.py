@@ -3,6 +3,7 @@
 import contextlib
 import json
 import time
+import tracemalloc
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 
 import ldm_lite
 from ldm_lite import Pipeline
-from ldm_lite.text.variants import Prompts
+from ldm_lite.text.variants import Prompts, parse
 from ldm_lite.txt2img import main
 
 # What the package dynamicprompts 0.31 (CombinatorialPromptGenerator) makes of each, sorted.
@@ -87,14 +88,57 @@ def test_errors_are_one_line(sd: Pipeline, text: str, message: str, folder: Path
 
 @pytest.mark.parametrize(
     "text",
-    ["{a|b}" * 4000, "{" * 20000, "}" * 20000, "|" * 20000, "{a|" * 6000, "_" * 20000, "{9$$" + "a|" * 9000 + "}"],
+    [
+        *("{a|b}" * 4000, "{" * 20000, "}" * 20000, "|" * 20000, "{a|" * 6000, "_" * 20000, "{" + " " * 19000),
+        *("{9$$" + "a|" * 9000 + "}", "{" + "{a|b}" * 30 + "}", "{a|{b|" * 9 + "{c|d}" * 30 + "}}" * 9),
+        *("{2-9999$$" + "{a|b}|" * 1000 + "}", "{a|b}" * 12 + "a" * 19000, "{7$$" + "{a|b}|" * 12 + "}"),
+        *("{5000$$__many__}", "{1-5000$$__many__}", "__many__" * 2000, "{2$$__many__}" * 1000, "__nested__"),
+        *("{5000$$" + "1|2::b|" * 2500 + "}", "__**/**/**/**/many__", "__" + "*" * 5000 + "x__"),
+    ],
 )
-def test_hostile_texts_take_no_time(text: str) -> None:
-    start = time.perf_counter()
-    for make in (lambda: Prompts(None).one(text, 0), lambda: Prompts(None).all(text)):
-        with contextlib.suppress(ValueError):
-            assert isinstance(make(), (str, list))
-    assert time.perf_counter() - start < 5
+def test_hostile_texts_take_no_time_and_little_memory(text: str, tmp_path: Path) -> None:
+    (tmp_path / "many.txt").write_text("\n".join("x" * (i % 50 + 1) for i in range(20_000)))
+    (tmp_path / "nested.txt").write_text("__nested2__" * 1000 + "\n" + "__many__" * 1000)
+    (tmp_path / "nested2.txt").write_text("{|}__nested3__" * 1000)
+    (tmp_path / "nested3.txt").write_text("{{|}|}" * 1000)
+    prompts = Prompts(tmp_path)
+    prompts.lines("many")
+    start = time.process_time()
+    with contextlib.suppress(ValueError):
+        assert len(prompts.one(text, 0)) <= 40_000
+    with contextlib.suppress(ValueError):
+        assert len(prompts.all(text)) <= 10_000
+    assert time.process_time() - start < 2
+    tracemalloc.start()
+    with contextlib.suppress(ValueError):
+        prompts.all(text)
+    assert tracemalloc.get_traced_memory()[1] < 60e6
+    tracemalloc.stop()
+
+
+def test_prompts_are_counted_before_any_is_made(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = Prompts(folder)
+    for text in (*GOLDENS, "{0$$a|b}", "{0-2$$ and $$a|bb|{c|dd}} x", "{1-3$$__*__} {2::a|__colour__}"):
+        made = prompts.all(text)
+        assert prompts._size(parse(text), 0) == (len(made), sum(map(len, made)))
+    monkeypatch.setattr(Prompts, "_every", None)
+    for text in ("{a|b}" * 14, "{8$$a|b|c|d|e|f|g|h}", "{a|b}" * 13 + "a" * 3000):
+        with pytest.raises(ValueError, match="makes more than 10000 prompts, or 10000000 characters: draw some"):
+            prompts.all(text)
+
+
+def test_lines_of_a_wildcard_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.txt").write_text("x\n" * 300)
+    (tmp_path / "b.txt").write_text("x\n" * 300)
+    monkeypatch.setattr("ldm_lite.text.variants.MOST_LINES", 500)
+    assert len(Prompts(tmp_path).lines("a")) == 300
+    with pytest.raises(ValueError, match="more than 500 lines for the wildcard __\\*__"):
+        Prompts(tmp_path).lines("*")
+    monkeypatch.setattr("ldm_lite.text.variants.MOST_BYTES", 1000)
+    with pytest.raises(ValueError, match=r"b\.txt: is too large"):
+        Prompts(tmp_path).lines("*")
+    with pytest.raises(ValueError, match=r"^got the wildcard __y{40}\.\.\., wanted at most 100 characters$"):
+        Prompts(tmp_path).lines("y" * 20_000)
 
 
 @pytest.mark.slow

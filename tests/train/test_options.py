@@ -86,6 +86,7 @@ def test_a_config_repeats_the_options_of_a_run(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("steps = ", "is not a config.toml ("),
+        ("a = " + "[" * 10_000, "is not a config.toml ("),
         ("steps = 5", "has 'steps', wanted the tables [train] and [load]"),
         ("[other]", "has 'other', wanted the tables [train] and [load]"),
         ("[train]\nstep = 5", "'step' is not an option of training"),
