@@ -6,7 +6,7 @@ import functools
 import importlib.util
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ from ldm_lite.train.additions import (
     kohya_file,
     new_control,
 )
+from ldm_lite.train.data import first_captions
 from ldm_lite.train.encoded import open_all
 from ldm_lite.train.losses import (
     ConsistencyLoss,
@@ -53,7 +54,7 @@ from ldm_lite.train.losses import (
     of_x0,
     uniform,
 )
-from ldm_lite.train.options import CONFIG, TrainOptions, as_toml, check, with_config
+from ldm_lite.train.options import CONFIG, TrainOptions, as_toml, check, resolved, with_config
 from ldm_lite.train.state import LOG, STATE, open_logger, read_log, write_tensors
 from ldm_lite.train.trainer import Trainer, Weights, using
 
@@ -73,6 +74,7 @@ def train(
     """
     options, load = with_config(options, load)
     check(options, load)
+    options = resolved(options)
     distributed.init()
     if distributed.rank() > 0:
         log.setLevel(logging.WARNING)
@@ -124,8 +126,9 @@ def train(
                     ema[role].load_state_dict(average[role])
                     ema[role].to(model.device)
                 loaded = {role: getattr(fresh, role).to(model.device) for role in unused}
+                prompts = options.samples.split("|") if options.samples else first_captions(data.train)
                 hint = data.train.example(0).hint if options.stage == "control" else None
-                save(options, replace(model, **loaded), trainer, ema, hint)
+                save(options, replace(model, **loaded), trainer, ema, prompts, hint)
 
         trainer.fit(data.train, on_step, on_save, data.prior)
     return checkpoint_path(options)
@@ -199,7 +202,7 @@ def trained_networks(options: TrainOptions, model: Pipeline) -> dict[str, nn.Mod
     """Return the networks of a diffusion model that are trained, or changed by a LoRA, by role."""
     if options.stage in ("embedding", "control"):
         return {}
-    with_text = options.lora_text if options.lora_rank is not None else not options.freeze_text
+    with_text = options.lora_text if options.lora_rank is not None else options.train_text
     return {"unet": model.unet} | (text_encoders(model) if with_text else {})
 
 
@@ -289,8 +292,9 @@ def checkpoint_path(options: TrainOptions) -> Path:
 
 
 def save(
-    options: TrainOptions, model: Pipeline, trainer: Trainer, ema: Mapping[str, nn.Module], hint: Tensor | None = None
-) -> None:
+    options: TrainOptions, model: Pipeline, trainer: Trainer, ema: Mapping[str, nn.Module], prompts: Sequence[str],
+    hint: Tensor | None = None,
+) -> None:  # fmt: skip
     """Write the checkpoint with the EMA weights, by network, a grid of samples, and a plot of the loss.
 
     Each prompt has a row of samples, from the same noise at every checkpoint.  hint (3,H,W) uint8 is the image that a
@@ -299,7 +303,6 @@ def save(
     _write(checkpoint_path(options), options, model, ema, trainer.step)
     if trainer.averages is not None:
         trainer.averages.store(trainer.folder, trainer.step)
-    prompts = options.samples.split("|")
     how: dict[str, Any] = {"sampler": "dpmpp_2m", "steps": SAMPLE_STEPS}
     if options.lcm:
         how = {"sampler": "lcm", "steps": 4, "scale": 1.0}

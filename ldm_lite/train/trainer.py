@@ -27,7 +27,7 @@ from ldm_lite.train import distributed
 from ldm_lite.train.batches import Batch, Draws, Slice, batches, reported_workers
 from ldm_lite.train.data import Dataset
 from ldm_lite.train.losses import Loss, Validation
-from ldm_lite.train.options import TrainOptions
+from ldm_lite.train.options import TrainOptions, resolved
 from ldm_lite.train.state import STATE, Log, check_averages, load_finite, opened_state, write_state, write_tensors
 
 log = logging.getLogger("ldm_lite")
@@ -63,7 +63,9 @@ class Trainer:
         bf16: the loss is computed in bfloat16 where autocast does so.  Raises ValueError for more processes than images
         of a batch.
         """
+        options = resolved(options)
         self.loss, self.options, self.folder, self.bf16 = loss, options, folder, bf16
+        self.steps, self.lr, self.ema_decay = options.steps or 0, options.lr or 0.0, options.ema_decay or 0.0
         if options.batch < distributed.world_size():
             raise ValueError(
                 f"got `batch` {options.batch} for {distributed.world_size()} processes: wanted one for each, or more"
@@ -86,7 +88,7 @@ class Trainer:
         groups: list[dict[str, Any]] = [{"params": [p for p in self.parameters if id(p) not in ids]}]
         if weighting:  # which is far from the networks in scale: EDM2 trains both at 1e-2
             groups.append({"params": weighting, "peak": 1e-2, "weight_decay": 0.0})
-        self.optimizer = make_optimizer(options.optimizer, groups, options.lr, options.weight_decay)
+        self.optimizer = make_optimizer(options.optimizer, groups, self.lr, options.weight_decay)
         self.log = Log(folder)
         self._losses: list[float] = []  # of the steps since the log's last row
         self._last: Batch  # the batch of the last good step
@@ -138,8 +140,8 @@ class Trainer:
             self._losses = [float(loss) for loss in state["losses"]]
             self.step = self.saved = state["step"]
             settings = dict(state["settings"])
-        if self.step > self.options.steps:
-            raise ValueError(f"{path}: is of step {self.step}, beyond `steps={self.options.steps}`: give more steps")
+        if self.step > self.steps:
+            raise ValueError(f"{path}: is of step {self.step}, beyond `steps={self.steps}`: give more steps")
         changed = {key: value for key, value in self._settings().items() if settings.get(key) != value}
         if changed:
             log.info("the run goes on with other settings than before: %s", json.dumps(changed))
@@ -173,7 +175,7 @@ class Trainer:
                 on_save(self.step)  # the run may have been killed between this state and on_save
             if self.step == 0:
                 self._validate()
-            last = self.step == options.steps
+            last = self.step == self.steps
             while not last:
                 self._losses.append(self._step(batches, on_save))
                 self.step += 1
@@ -182,9 +184,9 @@ class Trainer:
                 # A signal to one process stops all of them.
                 ends = distributed.all_reduce_sum(torch.tensor([bool(received), over]).float())
                 signalled, over = (ends > 0).tolist()
-                last = signalled or over or self.step == options.steps
+                last = signalled or over or self.step == self.steps
                 mean = None
-                if self.step % CHECK_EVERY == 0 or self.step == options.steps:
+                if self.step % CHECK_EVERY == 0 or self.step == self.steps:
                     mean, self._losses = sum(self._losses) / len(self._losses), []
                     if distributed.rank() == 0:
                         self.log.add({"step": self.step, "loss": mean, "seconds": round(seconds, 2)})
@@ -197,11 +199,11 @@ class Trainer:
             raise Stopped(received[0], f"the state of step {self.step} is saved, `resume=True` continues")
 
     def _is_due(self) -> bool:
-        return self.step % self.options.save_every == 0 or self.step == self.options.steps
+        return self.step % self.options.save_every == 0 or self.step == self.steps
 
     def _validate(self) -> None:
         """Add the validation loss of the EMA to the log, if it is due."""
-        if self.validation is None or (self.step % self.validation.every and self.step < self.options.steps):
+        if self.validation is None or (self.step % self.validation.every and self.step < self.steps):
             return
         with using(self.loss.networks, self.ema), self._kernels(), self._autocast():
             value = self.validation()
@@ -236,7 +238,7 @@ class Trainer:
         """Yield this process's part of each batch, from the current step on."""
         options, rank, size = self.options, distributed.rank(), distributed.world_size()
         rows = range(rank * options.batch // size, (rank + 1) * options.batch // size)
-        part = Slice(options.batch, rows, self.step * options.accumulate, options.steps * options.accumulate)
+        part = Slice(options.batch, rows, self.step * options.accumulate, self.steps * options.accumulate)
         return batches(dataset, options.seed, part, options.workers, prior)
 
     def _step(self, data: Iterator[Batch], on_save: Callable[[int], None]) -> float:
@@ -246,7 +248,7 @@ class Trainer:
         """
         options = self.options
         for group in self.optimizer.param_groups:
-            group["lr"] = group.get("peak", options.lr) * learning_rate(self.step, options.warmup, options.steps)
+            group["lr"] = group.get("peak", self.lr) * learning_rate(self.step, options.warmup, self.steps)
         total = torch.zeros((), device=self.device)  # of this process
         for left in reversed(range(options.accumulate)):
             batch = next(data)
@@ -282,7 +284,7 @@ class Trainer:
     @torch.no_grad()
     def _update_ema(self) -> None:
         """Update the EMA with decay min(ema_decay, (1 + step) / (10 + step)): it follows faster at first."""
-        decay = min(self.options.ema_decay, (1 + self.step) / (10 + self.step))
+        decay = min(self.ema_decay, (1 + self.step) / (10 + self.step))
         for name, network in self.loss.networks.items():
             torch._foreach_lerp_(list(self.ema[name].parameters()), list(network.parameters()), 1 - decay)
 
@@ -309,8 +311,12 @@ class Trainer:
         return float(distributed.all_reduce_sum(loss)) / distributed.world_size()
 
 
-def learning_rate(step: int, warmup: int, steps: int) -> float:
-    """Return the factor of the peak learning rate: linear warm-up, then half a cosine down to 0."""
+def learning_rate(step: int, warmup: float, steps: int) -> float:
+    """Return the factor of the peak learning rate: linear warm-up, then half a cosine down to 0.
+
+    A warm-up below 1 is a share of all steps.
+    """
+    warmup = math.ceil(warmup * steps) if warmup < 1 else warmup
     if step < warmup:
         return (step + 1) / warmup
     return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))

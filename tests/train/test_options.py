@@ -5,11 +5,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ldm_lite.cli.options import LoadOptions
-from ldm_lite.train.options import TrainOptions, as_toml, check, with_config
+from ldm_lite.train.options import TrainOptions, as_toml, check, resolved, with_config
 
 
 @pytest.mark.parametrize(
@@ -23,6 +24,9 @@ from ldm_lite.train.options import TrainOptions, as_toml, check, with_config
         ({"lora_alpha": 2.0}, {}, "`lora_alpha` has no effect without `lora_rank`"),
         ({"lora_text": True}, {}, "`lora_text` has no effect without `lora_rank`"),
         ({"lora_rank": 2, "freeze_text": True}, {}, "`freeze_text` has no effect with `lora_rank`"),
+        ({"lora_rank": 2, "train_text": True}, {}, "`train_text` has no effect with `lora_rank`"),
+        ({"stage": "control", "train_text": True}, {}, "`train_text` has no effect with `stage=control`"),
+        ({"freeze_text": True, "train_text": True}, {}, "`train_text` has no effect with `freeze_text`"),
         ({"lora_rank": 2, "stage": "control"}, {}, "`lora_rank` trains a LoRA for the diffusion model: leave out"),
         ({"scenes": 5}, {}, "`scenes` has no effect without `renderer`"),
         ({"shard": True, "ema_lengths": True}, {}, "`ema_lengths` has no effect with `shard`"),
@@ -49,6 +53,26 @@ from ldm_lite.train.options import TrainOptions, as_toml, check, with_config
 def test_an_option_without_effect_is_refused(given: dict[str, object], load: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         check(TrainOptions(**{"data": "photos", **given}), LoadOptions(**load))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("given", "steps", "lr", "decay"),
+    [
+        ({}, 10_000, 1e-5, 0.999),
+        ({"stage": "control"}, 10_000, 1e-5, 0.999),
+        ({"stage": "embedding"}, 3_000, 5e-3, 0.0),
+        ({"lora_rank": 16}, 2_000, 1e-4, 0.0),
+        ({"lora_rank": 16, "lcm": True}, 2_000, 1e-4, 0.95),
+        ({"lora_rank": 16, "optimizer": "prodigy"}, 2_000, 1.0, 0.0),
+        ({"lr": 0.5, "steps": 7, "ema_decay": 0.1}, 7, 0.5, 0.1),
+        ({"lora_rank": 16, "lr": 0.0, "ema_decay": 0.9}, 2_000, 0.0, 0.9),
+    ],
+)
+def test_defaults_follow_what_is_trained(given: dict[str, Any], steps: int, lr: float, decay: float) -> None:
+    options = resolved(TrainOptions(**given))
+    assert (options.steps, options.lr, options.ema_decay) == (steps, lr, decay)
+    assert (options.batch, options.caption_dropout, options.train_text) == (1, 0.0, False)
+    assert options == resolved(options)
 
 
 @pytest.mark.parametrize(
