@@ -9,7 +9,7 @@ import importlib
 import json
 import logging
 import os
-import shutil
+import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -74,14 +74,19 @@ def opened_state(path: Path, device: torch.device) -> Iterator[dict[str, Any]]:
 
 
 def write_state(path: Path, state: Mapping[str, Any]) -> None:
-    """Write what torch.load reads; an earlier file stays as it is if that fails.  Raises OSError."""
-    with replacing(path) as part:
+    """Write what torch.load reads; an earlier file stays as it is if that fails.  Raises OSError.
+
+    If the disk is full, some versions of torch, such as 2.6, write what fits to a path and say nothing: it gets an open
+    file, and the end of what was written is looked for.
+    """
+    with replacing(path) as part, open(part, "wb") as file:
         try:
-            torch.save(state, part)
-        except RuntimeError as error:  # which does not tell when a disk is full
-            full = shutil.disk_usage(path.parent).free < 2**20
-            why = os.strerror(errno.ENOSPC) if full else f"cannot be written ({str(error).splitlines()[0]:.200})"
-            raise OSError(errno.ENOSPC if full else errno.EIO, why, os.fspath(path)) from error
+            torch.save(state, file)
+        except RuntimeError as error:  # of torch, in place of the OSError
+            raise OSError(errno.EIO, f"cannot be written ({str(error).splitlines()[0]:.200})", path) from error
+        file.flush()
+        if not zipfile.is_zipfile(part):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
 
 
 DTYPES = {torch.float16: "F16", torch.float32: "F32"}  # in .safetensors files

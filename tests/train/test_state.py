@@ -1,7 +1,9 @@
 """Continuing a run from whatever is in its folder, and ending it by a signal or by the death of a worker."""
 
+import contextlib
 import dataclasses
 import importlib
+import io
 import json
 import os
 import resource
@@ -24,7 +26,7 @@ from training import CONFIG
 from ldm_lite.train import __main__ as command
 from ldm_lite.train.batches import Batch, Draws, reported_workers
 from ldm_lite.train.data import Example
-from ldm_lite.train.state import read_log, write_tensors
+from ldm_lite.train.state import read_log, write_state, write_tensors
 from ldm_lite.train.trainer import Trainer
 
 
@@ -369,6 +371,33 @@ def test_a_disk_that_is_full_for_a_while(tmp_path: Path, caplog: pytest.LogCaptu
     same, other = (torch.load(folder / "state.pt", weights_only=True) for folder in (whole, part))
     assert torch.equal(same["networks"]["unet"]["weight"], other["networks"]["unet"]["weight"])
     assert not list(part.glob(".*"))
+
+
+def test_a_full_disk_that_torch_does_not_notice_keeps_the_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in torch 2.6: what fits is written, and nothing raised, whatever it is given."""
+    path, save = tmp_path / "state.pt", torch.save
+
+    def quiet(state: object, to: Any) -> None:
+        buffer = io.BytesIO()
+        save(state, buffer)
+        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+            file = to if hasattr(to, "write") else stack.enter_context(open(to, "wb"))
+            file.write(buffer.getvalue())
+
+    monkeypatch.setattr(torch, "save", quiet)
+    write_state(path, {"step": 1})
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for most in (0, 1000, 50_000):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))
+        try:
+            with pytest.raises(OSError, match=r"File too large|No space left"):
+                write_state(path, {"step": 2, "weight": torch.ones(20_000)})
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert torch.load(path, weights_only=True) == {"step": 1}
+    assert [file.name for file in tmp_path.iterdir()] == ["state.pt"]
 
 
 def test_a_disk_that_stays_full_is_an_error(tmp_path: Path) -> None:
