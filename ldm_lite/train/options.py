@@ -234,10 +234,28 @@ def check(options: TrainOptions, load: LoadOptions) -> None:
         raise ValueError("`validation` as a share needs finite data: give `scenes`, or a folder")
 
 
+# ---- resuming -------------------------------------------------------------------------------------------------------
+
+_OF_A_CALL = ("out", "resume", "config", "debug")  # they do not change what a run computes
+# What a resumed run may have otherwise than before.
+MAY_CHANGE = {
+    *("steps", "minutes", "lr", "warmup", "weight_decay", "clip", "save_every", "samples", "validate_every"),
+    *("workers", "compile_network", "shard", "checkpointing", "log_to"),
+}
+_INPUTS = ("data", "class_data", "renderer")  # of which digests are compared, not names
+
+
+def settings_of(options: TrainOptions) -> dict[str, Any]:
+    """Return what the state of a run records of its options: a batch may be divided otherwise (`accumulate`)."""
+    settings = {name: value for name, value in dataclasses.asdict(options).items() if name not in _OF_A_CALL + _INPUTS}
+    settings["validation"] = options.held_out_fraction  # else a folder, of which there is a digest
+    settings["batch"] = options.batch * settings.pop("accumulate")
+    return settings
+
+
 # ---- config.toml ----------------------------------------------------------------------------------------------------
 
 CONFIG = "config.toml"
-_OF_A_CALL = ("out", "resume", "config", "debug")  # they do not change what a run computes
 
 
 def as_toml(options: TrainOptions, load: LoadOptions) -> str:

@@ -3,12 +3,14 @@
 import contextlib
 import copy
 import functools
+import hashlib
 import importlib.util
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from ldm_lite.models.unet import UNet
 from ldm_lite.networks import (
     checkpoint_content,
     control_with,
+    digest,
     has_fast_bf16,
     token_tables,
     unread_parameters,
@@ -80,11 +83,11 @@ def train(
         log.setLevel(logging.WARNING)
         on_step = lambda step, loss: None  # noqa: E731
     with run_folder(options) as folder, contextlib.ExitStack() as stack:
-        if distributed.rank() == 0:
-            write_whole(folder / CONFIG, as_toml(options, load))
         torch.manual_seed(options.seed)
         # What is learned, from what, by which loss.
         model = make_model(options, load)
+        schedule = model.schedule.prediction, model.schedule.alpha_bar.tobytes(), model.family.scale_factor
+        base = hashlib.sha256(repr((digest(*model.networks.values()), schedule)).encode()).hexdigest()[:32]
         reads_text = "text_encoder" not in trained_networks(options, model) and options.stage != "embedding"
         data = open_all(options, model, reads_text)
         loss = make_loss(options, model, data.empty)
@@ -102,7 +105,9 @@ def train(
         if not options.shard:  # which takes contiguous weights only
             lay_out([*loss.networks.values(), *model.networks.values()])
         # The trainer, and what changes how its networks run.
-        trainer = make_trainer(options, loss)
+        trainer = make_trainer(options, loss, {"ckpt": base, "data": data.digest})
+        if distributed.rank() == 0:
+            write_whole(folder / CONFIG, as_toml(options, load))
         if options.compile_network:
             whole = options.lora_rank is None and options.stage != "embedding"
             for network in loss.networks.values() if whole else [model.unet]:
@@ -260,10 +265,10 @@ def _prior(options: TrainOptions, model: Pipeline, attached: AttachedLoRA | None
     return Prior(options.prior_weight, caption, base)
 
 
-def make_trainer(options: TrainOptions, loss: Loss) -> Trainer:
+def make_trainer(options: TrainOptions, loss: Loss, inputs: Mapping[str, str] = MappingProxyType({})) -> Trainer:
     """Return a trainer of a loss's networks, at the run's current step.  Raises as Trainer does."""
     device = next(p for network in loss.networks.values() for p in network.parameters()).device
-    trainer = Trainer(loss, options, Path(options.out), has_fast_bf16(device))
+    trainer = Trainer(loss, options, Path(options.out), has_fast_bf16(device), inputs)
     if options.resume and os.path.lexists(trainer.folder / STATE):
         trainer.resume()
         log.info("continuing at step %d", trainer.step)

@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -27,19 +28,12 @@ from ldm_lite.train import distributed
 from ldm_lite.train.batches import Batch, Draws, Slice, batches, reported_workers
 from ldm_lite.train.data import Dataset
 from ldm_lite.train.losses import Loss, Validation
-from ldm_lite.train.options import TrainOptions, resolved
+from ldm_lite.train.options import MAY_CHANGE, TrainOptions, resolved, settings_of
 from ldm_lite.train.state import STATE, Log, check_averages, load_finite, opened_state, write_state, write_tensors
 
 log = logging.getLogger("ldm_lite")
 
 CHECK_EVERY = 20  # steps between rows of the log
-
-
-# The options that results depend on.
-SETTINGS = (
-    *("steps", "batch", "accumulate", "lr", "warmup", "weight_decay", "ema_decay", "clip", "seed", "optimizer"),
-    "ema_lengths",
-)
 
 
 class _Whole(nn.Module):
@@ -57,13 +51,21 @@ class _Whole(nn.Module):
 class Trainer:
     """A run in a folder: the networks of a loss, their EMA, the optimiser, and the current step."""
 
-    def __init__(self, loss: Loss, options: TrainOptions, folder: Path, bf16: bool = False) -> None:
+    def __init__(
+        self,
+        loss: Loss,
+        options: TrainOptions,
+        folder: Path,
+        bf16: bool = False,
+        inputs: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         """The networks of `loss` are trained in place: the parameters that require gradients, or all if none does.
 
-        bf16: the loss is computed in bfloat16 where autocast does so.  Raises ValueError for more processes than images
-        of a batch.
+        bf16: the loss is computed in bfloat16 where autocast does so.  inputs: digests of what the run starts from, by
+        option; a resumed run must have the same.  Raises ValueError for more processes than images of a batch.
         """
         options = resolved(options)
+        self.settings = settings_of(options) | dict(inputs)
         self.loss, self.options, self.folder, self.bf16 = loss, options, folder, bf16
         self.steps, self.lr, self.ema_decay = options.steps or 0, options.lr or 0.0, options.ema_decay or 0.0
         if options.batch < distributed.world_size():
@@ -100,7 +102,7 @@ class Trainer:
         """Write the state to resume from, atomically."""
         state = {
             "step": self.step,
-            "settings": self._settings(),
+            "settings": self.settings,
             "losses": self._losses,
             "networks": {name: network.state_dict() for name, network in self.loss.networks.items()},
             "average": {name: network.state_dict() for name, network in self.ema.items()},
@@ -120,6 +122,10 @@ class Trainer:
         """
         path = self.folder / STATE
         with opened_state(path, self.device) as state:
+            before = dict(state["settings"])
+            changed = {name: value for name, value in self.settings.items() if before.get(name, value) != value}
+            if fixed := sorted(changed.keys() - MAY_CHANGE):
+                raise ValueError(f"`{fixed[0]}` was {before[fixed[0]]!r:.60}, now it is {changed[fixed[0]]!r:.60}")
             for name, network in self.loss.networks.items():
                 load_finite(network, state["networks"][name])
                 load_finite(self.ema[name], state["average"][name])
@@ -139,17 +145,12 @@ class Trainer:
                 restore(self.optimizer, state["optimizer"])
             self._losses = [float(loss) for loss in state["losses"]]
             self.step = self.saved = state["step"]
-            settings = dict(state["settings"])
         if self.step > self.steps:
             raise ValueError(f"{path}: is of step {self.step}, beyond `steps={self.steps}`: give more steps")
-        changed = {key: value for key, value in self._settings().items() if settings.get(key) != value}
         if changed:
             log.info("the run goes on with other settings than before: %s", json.dumps(changed))
         if distributed.rank() == 0:
             self.log.trim(self.step)
-
-    def _settings(self) -> dict[str, object]:
-        return {name: getattr(self.options, name) for name in SETTINGS}
 
     # ---- steps ------------------------------------------------------------------------------------------------------
 
