@@ -226,6 +226,8 @@ def check(options: TrainOptions, load: LoadOptions) -> None:
         for name in names.split():
             if getattr(options, name) != defaults[name] and unused:
                 raise ValueError(f"`{name}` has no effect {when}: leave it out")
+    if options.optimizer == "prodigy" and options.weighting == "learned":
+        raise ValueError("`weighting=learned` has a rate of its own, which prodigy has not: take another `optimizer`")
     if options.min_snr is not None and options.weighting is not None:
         raise ValueError(f"got `min_snr` and `weighting={options.weighting}`: wanted one of them")
     if fraction is not None and not 0 < fraction < 1:

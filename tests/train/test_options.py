@@ -42,6 +42,11 @@ from ldm_lite.train.options import TrainOptions, as_toml, check, resolved, with_
         ({"lora_rank": 2, "lcm": True, "lora_text": True}, {}, "`lora_text` has no effect with `lcm`"),
         ({"lora_rank": 2, "lcm": True, "validation": "0.1"}, {}, "`validation` has no effect with `lcm`"),
         ({"min_snr": 5.0, "weighting": "snr"}, {}, "got `min_snr` and `weighting=snr`: wanted one of them"),
+        (
+            {"optimizer": "prodigy", "weighting": "learned"},
+            {},
+            "`weighting=learned` has a rate of its own, which",
+        ),
         ({"prior_weight": 2.0}, {}, "`prior_weight` has no effect without `class_data` or `class_prompt`"),
         ({"validate_every": 2}, {}, "`validate_every` has no effect without `validation`"),
         ({"validation": "2"}, {}, "got `validation` 2, wanted a folder, or a share between 0 and 1"),
