@@ -1,10 +1,10 @@
 """Options of `python -m ldm_lite.train`, and a run's config.toml.  Nothing here imports torch."""
 
 import dataclasses
-import importlib
 import json
 import math
 import os
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -268,7 +268,9 @@ def as_toml(options: TrainOptions, load: LoadOptions) -> str:
         for field in dataclasses.fields(group):
             value = getattr(group, field.name)
             if value is not None and field.name not in _OF_A_CALL:
-                lines.append(f"{field.name} = {_toml(value)}")
+                line = f"{field.name} = {_toml(value)}"
+                has_no_text = any("\ud800" <= character <= "\udfff" for character in line)  # a name that is not UTF-8
+                lines.append("# not text: " + ascii(line) if has_no_text else line)
     return "\n".join(lines) + "\n"
 
 
@@ -277,7 +279,8 @@ def _toml(value: Any) -> str:
         return f"[{', '.join(map(_toml, value))}]"
     if isinstance(value, (bool, int, float)):
         return json.dumps(value)
-    return json.dumps(str(getattr(value, "path", value)))  # an open checkpoint has a path
+    text = str(getattr(value, "path", value))  # an open checkpoint has a path
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")  # as JSON, but for this one
 
 
 def with_config(options: TrainOptions, load: LoadOptions) -> tuple[TrainOptions, LoadOptions]:
@@ -289,9 +292,7 @@ def with_config(options: TrainOptions, load: LoadOptions) -> tuple[TrainOptions,
         return options, load
     path = Path(options.config)
     try:
-        tables = importlib.import_module("tomllib").loads(read_text(path))
-    except ModuleNotFoundError as error:
-        raise ValueError("`config` needs Python 3.11 or newer: give the options one by one") from error
+        tables = tomllib.loads(read_text(path))
     except ValueError as error:
         raise ValueError(f"{path}: is not a config.toml ({error})") from error
     for title, table in tables.items():

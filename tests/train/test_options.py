@@ -4,9 +4,11 @@ import dataclasses
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from ldm_lite.cli.options import LoadOptions
@@ -109,6 +111,25 @@ def test_a_config_repeats_the_options_of_a_run(tmp_path: Path) -> None:
     again, loaded = with_config(TrainOptions(config=str(path), out="new", steps=9), LoadOptions(device="cpu"))
     assert again == dataclasses.replace(options, out="new", resume=False, steps=9)
     assert loaded == dataclasses.replace(load, ckpt="model.safetensors", device="cpu")
+
+
+def test_a_config_is_toml_whatever_the_texts() -> None:
+    """Every character there is, alone and beside others; what is not text at all is left out, in a comment."""
+    random = np.random.default_rng(0)
+    texts = ["🍎|🚀", '"""', "'''", "\\U0001F600", "\\", "#", "\r\n", "\x00", "\ud83c\udf4e", "caf\udce9\n"]
+    texts += ["".join(map(chr, random.integers(0, 0x110000, 50))) for _ in range(200)]
+    texts += ["".join(map(chr, range(first, first + 0x100))) for first in range(0, 0x20000, 0x100)]
+    for text in texts:
+        options, load = TrainOptions(data="a", samples=text, log_to=(text, "b")), LoadOptions(ckpt=text, lora=(text,))
+        tables = tomllib.loads(as_toml(options, load).encode().decode())
+        is_text = not any("\ud800" <= character <= "\udfff" for character in text)
+        assert tables["train"].get("samples") == (text if is_text else None)
+        assert tables["train"].get("log_to") == ([text, "b"] if is_text else None)
+        assert tables["load"].get("ckpt") == (text if is_text else None)
+        assert tables["train"]["data"] == "a"
+    numbers = TrainOptions(lr=1e-300, prior_weight=1e22, clip=0.1 + 0.2, seed=2**31 - 1)
+    table = tomllib.loads(as_toml(numbers, LoadOptions()))["train"]
+    assert [table[name] for name in ("lr", "prior_weight", "clip", "seed")] == [1e-300, 1e22, 0.1 + 0.2, 2**31 - 1]
 
 
 @pytest.mark.parametrize(
