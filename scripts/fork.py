@@ -30,7 +30,7 @@ description = "Stable Diffusion from scratch, in one small package."
 readme = "README.md"
 license = "Apache-2.0"
 license-files = ["LICENSE", "NAME/clip_merges.LICENSE.txt"]
-requires-python = ">=3.10"
+requires-python = ">=3.11"
 dependencies = ["torch>=2.6", "numpy", "pillow", "safetensors", "tokenizers"]
 
 [project.optional-dependencies]

@@ -211,13 +211,17 @@ class TextLoss:
 
 # ---- runs -----------------------------------------------------------------------------------------------------------
 
+DEFAULTS = {  # for new weights: other ones than the package's, which are for changing a model that is good already
+    "steps": 10_000, "batch": 64, "accumulate": 1, "warmup": 200, "save_every": 1000, "workers": 2,
+    "lr": 1e-3, "weight_decay": 0.01, "ema_decay": 0.999, "clip": 1.0,
+}  # fmt: skip
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True, metavar="autoencoder | new | text")
     autoencoder, new, text = (commands.add_parser(name) for name in ("autoencoder", "new", "text"))
-    defaults = TrainOptions()
     for command, body in ((autoencoder, train_autoencoder), (new, write_new), (text, train_text)):
         command.set_defaults(body=body)
         command.add_argument("--out", required=True, help="the checkpoint to write (new), or the folder of the run")
@@ -228,10 +232,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         command.add_argument("--device")
         command.add_argument("--debug", action="store_true", help="show the traceback of an error")
     for command in (autoencoder, text):
-        for name in ("steps", "batch", "accumulate", "warmup", "save_every", "workers"):
-            command.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(defaults, name))
-        for name in ("lr", "weight_decay", "ema_decay", "clip"):
-            command.add_argument(f"--{name.replace('_', '-')}", type=float, default=getattr(defaults, name))
+        for name, value in DEFAULTS.items():
+            command.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
         command.add_argument("--minutes", type=float, help="stop after this many minutes; --resume continues")
         command.add_argument("--resume", action="store_true", help="continue the run in that folder")
     autoencoder.add_argument("--vae", help="begin with the autoencoder of this file (default: new weights)")
@@ -240,7 +242,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     new.add_argument("--size", type=int, choices=SIZES, default=64, help="pixels per side")
     new.add_argument("--vae", required=True, help="file with the autoencoder")
     text.add_argument("--ckpt", required=True, help="a checkpoint of `new`")
-    text.add_argument("--caption-dropout", type=float, default=defaults.caption_dropout)
+    text.add_argument("--caption-dropout", type=float, default=0.1)
     args = parser.parse_args(argv)
     kept = "the state of the last save is kept, `resume=True` continues"
     return console.run(lambda: args.body(args, options_of(args)), (args,), kept)

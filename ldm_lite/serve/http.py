@@ -198,7 +198,7 @@ async def changes(ticket: Ticket, silence: float) -> AsyncIterator[bool]:
     while not ended:
         try:
             await asyncio.wait_for(changed.wait(), silence)
-        except asyncio.TimeoutError:  # another class than TimeoutError in Python 3.10
+        except TimeoutError:
             yield False
             continue
         changed.clear()

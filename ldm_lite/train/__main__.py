@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from ldm_lite.cli import console, flags
 from ldm_lite.cli.options import LoadOptions
 from ldm_lite.cli.progress import TrainingBar
-from ldm_lite.train.options import TrainOptions, with_config
+from ldm_lite.train.options import TrainOptions, resolved, with_config
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,7 +41,7 @@ def run(options: TrainOptions, load: LoadOptions) -> None:
     from ldm_lite.train.run import train
 
     options, load = with_config(options, load)
-    path = train(options, load, TrainingBar(options.steps))
+    path = train(options, load, TrainingBar(resolved(options).steps))
     if distributed.rank() == 0:
         print(path)
 

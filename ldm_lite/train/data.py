@@ -97,6 +97,12 @@ class Part:
         return self.whole.example(self.indices[index])
 
 
+def first_captions(dataset: Dataset, most: int = 4) -> list[str]:
+    """Return different captions of a dataset's first examples.  Raises as its examples do."""
+    count = min(16, sum(dataset.shards or (16,)))
+    return list(dict.fromkeys(dataset.example(i).caption for i in range(count)))[:most]
+
+
 def held_out(dataset: Dataset, fraction: float, seed: int) -> tuple[Dataset, Dataset]:
     """Divide a finite dataset: what is learned, and the fraction that is only measured, at least one example each.
 

@@ -22,7 +22,7 @@ import json
 import logging
 import math
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -218,6 +218,7 @@ class Data(NamedTuple):
     validation: Dataset | None
     encoded: bool  # beforehand: no step uses the autoencoder
     empty: Mapping[str, Tensor] | None  # with the text: no step uses the text encoders
+    digest: str  # of all of them, wherever they are
 
 
 def open_all(options: TrainOptions, model: Pipeline, reads_text: bool) -> Data:
@@ -228,7 +229,10 @@ def open_all(options: TrainOptions, model: Pipeline, reads_text: bool) -> Data:
     dataset = open_dataset(options, model, options.data)
     is_encoded = isinstance(dataset, EncodedDataset)
 
+    opened = list[list[object]]()
+
     def latents(dataset: Dataset, name: str) -> Dataset:
+        opened.append(identity(options, dataset, lambda path: (path.name, path.stat().st_size)))
         if isinstance(dataset, EncodedDataset):
             check_encoded(options, model, dataset, reads_text)
         elif dataset.shards is not None:
@@ -249,7 +253,23 @@ def open_all(options: TrainOptions, model: Pipeline, reads_text: bool) -> Data:
     has_other_text = any((options.class_data, options.class_prompt, folder))
     if isinstance(dataset, EncodedDataset) and reads_text and not has_other_text:
         empty = _no_caption(model, dataset)
-    return Data(train, prior, validation, is_encoded, empty)
+    return Data(train, prior, validation, is_encoded, empty, hashlib.sha256(repr(opened).encode()).hexdigest()[:32])
+
+
+def identity(options: TrainOptions, dataset: Dataset, of_file: Callable[[Path], object]) -> list[object]:
+    """Return what tells data from others: what of_file says of each file, captions, the renderer.  Raises OSError."""
+    if isinstance(dataset, Buckets):
+        return [identity(options, part, of_file) for part in dataset.parts]
+    if isinstance(dataset, EncodedDataset):
+        ends = [dataset.example(index) for index in (0, dataset.about["examples"] - 1)]
+        return [dataset.about, *((example.caption, example.pixels.numpy().tobytes()) for example in ends)]
+    if isinstance(dataset, TarShards):
+        return [of_file(path) for path, _ in dataset.tars]
+    if not isinstance(dataset, ImageFolder):
+        return [Path(str(options.renderer)).read_bytes(), options.renderer_options, options.scenes]
+    files = [(of_file(path), caption) for path, caption in dataset.items]
+    places = (beside(path, what) for path, _ in dataset.items for what in BESIDE)
+    return [*files, *(of_file(path) for path in places if path.is_file())]
 
 
 def open_dataset(options: TrainOptions, model: Pipeline, path: str | None) -> Dataset:
@@ -297,19 +317,13 @@ def encoded(options: TrainOptions, dataset: Dataset, vae: nn.Module, name: str =
         return Buckets(tuple(encoded(options, part, vae, name) for part, name in parts))
     assert isinstance(vae, AutoencoderKL)
     assert dataset.shards is not None
-    # What identifies the data: names, sizes and times of the files, captions, the renderer.
-    if isinstance(dataset, ImageFolder):
-        files = [*dataset.items]
-        files += [(file, "") for path, _ in dataset.items for what in BESIDE if (file := beside(path, what)).is_file()]
-        stats = [(path.stat(), path, caption) for path, caption in files]
-        parts_of_data: list[object] = [(str(path), text, stat.st_size, stat.st_mtime_ns) for stat, path, text in stats]
-        parts_of_data.append((dataset.size, dataset.masked, dataset.hinted))
-    elif isinstance(dataset, TarShards):
-        parts_of_data = [(str(path), state) for path, state in dataset.tars]
-    else:
-        parts_of_data = [Path(str(options.renderer)).read_bytes(), options.renderer_options, options.scenes]
-    identity = repr((parts_of_data, getattr(dataset, "resolution", None)))
-    about = {"data": hashlib.sha256(identity.encode()).hexdigest()[:32], "vae": encoder_digest(vae)}
+
+    def of_file(path: Path) -> object:
+        return str(path), path.stat().st_size, path.stat().st_mtime_ns
+
+    how = [getattr(dataset, name, None) for name in ("size", "resolution", "masked", "hinted")]
+    code = hashlib.sha256(repr((identity(options, dataset, of_file), how)).encode()).hexdigest()[:32]
+    about = {"data": code, "vae": encoder_digest(vae)}
     folder, count, device = Path(options.out) / name, sum(dataset.shards), next(vae.parameters()).device
     if distributed.rank() == 0:
         origin, key = folder / ORIGIN, json.dumps(about, sort_keys=True)

@@ -334,19 +334,23 @@ class Validation:
 
         The levels of an example are one in each quarter of those that training draws.  Raises ValueError, OSError.
         """
-        sums = torch.zeros(2, dtype=torch.float64)
+        sums, rank, size = torch.zeros(2, dtype=torch.float64), distributed.rank(), distributed.world_size()
         parts = self.dataset.parts if isinstance(self.dataset, Buckets) else (self.dataset,)
+        num_batches = sum(-(-sum(part.shards or ()) // self.batch) for part in parts)
         batches = (batch for part in parts for batch in in_order(part, self.batch, workers=0))
         first = FIRST  # their numbers go through all parts
         for turn, batch in enumerate(batches):
             examples = range(first, first + len(batch.numbers))
             first = examples.stop
-            if turn % distributed.world_size() != distributed.rank():
+            # A process that gets no batch in the last round computes the last one too, uncounted: with divided weights
+            # each needs all others.
+            is_mine = turn % size == rank
+            if not is_mine and not (turn == num_batches - 1 and turn % size < rank):
                 continue
             for level in range(LEVELS):
                 numbers = [LEVELS * example + level for example in examples]
                 places = [(level + GOLDEN * (example - FIRST) % 1) / LEVELS for example in examples]
                 errors = self.loss.errors(batch, Draws(0, numbers), torch.tensor(places, dtype=torch.float64))
-                sums += torch.tensor([float(errors.double().sum()), len(errors)], dtype=torch.float64)
+                sums += is_mine * torch.tensor([float(errors.double().sum()), len(errors)], dtype=torch.float64)
         total, count = distributed.all_reduce_sum(sums).tolist()
         return total / count

@@ -1,10 +1,10 @@
 """Options of `python -m ldm_lite.train`, and a run's config.toml.  Nothing here imports torch."""
 
 import dataclasses
-import importlib
 import json
 import math
 import os
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,9 @@ class DataOptions(CheckedOptions):
     scenes: int | None = option(
         None, "draw this many scenes once, and keep their latents (default: new scenes at every step)", within=(1, MOST)
     )
-    caption_dropout: float = option(0.1, "share of captions replaced by an empty one, for guidance", within=(0, 1))
+    caption_dropout: float = option(
+        0.0, "share of captions replaced by an empty one, for guidance (0.1 is usual for a whole model)", within=(0, 1)
+    )
     tokens: int | None = option(
         None, "tokens per caption (default: as many as the text encoder takes)", within=(2, MOST)
     )
@@ -56,7 +58,8 @@ class LearnedOptions(CheckedOptions):
         choices=("diffusion", "embedding", "control"),
         common=True,
     )
-    freeze_text: bool = option(False, "do not train the text encoders")
+    train_text: bool = option(False, "train the text encoders of a whole model too")
+    freeze_text: bool = option(False, "do not train the text encoders: the default")
     lora_rank: int | None = option(
         None,
         "train a LoRA of this rank, with the model frozen (16 is usual)",
@@ -85,21 +88,34 @@ class LearnedOptions(CheckedOptions):
 class OptimiserOptions(CheckedOptions):
     """How it is trained."""
 
-    steps: int = option(10_000, "optimiser steps of the whole run", within=(1, MOST), common=True)
-    minutes: float | None = option(None, "stop after this many minutes; --resume continues", within=(0, MOST))
-    batch: int = option(64, "images per batch, of all processes together", within=(1, 2**16), common=True)
-    accumulate: int = option(1, "batches per optimiser step", within=(1, MOST))
-    lr: float = option(
-        1e-3, "peak learning rate: linear warm-up, then cosine decay to 0", within=(0, math.inf), common=True
+    steps: int | None = option(
+        None,
+        "optimiser steps of the whole run (default: 10,000; a LoRA: 2,000; textual inversion: 3,000)",
+        within=(1, MOST),
+        common=True,
     )
-    warmup: int = option(200, "steps of the warm-up", within=(0, MOST))
+    minutes: float | None = option(None, "stop after this many minutes; --resume continues", within=(0, MOST))
+    batch: int = option(1, "images per batch, of all processes together", within=(1, 2**16), common=True)
+    accumulate: int = option(1, "batches per optimiser step", within=(1, MOST))
+    lr: float | None = option(
+        None,
+        "peak learning rate (default: 1e-5; a LoRA: 1e-4; textual inversion: 5e-3; prodigy: 1)",
+        within=(0, math.inf),
+        common=True,
+    )
+    warmup: float = option(0.05, "steps of the linear warm-up; below 1: their share of all steps", within=(0, MOST))
     optimizer: str = option(
         "adamw",
-        "adamw8bit and prodigy (with --lr 1) need the extra [optimizers]",
+        "adamw8bit and prodigy, which finds the learning rate, need the extra [optimizers]",
         choices=("adamw", "adamw8bit", "prodigy"),
     )
     weight_decay: float = option(0.01, "weight decay of the optimiser", within=(0, math.inf))
-    ema_decay: float = option(0.999, "decay of the EMA of the weights", "--average", within=(0, 1))
+    ema_decay: float | None = option(
+        None,
+        "decay of the EMA of the weights, 0 for none (default: 0.999; distillation: 0.95; else additions have none)",
+        "--average",
+        within=(0, 1),
+    )
     ema_lengths: bool = option(
         False, "keep averages from which python -m ldm_lite.train.averages makes any length afterwards (EDM2)"
     )
@@ -134,8 +150,8 @@ class TrainOptions(DataOptions, LearnedOptions, OptimiserOptions):
         common=True,
     )
     save_every: int = option(1000, "steps between checkpoints", within=(1, MOST))
-    samples: str = option(
-        "a red apple on a blue background|rocket|cat|red heart", "prompts of the sample grid, separated by |"
+    samples: str | None = option(
+        None, "prompts of the sample grid, separated by | (default: the data's first captions)"
     )
     log_to: tuple[str, ...] = option(
         (), "log to tensorboard or wandb too (extra [loggers]); repeatable", metavar="NAME"
@@ -149,6 +165,23 @@ class TrainOptions(DataOptions, LearnedOptions, OptimiserOptions):
             return None if self.validation is None else float(self.validation)
         except ValueError:
             return None
+
+
+# What is trained -> steps, learning rate, decay of the EMA.
+DEFAULTS = {
+    "diffusion": (10_000, 1e-5, 0.999), "lora": (2_000, 1e-4, 0.0), "lcm": (2_000, 1e-4, 0.95),
+    "embedding": (3_000, 5e-3, 0.0), "control": (10_000, 1e-5, 0.999),
+}  # fmt: skip
+
+
+def resolved(options: TrainOptions) -> TrainOptions:
+    """Return the options with the defaults of what is trained in place of None."""
+    kind = "lcm" if options.lcm else "lora" if options.lora_rank is not None else options.stage
+    steps, lr, decay = DEFAULTS[kind]
+    defaults = {"steps": steps, "lr": 1.0 if options.optimizer == "prodigy" else lr, "ema_decay": decay}
+    return dataclasses.replace(
+        options, **{name: value for name, value in defaults.items() if getattr(options, name) is None}
+    )
 
 
 def check(options: TrainOptions, load: LoadOptions) -> None:
@@ -176,10 +209,12 @@ def check(options: TrainOptions, load: LoadOptions) -> None:
         (options.optimizer != "adamw", f"with `optimizer={options.optimizer}`", "shard"),
         (options.shard, "with `shard`", "ema_lengths"),
         (stage != "embedding", "without `stage=embedding`", "token init_word vectors"),
-        (stage in ("embedding", "control"), f"with `stage={stage}`, which keeps the model frozen", "freeze_text"),
+        (stage != "diffusion", f"with `stage={stage}`, which keeps the model frozen", "freeze_text train_text"),
         (stage == "control", "with `stage=control`", "class_data class_prompt renderer"),
         (not has_lora, "without `lora_rank`", "lora_alpha lora_text lora_kind lokr_factor lcm"),
+        (has_lora, "with `lora_rank`, which keeps the model frozen: `lora_text`", "train_text"),
         (has_lora, "with `lora_rank`, which keeps the model frozen", "freeze_text"),
+        (options.freeze_text, "with `freeze_text`", "train_text"),
         (options.lcm, "with `lcm`", not_of_lcm),
         (not options.lcm, "without `lcm`", "lcm_guidance"),
         (options.lora_kind != "lokr", "without `lora_kind=lokr`", "lokr_factor"),
@@ -191,6 +226,8 @@ def check(options: TrainOptions, load: LoadOptions) -> None:
         for name in names.split():
             if getattr(options, name) != defaults[name] and unused:
                 raise ValueError(f"`{name}` has no effect {when}: leave it out")
+    if options.optimizer == "prodigy" and options.weighting == "learned":
+        raise ValueError("`weighting=learned` has a rate of its own, which prodigy has not: take another `optimizer`")
     if options.min_snr is not None and options.weighting is not None:
         raise ValueError(f"got `min_snr` and `weighting={options.weighting}`: wanted one of them")
     if fraction is not None and not 0 < fraction < 1:
@@ -199,10 +236,28 @@ def check(options: TrainOptions, load: LoadOptions) -> None:
         raise ValueError("`validation` as a share needs finite data: give `scenes`, or a folder")
 
 
+# ---- resuming -------------------------------------------------------------------------------------------------------
+
+_OF_A_CALL = ("out", "resume", "config", "debug")  # they do not change what a run computes
+# What a resumed run may have otherwise than before.
+MAY_CHANGE = {
+    *("steps", "minutes", "lr", "warmup", "weight_decay", "clip", "save_every", "samples", "validate_every"),
+    *("workers", "compile_network", "shard", "checkpointing", "log_to"),
+}
+_INPUTS = ("data", "class_data", "renderer")  # of which digests are compared, not names
+
+
+def settings_of(options: TrainOptions) -> dict[str, Any]:
+    """Return what the state of a run records of its options: a batch may be divided otherwise (`accumulate`)."""
+    settings = {name: value for name, value in dataclasses.asdict(options).items() if name not in _OF_A_CALL + _INPUTS}
+    settings["validation"] = options.held_out_fraction  # else a folder, of which there is a digest
+    settings["batch"] = options.batch * settings.pop("accumulate")
+    return settings
+
+
 # ---- config.toml ----------------------------------------------------------------------------------------------------
 
 CONFIG = "config.toml"
-_OF_A_CALL = ("out", "resume", "config", "debug")  # they do not change what a run computes
 
 
 def as_toml(options: TrainOptions, load: LoadOptions) -> str:
@@ -213,7 +268,9 @@ def as_toml(options: TrainOptions, load: LoadOptions) -> str:
         for field in dataclasses.fields(group):
             value = getattr(group, field.name)
             if value is not None and field.name not in _OF_A_CALL:
-                lines.append(f"{field.name} = {_toml(value)}")
+                line = f"{field.name} = {_toml(value)}"
+                has_no_text = any("\ud800" <= character <= "\udfff" for character in line)  # a name that is not UTF-8
+                lines.append("# not text: " + ascii(line) if has_no_text else line)
     return "\n".join(lines) + "\n"
 
 
@@ -222,7 +279,8 @@ def _toml(value: Any) -> str:
         return f"[{', '.join(map(_toml, value))}]"
     if isinstance(value, (bool, int, float)):
         return json.dumps(value)
-    return json.dumps(str(getattr(value, "path", value)))  # an open checkpoint has a path
+    text = str(getattr(value, "path", value))  # an open checkpoint has a path
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")  # as JSON, but for this one
 
 
 def with_config(options: TrainOptions, load: LoadOptions) -> tuple[TrainOptions, LoadOptions]:
@@ -234,9 +292,7 @@ def with_config(options: TrainOptions, load: LoadOptions) -> tuple[TrainOptions,
         return options, load
     path = Path(options.config)
     try:
-        tables = importlib.import_module("tomllib").loads(read_text(path))
-    except ModuleNotFoundError as error:
-        raise ValueError("`config` needs Python 3.11 or newer: give the options one by one") from error
+        tables = tomllib.loads(read_text(path))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: is not a config.toml ({error})") from error
     for title, table in tables.items():

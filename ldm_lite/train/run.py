@@ -3,12 +3,14 @@
 import contextlib
 import copy
 import functools
+import hashlib
 import importlib.util
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from ldm_lite.models.unet import UNet
 from ldm_lite.networks import (
     checkpoint_content,
     control_with,
+    digest,
     has_fast_bf16,
     token_tables,
     unread_parameters,
@@ -40,6 +43,7 @@ from ldm_lite.train.additions import (
     kohya_file,
     new_control,
 )
+from ldm_lite.train.data import first_captions
 from ldm_lite.train.encoded import open_all
 from ldm_lite.train.losses import (
     ConsistencyLoss,
@@ -53,7 +57,7 @@ from ldm_lite.train.losses import (
     of_x0,
     uniform,
 )
-from ldm_lite.train.options import CONFIG, TrainOptions, as_toml, check, with_config
+from ldm_lite.train.options import CONFIG, TrainOptions, as_toml, check, resolved, with_config
 from ldm_lite.train.state import LOG, STATE, open_logger, read_log, write_tensors
 from ldm_lite.train.trainer import Trainer, Weights, using
 
@@ -73,16 +77,17 @@ def train(
     """
     options, load = with_config(options, load)
     check(options, load)
+    options = resolved(options)
     distributed.init()
     if distributed.rank() > 0:
         log.setLevel(logging.WARNING)
         on_step = lambda step, loss: None  # noqa: E731
     with run_folder(options) as folder, contextlib.ExitStack() as stack:
-        if distributed.rank() == 0:
-            write_whole(folder / CONFIG, as_toml(options, load))
         torch.manual_seed(options.seed)
         # What is learned, from what, by which loss.
         model = make_model(options, load)
+        schedule = model.schedule.prediction, model.schedule.alpha_bar.tobytes(), model.family.scale_factor
+        base = hashlib.sha256(repr((digest(*model.networks.values()), schedule)).encode()).hexdigest()[:32]
         reads_text = "text_encoder" not in trained_networks(options, model) and options.stage != "embedding"
         data = open_all(options, model, reads_text)
         loss = make_loss(options, model, data.empty)
@@ -100,7 +105,9 @@ def train(
         if not options.shard:  # which takes contiguous weights only
             lay_out([*loss.networks.values(), *model.networks.values()])
         # The trainer, and what changes how its networks run.
-        trainer = make_trainer(options, loss)
+        trainer = make_trainer(options, loss, {"ckpt": base, "data": data.digest})
+        if distributed.rank() == 0:
+            write_whole(folder / CONFIG, as_toml(options, load))
         if options.compile_network:
             whole = options.lora_rank is None and options.stage != "embedding"
             for network in loss.networks.values() if whole else [model.unet]:
@@ -124,8 +131,9 @@ def train(
                     ema[role].load_state_dict(average[role])
                     ema[role].to(model.device)
                 loaded = {role: getattr(fresh, role).to(model.device) for role in unused}
+                prompts = options.samples.split("|") if options.samples else first_captions(data.train)
                 hint = data.train.example(0).hint if options.stage == "control" else None
-                save(options, replace(model, **loaded), trainer, ema, hint)
+                save(options, replace(model, **loaded), trainer, ema, prompts, hint)
 
         trainer.fit(data.train, on_step, on_save, data.prior)
     return checkpoint_path(options)
@@ -199,7 +207,7 @@ def trained_networks(options: TrainOptions, model: Pipeline) -> dict[str, nn.Mod
     """Return the networks of a diffusion model that are trained, or changed by a LoRA, by role."""
     if options.stage in ("embedding", "control"):
         return {}
-    with_text = options.lora_text if options.lora_rank is not None else not options.freeze_text
+    with_text = options.lora_text if options.lora_rank is not None else options.train_text
     return {"unet": model.unet} | (text_encoders(model) if with_text else {})
 
 
@@ -257,10 +265,10 @@ def _prior(options: TrainOptions, model: Pipeline, attached: AttachedLoRA | None
     return Prior(options.prior_weight, caption, base)
 
 
-def make_trainer(options: TrainOptions, loss: Loss) -> Trainer:
+def make_trainer(options: TrainOptions, loss: Loss, inputs: Mapping[str, str] = MappingProxyType({})) -> Trainer:
     """Return a trainer of a loss's networks, at the run's current step.  Raises as Trainer does."""
     device = next(p for network in loss.networks.values() for p in network.parameters()).device
-    trainer = Trainer(loss, options, Path(options.out), has_fast_bf16(device))
+    trainer = Trainer(loss, options, Path(options.out), has_fast_bf16(device), inputs)
     if options.resume and os.path.lexists(trainer.folder / STATE):
         trainer.resume()
         log.info("continuing at step %d", trainer.step)
@@ -289,8 +297,9 @@ def checkpoint_path(options: TrainOptions) -> Path:
 
 
 def save(
-    options: TrainOptions, model: Pipeline, trainer: Trainer, ema: Mapping[str, nn.Module], hint: Tensor | None = None
-) -> None:
+    options: TrainOptions, model: Pipeline, trainer: Trainer, ema: Mapping[str, nn.Module], prompts: Sequence[str],
+    hint: Tensor | None = None,
+) -> None:  # fmt: skip
     """Write the checkpoint with the EMA weights, by network, a grid of samples, and a plot of the loss.
 
     Each prompt has a row of samples, from the same noise at every checkpoint.  hint (3,H,W) uint8 is the image that a
@@ -299,7 +308,6 @@ def save(
     _write(checkpoint_path(options), options, model, ema, trainer.step)
     if trainer.averages is not None:
         trainer.averages.store(trainer.folder, trainer.step)
-    prompts = options.samples.split("|")
     how: dict[str, Any] = {"sampler": "dpmpp_2m", "steps": SAMPLE_STEPS}
     if options.lcm:
         how = {"sampler": "lcm", "steps": 4, "scale": 1.0}

@@ -9,13 +9,14 @@ import importlib
 import json
 import logging
 import os
-import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from ldm_lite.cli.files import open_file, read_bytes, regular
 from ldm_lite.cli.writing import replacing, write_whole
@@ -30,32 +31,12 @@ LOG = "log.jsonl"
 # ---- state ----------------------------------------------------------------------------------------------------------
 
 
-def usable(tensor: Tensor) -> bool:
-    """Whether a tensor holds finite floats."""
-    return tensor.is_floating_point() and bool(torch.isfinite(tensor).all())
-
-
-def load_finite(network: nn.Module, weights: dict[str, Tensor]) -> None:
-    """Load a network's weights.  Raises any exception if they are not those of this network, or not finite."""
+def load_weights(network: nn.Module, weights: dict[str, Tensor]) -> None:
+    """Load a network's weights, divided among processes as it is.  Raises any exception for those of another one."""
     before = network.state_dict()
-    for name, value in weights.items():
-        if name in before and (value.dtype != before[name].dtype or (value.is_floating_point() and not usable(value))):
-            raise ValueError(f"{name} is of {value.dtype}, or not finite")
+    if other := [name for name, value in weights.items() if name in before and value.dtype != before[name].dtype]:
+        raise ValueError(f"{other[0]} is of {weights[other[0]].dtype}")
     network.load_state_dict(weights | {name: distributed.shard_like(weights[name], before[name]) for name in before})
-
-
-def check_averages(state: dict[int, dict[str, Tensor]], parameters: Sequence[Tensor], step: int) -> None:
-    """Check AdamW's averages of the parameters after a step.  Raises any exception for what cannot be them."""
-    if type(step) is not int or step < 1:
-        raise ValueError(f"it is of step {step!r:.50}")
-    for index, values in state.items():
-        for name in ("exp_avg", "exp_avg_sq"):
-            if values[name].shape != parameters[index].shape or not usable(values[name]):
-                raise ValueError(f"{name} of parameter {index} has another shape, or is not finite")
-        if float(values["exp_avg_sq"].min()) < 0 or set(values) != {"step", "exp_avg", "exp_avg_sq"}:
-            raise ValueError(f"the averages of parameter {index} are not AdamW's")
-    if max(int(values["step"]) for values in state.values()) != step:
-        raise ValueError(f"it is of step {step}, but its optimiser is not")
 
 
 @contextlib.contextmanager
@@ -63,7 +44,13 @@ def opened_state(path: Path, device: torch.device) -> Iterator[dict[str, Any]]:
     """Yield the content of a state file.  Any error of it in the block becomes a ValueError of one line; OSError."""
     with open_file(path) as file:
         try:
-            yield torch.load(file, map_location=device, weights_only=True)
+            state = torch.load(file, map_location=device, weights_only=True)
+            for value in tree_leaves(state):
+                if isinstance(value, Tensor) and value.is_floating_point() and not bool(torch.isfinite(value).all()):
+                    raise ValueError("it holds numbers that are not finite")
+            if type(state["step"]) is not int or state["step"] < 1:
+                raise ValueError(f"it is of step {state['step']!r:.50}")
+            yield state
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # torch raises nearly anything for a damaged file
@@ -74,14 +61,19 @@ def opened_state(path: Path, device: torch.device) -> Iterator[dict[str, Any]]:
 
 
 def write_state(path: Path, state: Mapping[str, Any]) -> None:
-    """Write what torch.load reads; an earlier file stays as it is if that fails.  Raises OSError."""
-    with replacing(path) as part:
+    """Write what torch.load reads; an earlier file stays as it is if that fails.  Raises OSError.
+
+    If the disk is full, some versions of torch, such as 2.6, write what fits to a path and say nothing: it gets an open
+    file, and the end of what was written is looked for.
+    """
+    with replacing(path) as part, open(part, "wb") as file:
         try:
-            torch.save(state, part)
-        except RuntimeError as error:  # which does not tell when a disk is full
-            full = shutil.disk_usage(path.parent).free < 2**20
-            why = os.strerror(errno.ENOSPC) if full else f"cannot be written ({str(error).splitlines()[0]:.200})"
-            raise OSError(errno.ENOSPC if full else errno.EIO, why, os.fspath(path)) from error
+            torch.save(state, file)
+        except RuntimeError as error:  # of torch, in place of the OSError
+            raise OSError(errno.EIO, f"cannot be written ({str(error).splitlines()[0]:.200})", path) from error
+        file.flush()
+        if not zipfile.is_zipfile(part):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
 
 
 DTYPES = {torch.float16: "F16", torch.float32: "F32"}  # in .safetensors files

@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -27,19 +28,13 @@ from ldm_lite.train import distributed
 from ldm_lite.train.batches import Batch, Draws, Slice, batches, reported_workers
 from ldm_lite.train.data import Dataset
 from ldm_lite.train.losses import Loss, Validation
-from ldm_lite.train.options import TrainOptions
-from ldm_lite.train.state import STATE, Log, check_averages, load_finite, opened_state, write_state, write_tensors
+from ldm_lite.train.options import MAY_CHANGE, TrainOptions, resolved, settings_of
+from ldm_lite.train.state import STATE, Log, load_weights, opened_state, write_state, write_tensors
 
 log = logging.getLogger("ldm_lite")
 
 CHECK_EVERY = 20  # steps between rows of the log
-
-
-# The options that results depend on.
-SETTINGS = (
-    *("steps", "batch", "accumulate", "lr", "warmup", "weight_decay", "ema_decay", "clip", "seed", "optimizer"),
-    "ema_lengths",
-)
+MOST_SKIPPED = 10  # steps in a row whose loss or gradient is not finite
 
 
 class _Whole(nn.Module):
@@ -57,13 +52,23 @@ class _Whole(nn.Module):
 class Trainer:
     """A run in a folder: the networks of a loss, their EMA, the optimiser, and the current step."""
 
-    def __init__(self, loss: Loss, options: TrainOptions, folder: Path, bf16: bool = False) -> None:
+    def __init__(
+        self,
+        loss: Loss,
+        options: TrainOptions,
+        folder: Path,
+        bf16: bool = False,
+        inputs: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         """The networks of `loss` are trained in place: the parameters that require gradients, or all if none does.
 
-        bf16: the loss is computed in bfloat16 where autocast does so.  Raises ValueError for more processes than images
-        of a batch.
+        bf16: the loss is computed in bfloat16 where autocast does so.  inputs: digests of what the run starts from, by
+        option; a resumed run must have the same.  Raises ValueError for more processes than images of a batch.
         """
+        options = resolved(options)
+        self.settings = settings_of(options) | dict(inputs)
         self.loss, self.options, self.folder, self.bf16 = loss, options, folder, bf16
+        self.steps, self.lr, self.ema_decay = options.steps or 0, options.lr or 0.0, options.ema_decay or 0.0
         if options.batch < distributed.world_size():
             raise ValueError(
                 f"got `batch` {options.batch} for {distributed.world_size()} processes: wanted one for each, or more"
@@ -86,10 +91,11 @@ class Trainer:
         groups: list[dict[str, Any]] = [{"params": [p for p in self.parameters if id(p) not in ids]}]
         if weighting:  # which is far from the networks in scale: EDM2 trains both at 1e-2
             groups.append({"params": weighting, "peak": 1e-2, "weight_decay": 0.0})
-        self.optimizer = make_optimizer(options.optimizer, groups, options.lr, options.weight_decay)
+        self.optimizer = make_optimizer(options.optimizer, groups, self.lr, options.weight_decay)
         self.log = Log(folder)
         self._losses: list[float] = []  # of the steps since the log's last row
-        self._last: Batch  # the batch of the last good step
+        self._last: Batch | None = None  # the batch of the last good step
+        self._skipped = 0  # steps since then
         self._module = distributed.parallel(_Whole(loss))
 
     # ---- state ------------------------------------------------------------------------------------------------------
@@ -98,7 +104,7 @@ class Trainer:
         """Write the state to resume from, atomically."""
         state = {
             "step": self.step,
-            "settings": self._settings(),
+            "settings": self.settings,
             "losses": self._losses,
             "networks": {name: network.state_dict() for name, network in self.loss.networks.items()},
             "average": {name: network.state_dict() for name, network in self.ema.items()},
@@ -118,36 +124,26 @@ class Trainer:
         """
         path = self.folder / STATE
         with opened_state(path, self.device) as state:
+            before = dict(state["settings"])
+            changed = {name: value for name, value in self.settings.items() if before.get(name, value) != value}
+            if fixed := sorted(changed.keys() - MAY_CHANGE):
+                raise ValueError(f"`{fixed[0]}` was {before[fixed[0]]!r:.60}, now it is {changed[fixed[0]]!r:.60}")
             for name, network in self.loss.networks.items():
-                load_finite(network, state["networks"][name])
-                load_finite(self.ema[name], state["average"][name])
+                load_weights(network, state["networks"][name])
+                load_weights(self.ema[name], state["average"][name])
             if self.averages is not None:
                 for average, stored in zip(self.averages.networks, state["averages"], strict=True):
                     for name, network in average.items():
-                        load_finite(network, stored[name])
-            if self.options.optimizer == "adamw":
-                averages = state["optimizer"]["state"]
-                check_averages(averages, self.parameters, state["step"])
-                for index, values in averages.items():
-                    for name in ("exp_avg", "exp_avg_sq"):
-                        values[name] = distributed.shard_like(values[name], self.parameters[index])
-                groups = self.optimizer.state_dict()["param_groups"]  # the settings are the options'
-                self.optimizer.load_state_dict({"state": averages, "param_groups": groups})
-            else:
-                restore(self.optimizer, state["optimizer"])
+                        load_weights(network, stored[name])
+            restore(self.optimizer, state["optimizer"])
             self._losses = [float(loss) for loss in state["losses"]]
             self.step = self.saved = state["step"]
-            settings = dict(state["settings"])
-        if self.step > self.options.steps:
-            raise ValueError(f"{path}: is of step {self.step}, beyond `steps={self.options.steps}`: give more steps")
-        changed = {key: value for key, value in self._settings().items() if settings.get(key) != value}
+        if self.step > self.steps:
+            raise ValueError(f"{path}: is of step {self.step}, beyond `steps={self.steps}`: give more steps")
         if changed:
             log.info("the run goes on with other settings than before: %s", json.dumps(changed))
         if distributed.rank() == 0:
             self.log.trim(self.step)
-
-    def _settings(self) -> dict[str, object]:
-        return {name: getattr(self.options, name) for name in SETTINGS}
 
     # ---- steps ------------------------------------------------------------------------------------------------------
 
@@ -163,8 +159,9 @@ class Trainer:
         on_step gets the number of steps done and, every CHECK_EVERY steps, their mean loss; on_save gets the number of
         steps done, after the state was written.  A save that fails is tried again later, the last one raises OSError.
         After SIGINT, SIGTERM or SIGHUP the step is finished and the state saved, then Stopped is raised; a second
-        signal stops at once.  Raises ValueError if the loss is not finite: the weights of the step before are saved
-        then, if theirs is; ChildProcessError if a worker or another process of the run dies.
+        signal stops at once.  A step whose loss or gradient is not finite changes nothing.  Raises ValueError for more
+        than MOST_SKIPPED of them in a row: the weights before them are saved then, if their loss is finite;
+        ChildProcessError if a worker or another process of the run dies.
         """
         options, start, unsaved = self.options, time.perf_counter(), False
         data = contextlib.closing(self._batches(dataset, prior))  # its workers end before the process waits for them
@@ -173,18 +170,18 @@ class Trainer:
                 on_save(self.step)  # the run may have been killed between this state and on_save
             if self.step == 0:
                 self._validate()
-            last = self.step == options.steps
+            last = self.step == self.steps
             while not last:
-                self._losses.append(self._step(batches, on_save))
+                self._losses += self._step(batches, on_save)
                 self.step += 1
                 seconds = time.perf_counter() - start
                 over = options.minutes is not None and seconds > 60 * options.minutes
                 # A signal to one process stops all of them.
                 ends = distributed.all_reduce_sum(torch.tensor([bool(received), over]).float())
                 signalled, over = (ends > 0).tolist()
-                last = signalled or over or self.step == options.steps
+                last = signalled or over or self.step == self.steps
                 mean = None
-                if self.step % CHECK_EVERY == 0 or self.step == options.steps:
+                if self._losses and (self.step % CHECK_EVERY == 0 or self.step == self.steps):
                     mean, self._losses = sum(self._losses) / len(self._losses), []
                     if distributed.rank() == 0:
                         self.log.add({"step": self.step, "loss": mean, "seconds": round(seconds, 2)})
@@ -197,11 +194,11 @@ class Trainer:
             raise Stopped(received[0], f"the state of step {self.step} is saved, `resume=True` continues")
 
     def _is_due(self) -> bool:
-        return self.step % self.options.save_every == 0 or self.step == self.options.steps
+        return self.step % self.options.save_every == 0 or self.step == self.steps
 
     def _validate(self) -> None:
         """Add the validation loss of the EMA to the log, if it is due."""
-        if self.validation is None or (self.step % self.validation.every and self.step < self.options.steps):
+        if self.validation is None or (self.step % self.validation.every and self.step < self.steps):
             return
         with using(self.loss.networks, self.ema), self._kernels(), self._autocast():
             value = self.validation()
@@ -236,17 +233,17 @@ class Trainer:
         """Yield this process's part of each batch, from the current step on."""
         options, rank, size = self.options, distributed.rank(), distributed.world_size()
         rows = range(rank * options.batch // size, (rank + 1) * options.batch // size)
-        part = Slice(options.batch, rows, self.step * options.accumulate, options.steps * options.accumulate)
+        part = Slice(options.batch, rows, self.step * options.accumulate, self.steps * options.accumulate)
         return batches(dataset, options.seed, part, options.workers, prior)
 
-    def _step(self, data: Iterator[Batch], on_save: Callable[[int], None]) -> float:
-        """Run one optimiser step over `accumulate` batches of all processes.  Returns its loss.
+    def _step(self, data: Iterator[Batch], on_save: Callable[[int], None]) -> list[float]:
+        """Run one optimiser step over `accumulate` batches of all processes.  Returns its loss, or nothing.
 
-        Raises ValueError, with the weights as before, if the loss or a gradient is not finite.
+        Nothing changes if the loss or a gradient is not finite.  Raises ValueError if that is so again and again.
         """
         options = self.options
         for group in self.optimizer.param_groups:
-            group["lr"] = group.get("peak", options.lr) * learning_rate(self.step, options.warmup, options.steps)
+            group["lr"] = group.get("peak", self.lr) * learning_rate(self.step, options.warmup, self.steps)
         total = torch.zeros((), device=self.device)  # of this process
         for left in reversed(range(options.accumulate)):
             batch = next(data)
@@ -259,17 +256,21 @@ class Trainer:
         norm = nn.utils.clip_grad_norm_(self.parameters, options.clip)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         value, size = torch.stack([distributed.all_reduce_sum(total), norm]).tolist()
-        if not math.isfinite(value):
-            raise self._stopped(f"the loss is {value} at step {self.step + 1}", on_save)
-        if not math.isfinite(size):
-            raise self._stopped(f"the gradient is {size} at step {self.step + 1}", on_save)
-        self._last = batch
+        if not math.isfinite(value) or not math.isfinite(size):
+            what, self._skipped = "gradient" if math.isfinite(value) else "loss", self._skipped + 1
+            why = f"the {what} is {size if what == 'gradient' else value} at step {self.step + 1}"
+            if self._skipped > MOST_SKIPPED:
+                raise self._stopped(f"{why}, as in the {MOST_SKIPPED} before", on_save)
+            log.warning("%s, which is left out", why)
+            self.optimizer.zero_grad(set_to_none=True)
+            return []
+        self._last, self._skipped = batch, 0
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self._update_ema()
         if self.averages is not None:
             self.averages.update(self.loss.networks, self.step + 1)
-        return value
+        return [value]
 
     def _kernels(self) -> contextlib.AbstractContextManager[None]:
         """Plain attention on a CPU in bfloat16, where the backward pass of flash attention takes four times as long.
@@ -282,7 +283,7 @@ class Trainer:
     @torch.no_grad()
     def _update_ema(self) -> None:
         """Update the EMA with decay min(ema_decay, (1 + step) / (10 + step)): it follows faster at first."""
-        decay = min(self.options.ema_decay, (1 + self.step) / (10 + self.step))
+        decay = min(self.ema_decay, (1 + self.step) / (10 + self.step))
         for name, network in self.loss.networks.items():
             torch._foreach_lerp_(list(self.ema[name].parameters()), list(network.parameters()), 1 - decay)
 
@@ -302,6 +303,8 @@ class Trainer:
     @torch.no_grad()
     def _loss_now(self) -> float:
         """Return the loss of the last good step's last batch, in all processes, with the current weights."""
+        if self._last is None:
+            return 0.0
         compiled = any(network._compiled_call_impl is not None for network in self.loss.networks.values())
         # Compiled code is for steps with gradients: without them everything would be compiled once more.
         with torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext():
@@ -309,8 +312,12 @@ class Trainer:
         return float(distributed.all_reduce_sum(loss)) / distributed.world_size()
 
 
-def learning_rate(step: int, warmup: int, steps: int) -> float:
-    """Return the factor of the peak learning rate: linear warm-up, then half a cosine down to 0."""
+def learning_rate(step: int, warmup: float, steps: int) -> float:
+    """Return the factor of the peak learning rate: linear warm-up, then half a cosine down to 0.
+
+    A warm-up below 1 is a share of all steps.
+    """
+    warmup = math.ceil(warmup * steps) if warmup < 1 else warmup
     if step < warmup:
         return (step + 1) / warmup
     return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
@@ -429,12 +436,15 @@ def make_optimizer(name: str, groups: list[dict[str, Any]], lr: float, weight_de
 
 
 def restore(optimizer: torch.optim.Optimizer, stored: dict[str, Any]) -> None:
-    """Load an optimiser's own state, for those whose groups have state too.  Raises any exception for another's."""
-    settings_of_run = [{key: group[key] for key in ("weight_decay", "betas")} for group in optimizer.param_groups]
-    for values in stored["state"].values():
-        for name, value in values.items():
-            if isinstance(value, Tensor) and value.is_floating_point() and not bool(torch.isfinite(value).all()):
-                raise ValueError(f"{name} of the optimiser is not finite")
-    optimizer.load_state_dict(stored)
-    for group, settings in zip(optimizer.param_groups, settings_of_run, strict=True):
-        group.update(settings)
+    """Load an optimiser's state; its settings stay those of the options.  Raises any exception for another's state."""
+    parameters, groups = [p for group in optimizer.param_groups for p in group["params"]], stored["param_groups"]
+    ours, is_adamw = optimizer.state_dict()["param_groups"], isinstance(optimizer, torch.optim.AdamW)
+    for index, values in stored["state"].items():
+        for name in ("exp_avg", "exp_avg_sq") if is_adamw else ():
+            if values[name].shape != parameters[index].shape or bool((values["exp_avg_sq"] < 0).any()):
+                raise ValueError(f"{name} of parameter {index} is another's")
+            values[name] = distributed.shard_like(values[name], parameters[index])
+    # The groups of prodigy hold what it has found.
+    settings = [{key: group[key] for key in ("weight_decay", "betas")} for group in ours]
+    groups = ours if is_adamw else [group | mine for group, mine in zip(groups, settings, strict=True)]
+    optimizer.load_state_dict({"state": stored["state"], "param_groups": groups})

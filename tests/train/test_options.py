@@ -4,12 +4,15 @@ import dataclasses
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from ldm_lite.cli.options import LoadOptions
-from ldm_lite.train.options import TrainOptions, as_toml, check, with_config
+from ldm_lite.train.options import TrainOptions, as_toml, check, resolved, with_config
 
 
 @pytest.mark.parametrize(
@@ -23,6 +26,9 @@ from ldm_lite.train.options import TrainOptions, as_toml, check, with_config
         ({"lora_alpha": 2.0}, {}, "`lora_alpha` has no effect without `lora_rank`"),
         ({"lora_text": True}, {}, "`lora_text` has no effect without `lora_rank`"),
         ({"lora_rank": 2, "freeze_text": True}, {}, "`freeze_text` has no effect with `lora_rank`"),
+        ({"lora_rank": 2, "train_text": True}, {}, "`train_text` has no effect with `lora_rank`"),
+        ({"stage": "control", "train_text": True}, {}, "`train_text` has no effect with `stage=control`"),
+        ({"freeze_text": True, "train_text": True}, {}, "`train_text` has no effect with `freeze_text`"),
         ({"lora_rank": 2, "stage": "control"}, {}, "`lora_rank` trains a LoRA for the diffusion model: leave out"),
         ({"scenes": 5}, {}, "`scenes` has no effect without `renderer`"),
         ({"shard": True, "ema_lengths": True}, {}, "`ema_lengths` has no effect with `shard`"),
@@ -38,6 +44,11 @@ from ldm_lite.train.options import TrainOptions, as_toml, check, with_config
         ({"lora_rank": 2, "lcm": True, "lora_text": True}, {}, "`lora_text` has no effect with `lcm`"),
         ({"lora_rank": 2, "lcm": True, "validation": "0.1"}, {}, "`validation` has no effect with `lcm`"),
         ({"min_snr": 5.0, "weighting": "snr"}, {}, "got `min_snr` and `weighting=snr`: wanted one of them"),
+        (
+            {"optimizer": "prodigy", "weighting": "learned"},
+            {},
+            "`weighting=learned` has a rate of its own, which",
+        ),
         ({"prior_weight": 2.0}, {}, "`prior_weight` has no effect without `class_data` or `class_prompt`"),
         ({"validate_every": 2}, {}, "`validate_every` has no effect without `validation`"),
         ({"validation": "2"}, {}, "got `validation` 2, wanted a folder, or a share between 0 and 1"),
@@ -49,6 +60,26 @@ from ldm_lite.train.options import TrainOptions, as_toml, check, with_config
 def test_an_option_without_effect_is_refused(given: dict[str, object], load: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         check(TrainOptions(**{"data": "photos", **given}), LoadOptions(**load))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("given", "steps", "lr", "decay"),
+    [
+        ({}, 10_000, 1e-5, 0.999),
+        ({"stage": "control"}, 10_000, 1e-5, 0.999),
+        ({"stage": "embedding"}, 3_000, 5e-3, 0.0),
+        ({"lora_rank": 16}, 2_000, 1e-4, 0.0),
+        ({"lora_rank": 16, "lcm": True}, 2_000, 1e-4, 0.95),
+        ({"lora_rank": 16, "optimizer": "prodigy"}, 2_000, 1.0, 0.0),
+        ({"lr": 0.5, "steps": 7, "ema_decay": 0.1}, 7, 0.5, 0.1),
+        ({"lora_rank": 16, "lr": 0.0, "ema_decay": 0.9}, 2_000, 0.0, 0.9),
+    ],
+)
+def test_defaults_follow_what_is_trained(given: dict[str, Any], steps: int, lr: float, decay: float) -> None:
+    options = resolved(TrainOptions(**given))
+    assert (options.steps, options.lr, options.ema_decay) == (steps, lr, decay)
+    assert (options.batch, options.caption_dropout, options.train_text) == (1, 0.0, False)
+    assert options == resolved(options)
 
 
 @pytest.mark.parametrize(
@@ -80,6 +111,25 @@ def test_a_config_repeats_the_options_of_a_run(tmp_path: Path) -> None:
     again, loaded = with_config(TrainOptions(config=str(path), out="new", steps=9), LoadOptions(device="cpu"))
     assert again == dataclasses.replace(options, out="new", resume=False, steps=9)
     assert loaded == dataclasses.replace(load, ckpt="model.safetensors", device="cpu")
+
+
+def test_a_config_is_toml_whatever_the_texts() -> None:
+    """Every character there is, alone and beside others; what is not text at all is left out, in a comment."""
+    random = np.random.default_rng(0)
+    texts = ["🍎|🚀", '"""', "'''", "\\U0001F600", "\\", "#", "\r\n", "\x00", "\ud83c\udf4e", "caf\udce9\n"]
+    texts += ["".join(map(chr, random.integers(0, 0x110000, 50))) for _ in range(200)]
+    texts += ["".join(map(chr, range(first, first + 0x100))) for first in range(0, 0x20000, 0x100)]
+    for text in texts:
+        options, load = TrainOptions(data="a", samples=text, log_to=(text, "b")), LoadOptions(ckpt=text, lora=(text,))
+        tables = tomllib.loads(as_toml(options, load).encode().decode())
+        is_text = not any("\ud800" <= character <= "\udfff" for character in text)
+        assert tables["train"].get("samples") == (text if is_text else None)
+        assert tables["train"].get("log_to") == ([text, "b"] if is_text else None)
+        assert tables["load"].get("ckpt") == (text if is_text else None)
+        assert tables["train"]["data"] == "a"
+    numbers = TrainOptions(lr=1e-300, prior_weight=1e22, clip=0.1 + 0.2, seed=2**31 - 1)
+    table = tomllib.loads(as_toml(numbers, LoadOptions()))["train"]
+    assert [table[name] for name in ("lr", "prior_weight", "clip", "seed")] == [1e-300, 1e22, 0.1 + 0.2, 2**31 - 1]
 
 
 @pytest.mark.parametrize(

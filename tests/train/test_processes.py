@@ -1,5 +1,6 @@
 """Several processes, as torchrun starts them: their steps are those of one, and a killed run goes on anywhere."""
 
+import json
 import os
 import shutil
 import signal
@@ -105,3 +106,14 @@ def test_a_killed_process_ends_the_run_which_goes_on_in_one_process_or_in_three(
         assert (out / "lora.safetensors").is_file()
         # Adam divides gradients near 0 by their size, so their rounding shows in the weights; losses hardly change.
         assert losses(out) == pytest.approx(losses(one), rel=1e-4)
+
+
+@pytest.mark.slow
+def test_divided_weights_are_validated_by_all_processes(tmp_path: Path, folder: Path, small_path: Path) -> None:
+    """One batch for two processes: the second computes it too, or the first would wait for it for ever."""
+    out = tmp_path / "run"
+    pair = torchrun(2, folder, small_path, out, "--shard", "--validation=0.5", "--steps=1")
+    _, errors = pair.communicate(timeout=120)
+    assert pair.returncode == 0, errors
+    rows = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "validation" in row] == [0, 1]

@@ -1,7 +1,9 @@
 """Continuing a run from whatever is in its folder, and ending it by a signal or by the death of a worker."""
 
+import contextlib
 import dataclasses
 import importlib
+import io
 import json
 import os
 import resource
@@ -24,7 +26,7 @@ from training import CONFIG
 from ldm_lite.train import __main__ as command
 from ldm_lite.train.batches import Batch, Draws, reported_workers
 from ldm_lite.train.data import Example
-from ldm_lite.train.state import read_log, write_tensors
+from ldm_lite.train.state import read_log, write_state, write_tensors
 from ldm_lite.train.trainer import Trainer
 
 
@@ -81,7 +83,6 @@ def change(values: dict[Any, Any], make: Callable[[Any], Any]) -> None:
 
 
 CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
-    "a huge step": lambda s: s.update(step=10**9),
     "a negative step": lambda s: s.update(step=-5),
     "a step of another type": lambda s: s.update(step=2.0),
     "a truth value as step": lambda s: s.update(step=True),
@@ -266,13 +267,13 @@ def test_images_that_vanish_and_an_empty_folder_to_continue(
 class Breaks(Squares):
     """Squares, whose loss, gradient or weights are not finite from a call on."""
 
-    def __init__(self, call: int, what: str) -> None:
+    def __init__(self, call: int, what: str, last: int = 10**9) -> None:
         super().__init__()
-        self.call, self.what, self.calls = call, what, 0
+        self.call, self.what, self.last, self.calls = call, what, last, 0
 
     def __call__(self, batch: Batch, draws: Draws) -> Tensor:
         value, self.calls = super().__call__(batch, draws), self.calls + torch.is_grad_enabled()
-        if self.calls < self.call or not torch.is_grad_enabled():
+        if not self.call <= self.calls <= self.last or not torch.is_grad_enabled():
             return value
         if self.what == "gradient":
             value.register_hook(lambda gradient: gradient * float("inf"))
@@ -282,24 +283,53 @@ class Breaks(Squares):
 
 @pytest.mark.parametrize("what", ["loss", "gradient"])
 @pytest.mark.parametrize("save_every", [2, 100])
-def test_the_step_that_is_not_finite_is_named_and_the_one_before_it_saved(
+def test_steps_that_are_never_finite_again_end_the_run_and_those_before_are_saved(
     tmp_path: Path, what: str, save_every: int
 ) -> None:
-    config = dataclasses.replace(CONFIG, steps=9, save_every=save_every)
+    config = dataclasses.replace(CONFIG, steps=99, save_every=save_every)
     run, saved = Trainer(Breaks(6, what), config, tmp_path), list[int]()
-    message = rf"the {what} is (nan|inf) at step 6: use a lower `lr`; the state of step 5 is kept in {tmp_path}$"
+    message = (
+        rf"the {what} is (nan|inf) at step 16, as in the 10 before: use a lower `lr`; the state of step 15 is kept in "
+    )
     with pytest.raises(ValueError, match=message):
         run.fit(Grey(), lambda step, loss: None, saved.append)
-    assert saved == ([2, 4] if save_every == 2 else [5]), "a checkpoint, if there was none"
-    whole = trainer(tmp_path / "whole", steps=9, save_every=100)
+    assert saved == ([2, 4, 6, 8, 10, 12, 14] if save_every == 2 else [15]), "a checkpoint, if there was none"
+    whole = trainer(tmp_path / "whole", steps=99, save_every=100)
     whole.folder.mkdir()
     for _ in range(5):
-        whole._losses.append(whole._step(whole._batches(Grey()), saved.append))
+        whole._step(whole._batches(Grey()), saved.append)
         whole.step += 1
     kept = torch.load(tmp_path / "state.pt", weights_only=True)
     for name, value in whole.loss.networks["unet"].state_dict().items():
         assert torch.equal(kept["networks"]["unet"][name], value)
-    assert resumed(tmp_path, steps=9).step == 5
+    run = Trainer(Squares(), config, tmp_path)
+    run.resume()
+    run.fit(Grey(), lambda step, loss: None, saved.append)
+    assert run.step == 99, "a run that was stopped so can go on"
+
+
+@pytest.mark.parametrize("what", ["loss", "gradient"])
+@pytest.mark.parametrize("first", [1, 3])
+def test_a_step_that_is_not_finite_is_left_out(
+    tmp_path: Path, what: str, first: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also the first ones, before any good one, at each of which a state is due."""
+    run, seen = (
+        Trainer(Breaks(first, what, first + 1), dataclasses.replace(CONFIG, save_every=1), tmp_path),
+        [torch.ones(0)],
+    )
+
+    def on_step(step: int, loss: float | None) -> None:
+        seen.append(run.loss.networks["unet"].weight.detach().clone())
+
+    run.fit(Grey(), on_step, lambda step: None)
+    assert f"the {what} is" in caplog.text
+    assert f"at step {first}, which is left out" in caplog.text
+    same = [torch.equal(seen[step], seen[step - 1]) for step in range(2, 5)]
+    assert same == [step in (first, first + 1) for step in range(2, 5)]
+    assert [row["step"] for row in read_log(tmp_path / "log.jsonl")] == [
+        s for s in range(1, 5) if s - first not in (0, 1)
+    ]
 
 
 def test_weights_that_are_broken_are_not_saved(tmp_path: Path, done: Path) -> None:
@@ -369,6 +399,33 @@ def test_a_disk_that_is_full_for_a_while(tmp_path: Path, caplog: pytest.LogCaptu
     same, other = (torch.load(folder / "state.pt", weights_only=True) for folder in (whole, part))
     assert torch.equal(same["networks"]["unet"]["weight"], other["networks"]["unet"]["weight"])
     assert not list(part.glob(".*"))
+
+
+def test_a_full_disk_that_torch_does_not_notice_keeps_the_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in torch 2.6: what fits is written, and nothing raised, whatever it is given."""
+    path, save = tmp_path / "state.pt", torch.save
+
+    def quiet(state: object, to: Any) -> None:
+        buffer = io.BytesIO()
+        save(state, buffer)
+        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+            file = to if hasattr(to, "write") else stack.enter_context(open(to, "wb"))
+            file.write(buffer.getvalue())
+
+    monkeypatch.setattr(torch, "save", quiet)
+    write_state(path, {"step": 1})
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for most in (0, 1000, 50_000):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))
+        try:
+            with pytest.raises(OSError, match=r"File too large|No space left"):
+                write_state(path, {"step": 2, "weight": torch.ones(20_000)})
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert torch.load(path, weights_only=True) == {"step": 1}
+    assert [file.name for file in tmp_path.iterdir()] == ["state.pt"]
 
 
 def test_a_disk_that_stays_full_is_an_error(tmp_path: Path) -> None:

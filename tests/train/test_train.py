@@ -18,6 +18,7 @@ from training import CONFIG, load_options, losses, options, plain_options, train
 import ldm_lite
 from ldm_lite.train import __main__ as command
 from ldm_lite.train import data, distributed, run, trainer
+from ldm_lite.train import losses as losses_of_training
 from ldm_lite.train.batches import Batch, Draws
 
 
@@ -112,6 +113,26 @@ def test_the_noise_schedule_of_the_first_checkpoint_is_kept(tmp_path: Path, fold
     assert pipe.schedule.alpha_bar[-1] == 0
     wanted = ldm_lite.load(small_path, device="cpu", prediction="v", zero_snr=True).schedule.alpha_bar
     assert np.allclose(pipe.schedule.alpha_bar, wanted, atol=1e-6)
+
+
+def test_a_run_without_options_changes_the_unet_alone_and_little(
+    tmp_path: Path, folder: Path, small_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A line such as the README's: no text encoder is trained, no caption dropped, and samples are of the data."""
+    prompts, dropped = list[str](), list[bool]()
+    sampled, read = ldm_lite.Pipeline.txt2img, losses_of_training.read
+    monkeypatch.setattr(ldm_lite.Pipeline, "txt2img", lambda *a, **k: (prompts.extend(a[1]), sampled(*a, **k))[1])
+    monkeypatch.setattr(losses_of_training, "read", lambda *a: (dropped.extend(a[2].tolist()), read(*a))[1])
+    given = plain_options(data=os.fspath(folder), out=os.fspath(tmp_path), steps=2, workers=0)
+    after = ldm_lite.load(train(given, load_options(small_path)), device="cpu")
+    before = ldm_lite.load(small_path, device="cpu")
+    assert prompts == [f"picture {i}" for i in range(4)]
+    assert dropped == 3 * [False], "two steps and the check at the save, of one image each"
+    for name, value in after.text_encoder.state_dict().items():
+        assert torch.equal(value, before.text_encoder.state_dict()[name].half().float())
+    weights = zip(after.unet.parameters(), before.unet.parameters(), strict=True)
+    most = max(float((new - old.half()).abs().max()) for new, old in weights)
+    assert 0 < most < 1e-3
 
 
 def test_captions_from_a_list(tmp_path: Path, folder: Path, small_path: Path) -> None:

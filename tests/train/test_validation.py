@@ -17,10 +17,11 @@ from training import load_options, losses, options, train
 
 import ldm_lite
 from ldm_lite.train import averages as averages_command
+from ldm_lite.train import distributed
 from ldm_lite.train.averages import coefficients, products
 from ldm_lite.train.batches import Batch, Draws
 from ldm_lite.train.data import open_folder
-from ldm_lite.train.losses import DiffusionLoss, LearnedWeighting, Prior, of_x0
+from ldm_lite.train.losses import DiffusionLoss, LearnedWeighting, Prior, Validation, of_x0
 from ldm_lite.train.state import read_log
 from ldm_lite.train.trainer import LENGTHS, PowerAverages, exponent
 
@@ -66,6 +67,36 @@ def test_what_is_held_out_is_not_learned(tmp_path: Path, folder: Path, small_pat
     assert len(validations(tmp_path / "whole")) == 4
     with pytest.raises(ValueError, match="wanted a folder, or a share between 0 and 1"):
         train(options(folder, tmp_path / "no", validation="1.5"), load_options(small_path))
+
+
+@pytest.mark.parametrize("count", [1, 4, 5, 6, 7])
+def test_each_process_computes_as_many_batches_of_a_validation(
+    count: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With divided weights a pass needs all processes; each image counts once."""
+
+    class Ones:
+        batches = 0
+
+        def errors(self, batch: Batch, draws: Draws, quantiles: Tensor) -> Tensor:
+            self.batches += 1
+            return torch.tensor([float(caption[-1]) for caption in batch.captions])
+
+    images = open_folder(folder, 8)
+    data = replace(images, items=(*images.items, images.items[0])[:count])
+    mean = np.mean([float(caption[-1]) for _, caption in data.items])
+    for size in (1, 2, 3):
+        sums, passes = torch.zeros(2, dtype=torch.float64), set[int]()
+        monkeypatch.setattr(distributed, "world_size", lambda size=size: size)
+        for rank in range(size):
+            monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)
+            add = lambda value, sums=sums: (sums.add_(value), torch.ones(2))[1]  # noqa: E731
+            monkeypatch.setattr(distributed, "all_reduce_sum", add)
+            loss = Ones()
+            Validation(loss, data, 2, 1)()  # type: ignore[arg-type]
+            passes.add(loss.batches)
+        assert len(passes) == 1
+        assert sums.tolist() == pytest.approx([4 * count * mean, 4 * count])
 
 
 def test_the_validation_loss_is_the_mean_over_levels(small_path: Path) -> None:

@@ -1,0 +1,97 @@
+"""A resumed run is the same run: what would make it another one is refused by name."""
+
+import os
+import shutil
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from training import load_options, options, plain_options, train
+
+from ldm_lite.train.options import _INPUTS, _OF_A_CALL, MAY_CHANGE, TrainOptions, settings_of
+
+BEGUN: dict[str, Any] = {"steps": 3, "minutes": 0.0, "lora_rank": 2, "lora_alpha": 1.0}
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory, folder: Path, small_path: Path) -> Path:
+    """The folder of a run after its first step."""
+    out = tmp_path_factory.mktemp("begun") / "run"
+    train(options(folder, out, **BEGUN), load_options(small_path))
+    return out
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ({"lora_alpha": 2.0}, "lora_alpha"),
+        ({"lora_rank": 4}, "lora_rank"),
+        ({"lora_kind": "dora"}, "lora_kind"),
+        ({"lora_text": True}, "lora_text"),
+        ({"min_snr": 5.0}, "min_snr"),
+        ({"weighting": "debiased"}, "weighting"),
+        ({"caption_dropout": 0.1}, "caption_dropout"),
+        ({"masked": True}, "masked"),
+        ({"buckets": True}, "buckets"),
+        ({"resolution": 32}, "resolution"),
+        ({"class_prompt": "a cat"}, "class_prompt"),
+        ({"validation": "0.5"}, "validation"),
+        ({"batch": 4}, "batch"),
+        ({"accumulate": 2}, "batch"),
+        ({"seed": 1}, "seed"),
+        ({"optimizer": "prodigy"}, "optimizer"),
+        ({"ema_decay": 0.5}, "ema_decay"),
+        ({"data": "OTHER"}, "data"),
+        ({"ckpt": "OTHER"}, "ckpt"),
+        ({"zero_snr": True, "prediction": "v"}, "ckpt"),
+    ],
+)
+def test_another_run_is_refused_by_name(
+    given: dict[str, Any], name: str, begun: Path, folder: Path, small_path: Path, tmp_path: Path
+) -> None:
+    """And nothing in its folder has changed but the latents of the other data, which are made again."""
+    out = tmp_path / "run"
+    shutil.copytree(begun, out)
+    ckpt, more, load = small_path, dict(given), {}
+    if given.get("data"):  # one caption is another one
+        more["data"] = os.fspath(shutil.copytree(folder, tmp_path / "data"))
+        (tmp_path / "data" / "3.txt").write_text("pictures")
+    if given.get("ckpt"):
+        ckpt = tmp_path / "other.safetensors"
+        with safe_open(small_path, "pt") as file:
+            tensors, metadata = {key: file.get_tensor(key) for key in file.keys()}, file.metadata()  # noqa: SIM118
+        next(tensors[key] for key in tensors if key.endswith("final_layer_norm.weight"))[0] += 1
+        save_file(tensors, ckpt, metadata)
+        del more["ckpt"]
+    for key in ("zero_snr", "prediction"):
+        if key in more:
+            load[key] = more.pop(key)
+    kept = {file: (begun / file).read_bytes() for file in ("state.pt", "lora.safetensors", "config.toml")}
+    with pytest.raises(ValueError, match=rf"state\.pt: is not the state of this run.*`{name}` was .*, now it is "):
+        train(replace(options(folder, out, **BEGUN, resume=True), **more), load_options(ckpt, **load))
+    assert {file: (out / file).read_bytes() for file in kept} == kept
+
+
+def test_what_may_change_does(begun: Path, folder: Path, small_path: Path, tmp_path: Path) -> None:
+    """Also the places of the data and of the checkpoint, if their content is the same, and how a batch is divided."""
+    out, data = shutil.copytree(begun, tmp_path / "run"), shutil.copytree(folder, tmp_path / "data")
+    ckpt = shutil.copyfile(small_path, tmp_path / "moved.safetensors")
+    more = {"steps": 2, "lr": 1e-4, "batch": 1, "accumulate": 2, "clip": 2.0, "samples": "b", "checkpointing": True}
+    train(options(data, out, **BEGUN | {"resume": True, "minutes": None} | more), load_options(ckpt))
+    assert torch.load(out / "state.pt", weights_only=True)["step"] == 2
+    text = (out / "config.toml").read_text()
+    assert "lr = 0.0001" in text
+    assert f'ckpt = "{ckpt}"' in text
+
+
+def test_every_option_is_compared_or_may_change() -> None:
+    """A new one is compared unless it is named."""
+    compared = set(settings_of(plain_options(validation="0.5"))) - MAY_CHANGE
+    names = {field.name for field in fields(TrainOptions)}
+    assert names == compared | MAY_CHANGE | {*_OF_A_CALL, *_INPUTS, "accumulate"}
+    assert compared & MAY_CHANGE == set()
+    assert settings_of(plain_options(validation="a folder"))["validation"] is None, "its content is compared"
