@@ -118,7 +118,10 @@ class Model:
         f = factor * self.family.unet.patch
         if height <= 0 or width <= 0 or height % f or width % f:
             legal = [max(f, round(side / f) * f) for side in (height, width)]
-            raise ValueError(f"got H {height} and W {width}, wanted multiples of {f}: take {legal[0]} and {legal[1]}")
+            raise ValueError(
+                f"got `height={height}` and `width={width}`, wanted multiples of {f}: take `height={legal[0]}` and "
+                f"`width={legal[1]}`"
+            )
         return self.vae.spec.embed_dim, height // factor, width // factor
 
 
