@@ -74,6 +74,12 @@ class Model:
     text_encoder_3: nn.Module | None = None
     t5_tokenizer: TextTokenizer | None = None  # of the text encoder that is a T5, if there is one
 
+    def __repr__(self) -> str:
+        """Return what was loaded, and the defaults of its tasks, in one line."""
+        family, title = self.family, self.description.partition(", loaded in")[0]
+        default = f"{family.steps} steps of {family.sampler} at scale {family.scale:g}, {family.resolution} px"
+        return f"{type(self).__name__}({title}; by default {default})"
+
     @property
     def text_encoders(self) -> tuple[nn.Module, ...]:
         """The text encoders, in the family's order."""

@@ -202,15 +202,16 @@ def _text(value: str) -> str:
     return value
 
 
-def number(kind: type[int] | type[float]) -> Callable[[str], float]:
-    """Return what reads a flag's text as a number, and refuses any other in our words."""
+def number(kind: Any) -> Callable[[str], float]:
+    """Return what reads a flag's text as an int or a float, and refuses any other in our words."""
 
     def read(text: str) -> float:
         try:
-            return kind(text)
+            value: float = kind(text)
         except ValueError:
             got = repr(text[:60]).replace("{", "{{").replace("}", "}}")
             raise argparse.ArgumentTypeError(f"got {{flag}} {got}, wanted {TYPES[kind]}") from None
+        return value
 
     return read
 

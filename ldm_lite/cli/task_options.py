@@ -88,7 +88,9 @@ class GuidanceOptions(CheckedOptions):
         within=SCALES,
         png="Skip layer scale",
     )
-    guidance: Any = argument("a number, a function step -> number, or a function (cond, uncond) -> guided output")
+    guidance: Any = argument(
+        "a number, or a function: step -> number, (cond, uncond) or (cond, uncond, step) -> guided output"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)  # the prompt comes first
