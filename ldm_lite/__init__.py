@@ -28,6 +28,10 @@ _HOMES = {
 }
 
 
+def __dir__() -> list[str]:
+    return [*__all__, "diffusion"]
+
+
 def __getattr__(name: str) -> object:
     """Import a public name on first use, so that `--help` and `import ldm_lite` do not import torch."""
     if name in _HOMES:

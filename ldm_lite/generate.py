@@ -38,7 +38,7 @@ def denoise(
     *,
     draw: Draw | None = None,
     wrap: Callable[[InputSource], InputSource] = lambda source: source,
-    on_step: Callable[[State], None] = lambda state: None,
+    on_step: Callable[[State], object] = lambda state: None,
 ) -> Tensor:
     """Run all steps of a plan from unit noise (B,C,h,w) and return the final latents (B,C,h,w).
 

@@ -3,6 +3,8 @@
 Each method takes its task's options by name: the same ones as the command's flags.  docs/tour.md has examples.
 """
 
+from __future__ import annotations
+
 import contextlib
 import dataclasses
 import difflib
@@ -10,14 +12,18 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, Unpack, overload
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from PIL import Image
 from torch import Tensor
 
 from ldm_lite import generate
 from ldm_lite.checkpoint.model import Model, load_model
 from ldm_lite.cli.options import LoadOptions
+from ldm_lite.cli.progress import step_bar
 from ldm_lite.cli.task_options import (
     ConditioningOptions,
     Img2imgOptions,
@@ -29,6 +35,8 @@ from ldm_lite.conditioning.inputs import with_files
 from ldm_lite.conditioning.prompts import PromptOptions, check_used, encode_prompts, guided
 from ldm_lite.core import features
 from ldm_lite.core.denoise import Draw, InputSource, State
+from ldm_lite.core.layers import AttentionFn
+from ldm_lite.core.schedule import Spacing
 from ldm_lite.core.tasks import noise_of
 from ldm_lite.diffusion.guidance import Conditioning, as_conditioning, rows_of
 from ldm_lite.diffusion.names import make_plan
@@ -38,16 +46,28 @@ from ldm_lite.runtime import attention
 from ldm_lite.runtime.precision import short_name
 from ldm_lite.tasks import img2img, inpaint, txt2img, upscale
 from ldm_lite.tasks.image_inputs import open_source
-from ldm_lite.tasks.job import results, run
+from ldm_lite.tasks.job import Result, Task, results, run
 
 if TYPE_CHECKING:
     from ldm_lite.adapters.lora import Lora
     from ldm_lite.adapters.merging import MergedLora
+    from ldm_lite.cli.arguments import Img2imgArguments as Img2img
+    from ldm_lite.cli.arguments import InpaintArguments as Inpaint
+    from ldm_lite.cli.arguments import LoadArguments
+    from ldm_lite.cli.arguments import Txt2imgArguments as Txt2img
+    from ldm_lite.cli.arguments import UpscaleArguments as Large
 
 log = logging.getLogger("ldm_lite")
 
 Options = TypeVar("Options")
 
+Prompts: TypeAlias = str | Sequence[str] | None
+Pil: TypeAlias = Literal["pil"]  # the values of `output`, and what they return
+Images: TypeAlias = list[Image.Image]
+Numpy: TypeAlias = Literal["numpy"]
+Arrays: TypeAlias = list[NDArray[np.uint8]]
+Tensors: TypeAlias = Literal["tensor"]
+Whole: TypeAlias = Literal["result"]
 OUTPUTS = ("pil", "numpy", "tensor", "result")
 
 
@@ -56,8 +76,8 @@ def load(
     *,
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
-    **options: Any,
-) -> "Pipeline":
+    **options: Unpack[LoadArguments],
+) -> Pipeline:
     """Load a checkpoint: a file, a diffusers folder, owner/repository[/file] on the hub, or None for the bundled model.
 
     dtype is "fp32", "fp16" or "bf16", or per network "fp16,vae=fp32".  options are the fields of LoadOptions: files for
@@ -65,14 +85,12 @@ def load(
     and runtime options: attention=, compile=, compiled=, matmul_precision=, offload=, storage=, vae_tiling=.
     Raises FileNotFoundError or ValueError, one line that says what to do.
     """
-    if isinstance(options.get("metadata"), Mapping):
-        options["metadata"] = tuple(f"{key}={value}" for key, value in options["metadata"].items())
-    for name in ("vae", "unet", "text_encoder"):
-        if isinstance(options.get(name), os.PathLike):
-            options[name] = os.fspath(options[name])
+    named: dict[str, Any] = dict(options)
+    if isinstance(named.get("metadata"), Mapping):
+        named["metadata"] = tuple(f"{key}={value}" for key, value in named["metadata"].items())
     place = {"device": None if device is None else str(device)}
     place["dtype"] = short_name(dtype) if isinstance(dtype, torch.dtype) else dtype
-    return load_model(_options(LoadOptions, "load", _joined("load", {"ckpt": source, **place}, options)), Pipeline)
+    return load_model(_options(LoadOptions, "load", _joined("load", {"ckpt": source, **place}, named)), Pipeline)
 
 
 class Pipeline(Model):
@@ -80,19 +98,34 @@ class Pipeline(Model):
 
     # ---- tasks ------------------------------------------------------------------------------------------------------
 
-    def txt2img(self, prompt: str | Sequence[str] | None = None, *, output: str = "pil", **options: Any) -> list[Any]:
+    @overload
+    def txt2img(self, prompt: Prompts = None, *, output: Pil = "pil", **options: Unpack[Txt2img]) -> Images: ...
+    @overload
+    def txt2img(self, prompt: Prompts = None, *, output: Numpy, **options: Unpack[Txt2img]) -> Arrays: ...
+    @overload
+    def txt2img(self, prompt: Prompts = None, *, output: Tensors, **options: Unpack[Txt2img]) -> list[Tensor]: ...
+    @overload
+    def txt2img(self, prompt: Prompts = None, *, output: Whole, **options: Unpack[Txt2img]) -> list[Result]: ...
+    def txt2img(self, prompt: Prompts = None, *, output: str = "pil", **options: Unpack[Txt2img]) -> list[Any]:
         """Text to image: one image for each prompt, or batch_size of a single prompt.
 
-        options are the fields of Txt2imgOptions: steps=, sampler=, scale=, seed= (one, or one for each image),
-        negative_prompt=, width=, height=, batch_size=, control=[Control(...)], ...  output is "pil" (RGB, with
+        options are the fields of Txt2imgOptions: steps=, sampler=, scale=, seed= (one, or one for each image; -1 is a
+        random one), negative_prompt=, width=, height=, batch_size=, control=[Control(...)], ...; and progress=True for
+        a bar, on_step= for a function that gets the State after every step.  output is "pil" (RGB, with
         .info["parameters"]), "numpy" ((H,W,3) uint8), "tensor" ((3,H,W) float32 in [-1,1]) or "result" (a Result with
         pixels, prompt and seed).  Raises ValueError for options that do not fit.
         """
         return _outputs(txt2img, self, Txt2imgOptions, "txt2img", {"prompt": prompt, **options}, output)
 
-    def img2img(
-        self, prompt: str | Sequence[str] | None, image: Any, *, output: str = "pil", **options: Any
-    ) -> list[Any]:
+    @overload
+    def img2img(self, prompt: Prompts, image: Any, *, output: Pil = "pil", **options: Unpack[Img2img]) -> Images: ...
+    @overload
+    def img2img(self, prompt: Prompts, image: Any, *, output: Numpy, **options: Unpack[Img2img]) -> Arrays: ...
+    @overload
+    def img2img(self, prompt: Prompts, image: Any, *, output: Tensors, **options: Unpack[Img2img]) -> list[Tensor]: ...
+    @overload
+    def img2img(self, prompt: Prompts, image: Any, *, output: Whole, **options: Unpack[Img2img]) -> list[Result]: ...
+    def img2img(self, prompt: Prompts, image: Any, *, output: str = "pil", **options: Unpack[Img2img]) -> list[Any]:
         """Image to image: every prompt on every image (a path, PIL, numpy or tensor, or a list of them).
 
         options are the fields of Img2imgOptions: strength=, resize=, and txt2img's.  Output and errors as for txt2img.
@@ -100,14 +133,24 @@ class Pipeline(Model):
         named = _joined("img2img", {"prompt": prompt, "init_img": image}, options)
         return _outputs(img2img, self, Img2imgOptions, "img2img", named, output)
 
+    @overload
     def inpaint(
-        self,
-        prompt: str | Sequence[str] | None,
-        image: Any,
-        mask: Any = None,
-        *,
-        output: str = "pil",
-        **options: Any,
+        self, prompt: Prompts, image: Any, mask: Any = None, *, output: Pil = "pil", **options: Unpack[Inpaint]
+    ) -> Images: ...
+    @overload
+    def inpaint(
+        self, prompt: Prompts, image: Any, mask: Any = None, *, output: Numpy, **options: Unpack[Inpaint]
+    ) -> Arrays: ...
+    @overload
+    def inpaint(
+        self, prompt: Prompts, image: Any, mask: Any = None, *, output: Tensors, **options: Unpack[Inpaint]
+    ) -> list[Tensor]: ...
+    @overload
+    def inpaint(
+        self, prompt: Prompts, image: Any, mask: Any = None, *, output: Whole, **options: Unpack[Inpaint]
+    ) -> list[Result]: ...
+    def inpaint(
+        self, prompt: Prompts, image: Any, mask: Any = None, *, output: str = "pil", **options: Unpack[Inpaint]
     ) -> list[Any]:
         """Repaint where the mask is white; extend= paints beyond the edges.  Images and masks are given as for img2img.
 
@@ -116,7 +159,23 @@ class Pipeline(Model):
         named = _joined("inpaint", {"prompt": prompt, "init_img": image, "mask": mask}, options)
         return _outputs(inpaint, self, InpaintOptions, "inpaint", named, output)
 
-    def upscale(self, image: Any, prompt: str | None = None, *, output: str = "pil", **options: Any) -> list[Any]:
+    @overload
+    def upscale(
+        self, image: Any, prompt: Prompts = None, *, output: Pil = "pil", **options: Unpack[Large]
+    ) -> Images: ...
+    @overload
+    def upscale(self, image: Any, prompt: Prompts = None, *, output: Numpy, **options: Unpack[Large]) -> Arrays: ...
+    @overload
+    def upscale(
+        self, image: Any, prompt: Prompts = None, *, output: Tensors, **options: Unpack[Large]
+    ) -> list[Tensor]: ...
+    @overload
+    def upscale(
+        self, image: Any, prompt: Prompts = None, *, output: Whole, **options: Unpack[Large]
+    ) -> list[Result]: ...
+    def upscale(
+        self, image: Any, prompt: Prompts = None, *, output: str = "pil", **options: Unpack[Large]
+    ) -> list[Any]:
         """Enlarge images four times, with an upscaler's checkpoint.
 
         options are the fields of UpscaleOptions: noise_level=, tile=, and txt2img's.  Output and errors as for txt2img.
@@ -124,13 +183,19 @@ class Pipeline(Model):
         named = _joined("upscale", {"prompt": prompt, "init_img": image}, options)
         return _outputs(upscale, self, UpscaleOptions, "upscale", named, output)
 
-    def stream(self, prompt: str | Sequence[str] | None = None, **options: Any) -> Iterator[State]:
+    def stream(self, prompt: Prompts = None, **options: Unpack[Txt2img]) -> Iterator[State]:
         """Run txt2img step by step: yield the state after each step, with its latents and the predicted x0.
 
-        decode() turns either into images.  Leaving the loop stops the job.
+        decode() turns either into images; nothing else is decoded.  Leaving the loop stops the job.
         """
-        task = txt2img.prepare(self, *_with_features(Txt2imgOptions, "stream", {"prompt": prompt, **options}))
-        return (event for event in run(task) if isinstance(event, State))
+        task, on_step = _prepared(txt2img, self, Txt2imgOptions, "stream", {"prompt": prompt, **options})
+
+        def watched(state: Any) -> State:
+            if on_step is not None:
+                on_step(state)
+            return state
+
+        return map(watched, run(task, decoding=False))
 
     # ---- parts ------------------------------------------------------------------------------------------------------
 
@@ -164,10 +229,28 @@ class Pipeline(Model):
             raise ValueError("no seed: give a whole number, or a list of one or more")
         return noise_of([seeds] if isinstance(seeds, int) else seeds, shape)
 
-    def plan(self, sampler: str | None = None, steps: int | None = None, **options: Any) -> Plan:
-        """Return a sampler's plan (default: the family's sampler); options are spacing=, eta=, churn= and last=."""
+    def plan(
+        self,
+        sampler: str | None = None,
+        steps: int | None = None,
+        *,
+        spacing: str | Spacing | None = None,
+        eta: float | None = None,
+        churn: float | None = None,
+        last: int | None = None,
+        height: int | None = None,
+        width: int | None = None,
+    ) -> Plan:
+        """Return a sampler's plan (default: the family's sampler and steps); with `last` only that many final steps.
+
+        height and width are those of the image in pixels (default: the family's), by which FLUX.1 [dev] shifts its
+        noise levels.  Raises ValueError as make_plan does.
+        """
+        side = self.family.resolution
+        sized = self.sized(self.latent_shape(side if height is None else height, side if width is None else width))
         sampler = self.family.sampler if sampler is None else sampler
-        return make_plan(sampler, self.schedule, self.family.steps if steps is None else steps, **options)
+        steps = self.family.steps if steps is None else steps
+        return make_plan(sampler, sized.schedule, steps, eta=eta, churn=churn, spacing=spacing, last=last)
 
     def denoise(
         self,
@@ -178,13 +261,15 @@ class Pipeline(Model):
         guidance: float | Callable[..., Any] = 7.5,
         draw: Draw | None = None,
         *,
+        on_step: Callable[[State], object] = lambda state: None,
         wrap: Callable[[InputSource], InputSource] = lambda source: source,
     ) -> Tensor:
         """Run a plan from noise (B,C,h,w) and return the latents (B,C,h,w); a single conditioning serves all B images.
 
-        guidance is a scale, a function step -> scale, or a function (cond, uncond) -> output of the network's raw
-        outputs (B,C,h,w).  draw supplies the noise of stochastic samplers: see noise_source.  wrap changes what the
-        calls of the network read: docs/forking.md.
+        guidance is a scale, a function step -> scale, or a function (cond, uncond) or (cond, uncond, step) -> output
+        of the network's raw outputs (B,C,h,w); steps count from 0.  draw supplies the noise of stochastic samplers: see
+        noise_source.  on_step gets the state after every step.  wrap changes what the calls of the network read:
+        docs/forking.md.
         """
         if not isinstance(noise, Tensor) or not isinstance(plan, Plan):
             raise TypeError(f"got {type(noise).__name__} and {type(plan).__name__}, wanted noise, a tensor, and a Plan")
@@ -194,7 +279,7 @@ class Pipeline(Model):
         of_images = rows_of(positive, slice(None), count)
         of_negative = None if negative is None else rows_of(negative, slice(None), count)
         branches = guided(self, of_images, of_negative, guidance)
-        return generate.denoise(self, noise, branches, plan, draw=draw, wrap=wrap)
+        return generate.denoise(self, noise, branches, plan, draw=draw, wrap=wrap, on_step=on_step)
 
     def decode(self, latents: Tensor, *, output: str = "pil") -> list[Any]:
         """Decode latents (B,C,h,w), in the UNet's scale, to B images; output is "pil", "numpy" or "tensor"."""
@@ -203,17 +288,18 @@ class Pipeline(Model):
     def encode(self, image: Any) -> Tensor:
         """Encode images of one size; return the mean of their latents (B,C,h,w), in the UNet's scale.
 
-        An image is a path, PIL, numpy (H,W,3) or a tensor (3,H,W) in [-1,1].
+        An image is a path, PIL, numpy (H,W,3) or a tensor (3,H,W) in [-1,1].  Its right and bottom edges are repeated
+        up to a size that the network takes: multiples of 8 pixels, of 16 for FLUX.1 and Stable Diffusion 3.
         """
         images = image if isinstance(image, (list, tuple)) else [image]
-        factor = self.vae.spec.factor
-        pixels = [pad(to_pixels(open_source(each).image), factor) for each in images]
-        if len({each.shape for each in pixels}) != 1:
-            sizes = " and ".join(f"{each.shape[2]}x{each.shape[1]}" for each in pixels)
+        factor = self.vae.spec.factor * self.family.unet.patch  # what latent_shape takes
+        pixels = [pad(to_pixels(open_source(source).image), factor) for source in images]
+        if len({image.shape for image in pixels}) != 1:
+            sizes = " and ".join(f"{image.shape[2]}x{image.shape[1]}" for image in pixels)
             raise ValueError(f"got images of {sizes or 'no'} pixels, wanted one or more of one size")
         return generate.encode(self, torch.stack(pixels))[0]
 
-    def lora(self, source: "str | os.PathLike[str] | Lora", weight: float | str = 1.0) -> "MergedLora":
+    def lora(self, source: str | os.PathLike[str] | Lora, weight: float | str = 1.0) -> MergedLora:
         """Merge a LoRA into the weights: `with pipe.lora(FILE, 0.8): ...`; of a file, PEFT's folder or open_lora.
 
         The end of the block, or remove(), restores the original weights bit for bit.  The networks change in place, for
@@ -230,15 +316,20 @@ class Pipeline(Model):
         return lora.merge_lora(self.networks, [(opened, strength)], self.offloader)
 
     def attention_maps(self, pattern: str = "*") -> contextlib.AbstractContextManager[dict[str, list[Tensor]]]:
-        """Within the block, collect the UNet's attention maps (B,H,N,M) by layer name, one for each call.
+        """Within the block, collect the UNet's attention maps (K*B,H,N,M) by layer name, one for each call.
 
-        pattern is a layer's name, with or without wildcards: "*attn2" is every cross-attention.
+        pattern is a layer's name, with or without wildcards: "*attn2" is every cross-attention.  With guidance the
+        first B rows are uncond's and the last B cond's (K = 2); rows maps[-B:] are cond's with and without it.
         """
         return attention.record(self.unet, pattern)
 
-    def use_attention(self, name: str | Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
-        """Set the UNet's attention: a registered name, or a function of q, k, v (B,H,N,D) -> (B,H,N,D)."""
-        attention.use(self.unet, name)
+    def use_attention(self, name: str | AttentionFn, pattern: str = "*") -> None:
+        """Set the UNet's attention: a registered name, or a function of q, k, v (K*B,H,N,D) -> (K*B,H,N,D).
+
+        pattern chooses layers, and the order of the rows is, as for attention_maps: "*attn2" is every cross-attention.
+        The network changes in place; use_attention("sdpa") undoes it.
+        """
+        attention.use(self.unet, name, pattern=pattern)
 
 
 # ---- arguments and results ------------------------------------------------------------------------------------------
@@ -265,15 +356,25 @@ def _joined(function: str, named: dict[str, Any], options: Mapping[str, Any]) ->
     return {**named, **options}
 
 
-def _with_features(
-    kind: type[Options], function: str, arguments: Mapping[str, Any]
-) -> tuple[Options, list[features.Feature]]:
-    """Make options from keyword arguments, and the features of the core's register_feature that some are options of."""
-    names = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+def _prepared(
+    task: ModuleType, model: Model, kind: type[Any], function: str, arguments: Mapping[str, Any]
+) -> tuple[Task, Callable[[State], object] | None]:
+    """Make a task of keyword arguments, and what is to be called after every step: `on_step`, and a bar's update.
+
+    Some arguments may be those of features of the core's register_feature.
+    """
+    names = {field.name for field in dataclasses.fields(kind)}
     theirs = {name: value for name, value in arguments.items() if name in features.FEATURES and name not in names}
     rest = {name: value for name, value in arguments.items() if name not in theirs}
-    further = features.read(theirs)[1] if theirs else []
-    return _options(kind, function, rest, list(features.FEATURES)), further
+    on_step, progress = rest.pop("on_step", None), rest.pop("progress", False)
+    options = _options(kind, function, rest, ["progress", "on_step", *features.FEATURES])
+    prepared = task.prepare(model, options, features.read(theirs)[1] if theirs else [])
+    if not progress:
+        return prepared, on_step
+    from tqdm.auto import tqdm
+
+    update = step_bar(tqdm)
+    return prepared, update if on_step is None else lambda state: (update(state), on_step(state))
 
 
 def _outputs(
@@ -282,7 +383,7 @@ def _outputs(
     """Return the images that a task makes of arguments."""
     if output not in OUTPUTS:
         raise ValueError(f"got `output` {output!r}, wanted one of {', '.join(OUTPUTS)}")
-    images: Iterator[Any] = results(task.prepare(model, *_with_features(kind, function, arguments)))
+    images: Iterator[Any] = results(*_prepared(task, model, kind, function, arguments))
     if output == "pil":
         return [result.image for result in images]
     if output == "numpy":

@@ -268,8 +268,8 @@ def test_load_refuses_what_it_cannot_use(small_path: Path) -> None:
     for options in ({"dtype": 16}, {"lora": [("a", 0.5)]}, {"attention": 3}, {"zero_snr": "no"}):
         with pytest.raises(TypeError, match="got `"):
             ldm_lite.load(small_path, device="cpu", **options)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="got matmul precision 'low'"):
-        ldm_lite.load(small_path, device="cpu", matmul_precision="low")
+    with pytest.raises(ValueError, match="got `matmul_precision` 'low', wanted one of highest, high, medium"):
+        ldm_lite.load(small_path, device="cpu", matmul_precision="low")  # type: ignore[arg-type]
     with pytest.raises(FileNotFoundError, match="none"):
         ldm_lite.load(small_path, device="cpu", lora=Path("none.safetensors"))
 

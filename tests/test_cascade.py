@@ -226,7 +226,7 @@ def test_the_small_images_noise_matters(files: dict[str, Path], tmp_path: Path) 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--H", 12), "got H 12 and W 8, wanted multiples of 8"),
+        (("--H", 12), "got --height 12 and --width 8, wanted multiples of 8"),
         (("--steps", "0"), "got --steps 0, wanted 1 to 1000"),
         (("--scale", "7,x"), "got --scale '7,x', wanted numbers with commas between"),
         (("--sampler", "x"), "unknown sampler 'x'"),

@@ -112,7 +112,7 @@ def test_prediction_comes_from_argument_then_metadata_then_family(tmp_path: Path
     )
     assert ldm_lite.load(tmp_path / "v", device="cpu").schedule.prediction == "v"
     assert ldm_lite.load(tmp_path / "v", device="cpu", prediction="eps").schedule.prediction == "eps"
-    with pytest.raises(ValueError, match="unknown prediction type 'w': wanted eps, v or x0"):
+    with pytest.raises(ValueError, match="got `prediction` 'w', wanted one of eps, v, x0"):
         ldm_lite.load(small_path, device="cpu", prediction="w")
 
 

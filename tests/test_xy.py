@@ -27,7 +27,7 @@ from ldm_lite.text.parameters import parameters, parse_parameters
         ("steps", "7-9[1]", (7,)),
         ("steps", "1-2 [4]", (1, 1, 2, 2)),
         ("scale", "1.5, 3", (1.5, 3.0)),
-        ("scale", "-2", (-2.0,)),
+        ("aesthetic_score", "-2", (-2.0,)),
         ("scale", "0-1 (+0.1)", tuple(round(0.1 * i, 9) for i in range(11))),
         ("--eta", "0-1 [5]", (0, 0.25, 0.5, 0.75, 1)),
         ("seed", "9223372036854775807, 1", (2**63 - 1, 1)),

@@ -13,7 +13,7 @@ import logging
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -137,8 +137,10 @@ class Lora:
     """A LoRA, which can be merged repeatedly: changes by the file's module names, dots as underscores."""
 
     name: str
-    modules: Mapping[str, Changes]
-    embeddings: tuple[Embedding, ...] = ()  # bundled textual inversions; merging does not use them
+    modules: Mapping[str, Changes] = field(repr=False)
+    embeddings: tuple[Embedding, ...] = field(
+        default=(), repr=False
+    )  # bundled textual inversions; merging does not use them
 
 
 def open_lora(source: str | os.PathLike[str]) -> Lora:

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ldm_lite.cli.options import FINITE, MOST, MOST_PX, SEEDS, CheckedOptions, option
+from ldm_lite.cli.options import MOST, MOST_PX, SCALES, SEEDS, CheckedOptions, option
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Options(CheckedOptions):
     sampler: str = option("plms", "sampler of the image section")
     steps: int = option(50, "denoising steps of the image section", within=(1, 1000))
     n_iter: int = option(2, "batches of images in a sample", within=(1, MOST))
-    scale: float = option(7.5, "classifier-free guidance", within=FINITE)
+    scale: float = option(7.5, "classifier-free guidance", within=SCALES)
     seed: int = option(1, "seed of all inputs", within=SEEDS)
     memory: bool = option(False, "measure the options that save memory instead")
     rounds: int = option(10, "most rounds of timing in a cell", within=(1, MOST))

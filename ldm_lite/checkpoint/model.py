@@ -83,6 +83,12 @@ class Model:
     text_encoder_3: nn.Module | None = None
     t5_tokenizer: TextTokenizer | None = None  # of the text encoder that is a T5, if there is one
 
+    def __repr__(self) -> str:
+        """Return what was loaded, and the defaults of its tasks, in one line."""
+        family, title = self.family, self.description.partition(", loaded in")[0]
+        default = f"{family.steps} steps of {family.sampler} at scale {family.scale:g}, {family.resolution} px"
+        return f"{type(self).__name__}({title}; by default {default})"
+
     @property
     def text_encoders(self) -> tuple[nn.Module, ...]:
         """The text encoders, in the family's order."""
@@ -127,7 +133,10 @@ class Model:
         f = factor * self.family.unet.patch
         if height <= 0 or width <= 0 or height % f or width % f:
             legal = [max(f, round(side / f) * f) for side in (height, width)]
-            raise ValueError(f"got H {height} and W {width}, wanted multiples of {f}: take {legal[0]} and {legal[1]}")
+            raise ValueError(
+                f"got `height={height}` and `width={width}`, wanted multiples of {f}: take `height={legal[0]}` and "
+                f"`width={legal[1]}`"
+            )
         return self.vae.spec.embed_dim, height // factor, width // factor
 
 

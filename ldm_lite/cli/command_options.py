@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ldm_lite.cli.options import FINITE, MOST, MOST_PX, SEEDS, CheckedOptions, option
+from ldm_lite.cli.options import MOST, MOST_PX, SCALES, SEEDS, CheckedOptions, option
 from ldm_lite.cli.task_options import MOST_NOISE
 
 
@@ -63,7 +63,7 @@ class CompareOptions(CheckedOptions):
     )
     spacings: str = option("leading,trailing,linspace,karras,exponential,beta", "comma-separated spacings to draw")
     reference: int = option(400, "steps of the reference run", within=(1, 1000))
-    scale: float | None = option(None, "classifier-free guidance scale (default: the checkpoint's)", within=FINITE)
+    scale: float | None = option(None, "classifier-free guidance scale (default: the checkpoint's)", within=SCALES)
     seed: int = option(42, "seed of the noise", within=SEEDS)
     out: str = option("samplers.png", "name of the chart", common=True)
     compare: bool = option(

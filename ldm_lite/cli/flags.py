@@ -5,18 +5,20 @@ import dataclasses
 import difflib
 import inspect
 import itertools
+import re
 import types
 import typing
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, cast
 
 from ldm_lite.cli.console import as_flags, printable
+from ldm_lite.cli.options import TYPES
 
 Field = dataclasses.Field[Any]
 
 
 class _Help(argparse.HelpFormatter):
-    """Shows one spelling of each flag in --help, and all declared ones in --help-all."""
+    """Shows one spelling of each flag in --help, and all declared ones in --help-all and --help TOPIC."""
 
     most = 99  # spellings
 
@@ -31,17 +33,17 @@ class _Help(argparse.HelpFormatter):
 class _ShowHelp(argparse.Action):
     """Prints a help text and exits, even if other flags are wrong."""
 
-    def __init__(self, option_strings: Sequence[str], dest: str, **kwargs: Any) -> None:
-        super().__init__(option_strings, dest, nargs=0, **kwargs)
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+    def __call__(self, parser: argparse.ArgumentParser, _: object, topic: Any, flag: str | None = None) -> None:
         assert isinstance(parser, _Parser)
-        print(parser.format_help() if self.dest == "help_all" else parser.short_help(), end="")
+        near = [name for name in parser.topics if topic and (name.startswith(topic) or topic.startswith(name))]
+        if topic and not near:
+            parser.error(f"unknown topic {topic!r:.60}: wanted one of {', '.join(parser.topics)}")
+        print(parser.format_help() if self.dest == "help_all" else parser.short_help(near[0] if near else None), end="")
         parser.exit()
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser with two help texts: --help shows the common flags, --help-all every flag in its group."""
+    """A parser with three help texts: of the common flags, of a topic's, and of every flag in its group."""
 
     def __init__(self, command: str, about: str, positional: str) -> None:
         super().__init__(
@@ -52,34 +54,58 @@ class _Parser(argparse.ArgumentParser):
             add_help=False,
             argument_default=argparse.SUPPRESS,
             formatter_class=lambda prog: _Help(prog, max_help_position=34),
+            exit_on_error=False,  # `parse` says in our words what is wrong
         )
+        self._negative_number_matcher = re.compile(r"-[\d.].*")  # argparse's own leaves out -1e5 and -0.5-1
         self.common: list[argparse.Action] = []
+        self.topics: dict[str, Any] = {}  # name -> the group of its flags
         section = self.add_argument_group("help")
-        section.add_argument("-h", "--help", action=_ShowHelp, help="show the common options and exit")
-        section.add_argument("--help-all", action=_ShowHelp, help="show all options and exit")
+        about = "show the common options, or all of a topic, and exit"
+        section.add_argument("-h", "--help", action=_ShowHelp, nargs="?", metavar="TOPIC", help=about)
+        section.add_argument("--help-all", action=_ShowHelp, nargs=0, help="show all options and exit")
 
-    def short_help(self) -> str:
-        """Return the help of the common flags, one spelling each."""
+    def short_help(self, topic: str | None) -> str:
+        """Return the help of the common flags, one spelling each, with the list of topics; or that of a topic."""
         formatter = cast(_Help, self._get_formatter())
-        formatter.most = 1
+        formatter.most = 1 if topic is None else 99
         formatter.add_usage(self.usage, self._actions, self._mutually_exclusive_groups)
-        formatter.add_text(self.description)
-        formatter.start_section("common options")
-        formatter.add_arguments(self.common)
+        if topic is None:
+            formatter.add_text(self.description)
+        formatter.start_section("common options" if topic is None else self.topics[topic].title)
+        formatter.add_arguments(self.common if topic is None else self.topics[topic]._group_actions)
         formatter.end_section()
-        formatter.add_text(f"--help-all shows all {sum(bool(each.option_strings) for each in self._actions)} options.")
+        if topic is None:
+            formatter.start_section("further options, by --help TOPIC")
+            for name, group in self.topics.items():
+                formatter.add_argument(argparse.Action([], name, nargs=0, metavar=name, help=group.title))
+            formatter.end_section()
+            count = sum(bool(action.option_strings) for action in self._actions)
+            formatter.add_text(f"--help-all shows all {count} options.")
         return formatter.format_help()
 
     def error(self, message: str) -> NoReturn:
-        """Exit with status 2 and one line on stderr, which names the nearest flag for an unknown one."""
-        unknown = next((word for word in message.split() if word.startswith("--")), "")
-        if message.startswith("unrecognized") and (
-            near := difflib.get_close_matches(unknown, self._option_string_actions)
-        ):
-            message = f"unknown flag {unknown}: the nearest is {near[0]}"
-        elif message.startswith("unrecognized") and not unknown and "[PROMPT]" in (self.usage or ""):
-            message = f"got words after the prompt, {message.split(': ')[1]!r}: put it in quotes"
+        """Exit with status 2 and one line on stderr."""
         self.exit(2, f"error: {printable(message)} (see --help)\n")
+
+    def wrong(self, error: argparse.ArgumentError) -> NoReturn:
+        """Exit with a line in our words for what argparse says of a flag."""
+        flag = (error.argument_name or "").split("/")[0]
+        if error.message.startswith("expected"):
+            self.error(f"{flag} has no value behind it: give one")
+        if error.message.startswith("ignored explicit"):
+            self.error(f"{flag} takes no value: leave out what is behind it")
+        self.error(error.message.format(flag=flag))
+
+    def left(self, words: Sequence[str]) -> NoReturn:
+        """Exit with a line about words that are no flags: it names the nearest flag, or says what to do."""
+        unknown = next((word for word in words if word.startswith("-")), None)
+        if unknown is None:
+            advice = "put it in quotes" if "[PROMPT]" in (self.usage or "") else "leave it out"
+            where = "the prompt" if "[PROMPT]" in (self.usage or "") else "the flags"
+            self.error(f"got words after {where}, {' '.join(words)!r:.200}: {advice}")
+        shown = [name for action in self._actions for name in getattr(action, "shown", action.option_strings)]
+        near = difflib.get_close_matches("--" + unknown.lstrip("-").split("=")[0], shown, n=1)
+        self.error(f"unknown flag {unknown:.60}{f': the nearest is {near[0]}' if near else ''}")
 
 
 def parse(
@@ -92,24 +118,31 @@ def parse(
     """Parse flags into one instance of each dataclass in `groups`, and the values of the flags that `extend` adds.
 
     A missing flag keeps the dataclass's default.  --help shows the flags marked as common, and all flags of a dataclass
-    that marks none.
+    that marks none.  Each dataclass is a topic of --help, under its name without "Options".
     """
-    fields = [each for group in groups for each in dataclasses.fields(group)]
-    positional = "".join(f"[{each.name.upper()}] " for each in fields if each.metadata.get("positional"))
+    fields = [field for group in groups for field in dataclasses.fields(group)]
+    positional = "".join(f"[{field.name.upper()}] " for field in fields if field.metadata.get("positional"))
     parser = _Parser(command, about, positional)
     for group in groups:
         hints = typing.get_type_hints(group)
-        marks = any(each.metadata.get("common") for each in dataclasses.fields(group))
-        for title, owned in _sections(group):
-            section = parser.add_argument_group(title)
-            for each in owned:
-                if each.metadata["flag"]:
-                    action = _add(section, each, hints[each.name])
-                    if each.metadata["common"] or not marks:
+        marks = any(field.metadata.get("common") for field in dataclasses.fields(group))
+        for owner, owned in _sections(group):
+            section = parser.add_argument_group((owner.__doc__ or "").split(".  ")[0].rstrip(".").lower())
+            parser.topics[owner.__name__.removesuffix("Options").lower() or command] = section
+            for field in owned:
+                if field.metadata["flag"]:
+                    action = _add(section, field, hints[field.name])
+                    if field.metadata["common"] or not marks:
                         parser.common.append(action)
     if extend is not None:
         extend(parser)
-    given = vars(parser.parse_args(argv))
+    try:
+        known, words = parser.parse_known_args(argv)
+    except argparse.ArgumentError as error:
+        parser.wrong(error)
+    if words:
+        parser.left(words)
+    given = vars(known)
     for key in [key for key in given if key.endswith("_argument")]:
         name, value = key.removesuffix("_argument"), given.pop(key)
         if value is not None and name in given:
@@ -122,30 +155,29 @@ def parse(
             group(**{f.name: given.pop(f.name) for f in dataclasses.fields(group) if f.name in given})
             for group in groups
         ]
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         parser.error(as_flags(str(error)))
     return made, given
 
 
-def _sections(group: type) -> list[tuple[str, list[Field]]]:
-    """Group a dataclass's fields by defining class, its own first, titled with that class's first sentence."""
-    owned: dict[type, list[Field]] = {each: [] for each in group.__mro__}
-    for each in dataclasses.fields(group):
-        owned[next(owner for owner in owned if each.name in inspect.get_annotations(owner))].append(each)
-    titles = {owner: (owner.__doc__ or "").split(".  ")[0].rstrip(".").lower() for owner in owned}
-    return [(titles[owner], fields) for owner, fields in owned.items() if fields]
+def _sections(group: type) -> list[tuple[type, list[Field]]]:
+    """Group a dataclass's fields by defining class, its own first."""
+    owned: dict[type, list[Field]] = {owner: [] for owner in group.__mro__}
+    for field in dataclasses.fields(group):
+        owned[next(owner for owner in owned if field.name in inspect.get_annotations(owner))].append(field)
+    return [(owner, fields) for owner, fields in owned.items() if fields]
 
 
-def _add(section: Any, each: Field, hint: Any) -> argparse.Action:
+def _add(section: Any, field: Field, hint: Any) -> argparse.Action:
     """Add a dataclass field as a flag.  Each spelling is accepted with - and with _; help shows the declared ones."""
     if isinstance(hint, types.UnionType):
         hint = next(choice for choice in typing.get_args(hint) if choice is not type(None))
-    about = each.metadata
-    shown = [f"--{each.name.replace('_', '-')}", *about["flags"]]
+    about = field.metadata
+    shown = [f"--{field.name.replace('_', '-')}", *about["flags"]]
     spelled = [(name, f"--{name[2:].replace('_', '-')}", f"--{name[2:].replace('-', '_')}") for name in shown]
     names = dict.fromkeys(itertools.chain(*spelled))
-    default = "" if each.default in (None, False, (), "") else f" (default: {each.default})"
-    kwargs: dict[str, Any] = {"dest": each.name, "help": (about["help"] + default).replace("%", "%%")}
+    default = "" if field.default in (None, False, (), "") else f" (default: {field.default})"
+    kwargs: dict[str, Any] = {"dest": field.name, "help": (about["help"] + default).replace("%", "%%")}
     repeatable = typing.get_origin(hint) is tuple and about["parse"] is None
     if hint is bool:
         kwargs["action"] = "store_true"
@@ -153,12 +185,11 @@ def _add(section: Any, each: Field, hint: Any) -> argparse.Action:
         kwargs |= {"action": "append", "type": _text, "metavar": about["metavar"]}
     else:
         kind = hint if hint in (int, float) else str
-        may_be_empty = kind is not str or each.name.endswith("prompt")
-        kwargs |= {"type": kind if may_be_empty else _text, "choices": about["choices"]}
-        if about["choices"] is None:
-            kwargs["metavar"] = about["metavar"] or {int: "N", float: "X"}.get(kind, "TEXT")
+        choices = about["choices"] and "{" + ",".join(about["choices"]) + "}"
+        kwargs["metavar"] = choices or about["metavar"] or {int: "N", float: "X"}.get(kind, "TEXT")
+        kwargs["type"] = number(kind) if kind is not str else str if field.name.endswith("prompt") else _text
     if about["positional"]:
-        section.add_argument(f"{each.name}_argument", nargs="?", metavar=each.name.upper(), help=kwargs["help"])
+        section.add_argument(f"{field.name}_argument", nargs="?", metavar=field.name.upper(), help=kwargs["help"])
     action: argparse.Action = section.add_argument(*names, **kwargs)
     action.shown = shown  # type: ignore[attr-defined]
     return action
@@ -167,8 +198,28 @@ def _add(section: Any, each: Field, hint: Any) -> argparse.Action:
 def _text(value: str) -> str:
     """Return a flag's text.  "" is refused: it is usually an unset shell variable, and as a path the current folder."""
     if not value:
-        raise argparse.ArgumentTypeError("got an empty text: give a value, or leave the flag out")
+        raise argparse.ArgumentTypeError("{flag}: got an empty text: give a value, or leave the flag out")
     return value
+
+
+def number(kind: Any) -> Callable[[str], float]:
+    """Return what reads a flag's text as an int or a float, and refuses any other in our words."""
+
+    def read(text: str) -> float:
+        try:
+            value: float = kind(text)
+        except ValueError:
+            got = repr(text[:60]).replace("{", "{{").replace("}", "}}")
+            raise argparse.ArgumentTypeError(f"got {{flag}} {got}, wanted {TYPES[kind]}") from None
+        return value
+
+    return read
+
+
+def _precision(text: str) -> str:
+    if text not in ("full", "autocast"):
+        raise argparse.ArgumentTypeError("{flag} is full or autocast")
+    return text
 
 
 def original_flags(parser: argparse.ArgumentParser) -> Any:
@@ -178,10 +229,12 @@ def original_flags(parser: argparse.ArgumentParser) -> Any:
     section.add_argument(
         *("--dpm_solver", "--dpm"), dest="sampler", action="store_const", const="dpmpp_2m", help="--sampler dpmpp_2m"
     )
-    section.add_argument("--precision", choices=("full", "autocast"), help="full: --dtype fp32; autocast: the default")
+    section.add_argument(
+        "--precision", type=_precision, metavar="{full,autocast}", help="full: --dtype fp32; autocast: the default"
+    )
     section.add_argument("--config", help="not needed: the checkpoint says what it is")
-    section.add_argument("--C", type=int, help="latent channels: checked against the checkpoint")
-    section.add_argument("--f", type=int, help="pixels per latent position: checked against the checkpoint")
+    section.add_argument("--C", type=number(int), help="latent channels: checked against the checkpoint")
+    section.add_argument("--f", type=number(int), help="pixels per latent position: checked against the checkpoint")
     return section
 
 
@@ -198,4 +251,4 @@ def edit_flags(parser: argparse.ArgumentParser) -> None:
     section.add_argument("--edit", dest="prompt", metavar="TEXT", help="the prompt")
     section.add_argument("--output", dest="out", metavar="TEXT", help="--out")
     section.add_argument("--vae-ckpt", dest="vae", metavar="TEXT", help="--vae")
-    section.add_argument("--cfg-text", dest="scale", type=float, metavar="X", help="--scale")
+    section.add_argument("--cfg-text", dest="scale", type=number(float), metavar="X", help="--scale")

@@ -8,16 +8,21 @@ import dataclasses
 import math
 import operator
 import os
+import secrets
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 MOST = 10**9  # limit of counts with no other limit
 MOST_PX = 2**16  # limit of an image's side
 MOST_CHARACTERS = 20_000  # limit of a text: CLIP reads about 400, and long words take quadratic time
+Options = TypeVar("Options", bound="CheckedOptions")
 SEEDS = (0, 2**63 - 1)
+RANDOM_SEEDS = 2**32  # below which random seeds lie, as in A1111
 FINITE = (-math.inf, math.inf)
+SCALES = (0, 100)
+WHY_SCALES = "1 is no guidance; below 0 the negative prompt is followed, far above 30 nothing but noise is left"
 
 
 def option(
@@ -29,6 +34,7 @@ def option(
     choices: Sequence[str] | None = None,
     metavar: str | None = None,
     within: tuple[float, float] | None = None,
+    reason: str | None = None,
     parse: Callable[[str, Any], Any] | None = None,
     png: str | None = None,
     used_by: tuple[str, ...] | None = None,
@@ -36,19 +42,20 @@ def option(
     """Declare a dataclass field that is also a flag: --its-name, and further spellings in `flags`.
 
     A flag whose field is a tuple may be repeated.  --help shows `common` flags, --help-all the rest too.  `metavar` is
-    the value's name in help, `within` the range of a number (always finite), `parse` turns (name, text) into the value,
-    FILE, PATH or DIR in it marks options that name files (see `names_files`).  `png` is the option's name in a PNG's
-    text.  `used_by` names the conditioners that use the option; setting it with
-    any other is an error.
+    the value's name in help; FILE, PATH or DIR in it marks options that name files (see `names_files`).  `within` is
+    the range of a number (always finite), with its `reason`; `parse` turns (name, text) into the value.  `png` is the
+    option's name in a PNG's text.  `used_by` names the conditioners that use the option; setting it with any other is
+    an error.
     """
     known = {"help": help, "flags": flags, "positional": positional, "common": common, "choices": choices}
-    more = {"metavar": metavar, "within": within, "parse": parse, "png": png, "used_by": used_by, "flag": True}
-    return field(default=default, metadata={**known, **more})
+    more = {"metavar": metavar, "within": within, "reason": reason, "parse": parse, "png": png, "used_by": used_by}
+    return field(default=default, metadata={**known, **more, "flag": True})
 
 
 def argument(help: str) -> Any:
     """Declare a Python-only dataclass field, None by default, for an object that has no command-line form."""
-    return field(default=None, metadata={"help": help, "flag": False, "within": None, "parse": None, "png": None})
+    nothing = dict.fromkeys(("within", "parse", "png", "choices"))
+    return field(default=None, metadata={"help": help, "flag": False, **nothing})
 
 
 @dataclass(frozen=True)
@@ -66,17 +73,26 @@ class CheckedOptions:
         return made
 
     def __post_init__(self) -> None:
-        for each in dataclasses.fields(self):
-            value, within, parse = getattr(self, each.name), each.metadata["within"], each.metadata["parse"]
-            if value is not None and parse is not None:
-                value = parse(each.name, value)
-            elif isinstance(each.default, tuple) and not isinstance(value, tuple):
-                value = _as_tuple(value)
-            if value is not None or each.type in _WORDS:
-                value = _typed(each.name, value, typing.get_args(each.type) or (each.type,))
-            object.__setattr__(self, each.name, value)
-            for number in (value if isinstance(value, tuple) else [value]) if within is not None else ():
-                _check_range(each.name, number, within)
+        for declared in dataclasses.fields(self):
+            name, value, about = declared.name, getattr(self, declared.name), declared.metadata
+            if value is not None and about["parse"] is not None:
+                value = about["parse"](name, value)
+            elif isinstance(declared.default, tuple) and not isinstance(value, tuple):
+                value = () if value is None else tuple(value) if isinstance(value, list) else (value,)
+            if value is not None or declared.type in TYPES:
+                value = _typed(name, value, typing.get_args(declared.type) or (declared.type,))
+            object.__setattr__(self, name, value)
+            if about["choices"] is not None and value is not None and value not in about["choices"]:
+                raise ValueError(f"got `{name}` {value!r:.60}, wanted one of {', '.join(about['choices'])}")
+            if about["within"] is not None:
+                least, most = about["within"]
+                for number in value if isinstance(value, tuple) else [value]:
+                    if number is None or (least <= number <= most and abs(number) != math.inf):
+                        continue
+                    wanted = f"{least} or more" if most == math.inf else f"{least} to {most}"
+                    wanted = "a finite number" if about["within"] == FINITE else wanted
+                    reason = f" ({about['reason']})" if about["reason"] else ""
+                    raise ValueError(f"got `{name}` {number!r:.60}, wanted {wanted}{reason}")
 
 
 def given(options: CheckedOptions) -> set[str]:
@@ -84,9 +100,14 @@ def given(options: CheckedOptions) -> set[str]:
     return {name for name in getattr(options, "_given", ()) if getattr(options, name) is not None}
 
 
-def _as_tuple(value: Any) -> tuple[Any, ...]:
-    """Convert one item, or a list, for an option that may be repeated."""
-    return () if value is None else tuple(value) if isinstance(value, list) else (value,)
+def changed(options: Options, **changes: Any) -> Options:
+    """Return options with others in their place; `given` names the same ones and these.
+
+    With dataclasses.replace it would name all.
+    """
+    replaced = dataclasses.replace(options, **changes)
+    object.__setattr__(replaced, "_given", getattr(options, "_given", set()) | changes.keys())
+    return replaced
 
 
 def names_files(field: dataclasses.Field[Any]) -> bool:
@@ -94,12 +115,12 @@ def names_files(field: dataclasses.Field[Any]) -> bool:
     return any(word in (field.metadata.get("metavar") or "") for word in ("FILE", "PATH", "DIR"))
 
 
-_WORDS = {bool: "True or False", int: "a whole number", float: "a number", str: "a text"}
+TYPES = {bool: "True or False", int: "a whole number", float: "a number", str: "a text"}
 
 
 def _typed(name: str, value: Any, kinds: Sequence[Any]) -> Any:
     """An option's value as one of the types in its declaration.  Raises TypeError if it is none of them."""
-    kind = next((each for each in _WORDS if each in kinds), None)
+    kind = next((each for each in TYPES if each in kinds), None)
     if kind is None:
         return value
     several = ... in kinds or any(typing.get_origin(each) is Sequence for each in kinds)
@@ -118,15 +139,14 @@ def _typed(name: str, value: Any, kinds: Sequence[Any]) -> Any:
         text = kind is str and (isinstance(value, (str, os.PathLike)) or callable(value))
         if text or (kind is bool and value in (True, False)) or (kind is float and isinstance(value, int)):
             return os.fspath(value) if isinstance(value, os.PathLike) else value
-    raise TypeError(f"got `{name}` {value!r:.50}, wanted {_WORDS[kind]}" + " or a list of them" * several)
+    raise TypeError(f"got `{name}` {value!r:.50}, wanted {TYPES[kind]}" + " or a list of them" * several)
 
 
-def _check_range(name: str, value: Any, within: tuple[float, float]) -> None:
-    least, most = within
-    if value is None or (least <= value <= most and abs(value) != math.inf):
-        return
-    wanted = f"{least} or more" if most == math.inf else f"{least} to {most}"
-    raise ValueError(f"got `{name}` {value}, wanted {'a finite number' if within == FINITE else wanted}")
+def random_seeds(name: str, value: Any) -> Any:
+    """Parse a seed or several: -1 is a random one, as in AUTOMATIC1111's web UI."""
+    if isinstance(value, (list, tuple)):
+        return [random_seeds(name, seed) for seed in value]
+    return secrets.randbelow(RANDOM_SEEDS) if value == -1 and isinstance(value, int) else value
 
 
 def pair(name: str, value: Any) -> tuple[int, int]:

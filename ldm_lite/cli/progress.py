@@ -1,9 +1,26 @@
 """Progress bars on stderr, and peak memory.  Nothing here imports torch."""
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from tqdm import tqdm
+
+
+def step_bar(bar_class: Any = tqdm) -> Callable[[Any], None]:
+    """Return a function that takes the State after every step, and shows a bar for each batch."""
+    bar: Any = None  # of a batch, from its first step to its last
+
+    def update(state: Any) -> None:
+        nonlocal bar
+        if bar is None:
+            count = len(state.latents)
+            bar = bar_class(total=state.num_steps, desc=f"{count} image{'s' * (count > 1)}", unit="it")
+        bar.update()
+        if state.step == state.num_steps:
+            bar = bar.close()
+
+    return update
 
 
 class TrainingBar:

@@ -8,7 +8,151 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ldm_lite.cli.options import FINITE, MOST, MOST_PX, SEEDS, CheckedOptions, argument, option, pair
+from ldm_lite.cli.options import (
+    FINITE,
+    MOST,
+    MOST_PX,
+    SCALES,
+    SEEDS,
+    WHY_SCALES,
+    CheckedOptions,
+    argument,
+    option,
+    pair,
+    random_seeds,
+)
+
+
+@dataclass(frozen=True, kw_only=True)  # the prompt comes first
+class ShortcutsOptions(CheckedOptions):
+    """Fewer evaluations of the network for the same picture.  All are off unless given."""
+
+    deep_cache: str | None = option(
+        None,
+        "DeepCache: run the UNet's deep blocks only in every N-th call; of the others, BRANCH tells how many more "
+        "blocks run",
+        metavar="N[:BRANCH]",
+        png="DeepCache",
+    )
+    gate_step: int | None = option(
+        None,
+        "T-GATE: after so many steps, keep the results of cross-attention, without guidance",
+        within=(1, 999),
+        png="Gate step",
+    )
+    freeu: str | None = option(
+        None, "FreeU's factors, for instance 1.5,1.6,0.9,0.2 for SD 1", metavar="B1,B2,S1,S2", png="FreeU"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)  # the prompt comes first
+class GuidanceOptions(CheckedOptions):
+    """How strongly the prompt is followed, and when."""
+
+    scale: float | None = option(
+        None,
+        "classifier-free guidance scale; 1 is none, and twice as fast (default: the model's)",
+        within=SCALES,
+        reason=WHY_SCALES,
+        common=True,
+    )
+    guidance_rescale: float = option(
+        0.0, "guidance rescale against excess contrast, 0 to 1", within=(0, 1), png="Guidance rescale"
+    )
+    dynamic_threshold: float | None = option(
+        None, "percentile of x0 to clamp to, 0 to 1, for pixel models", within=(0, 1), png="Dynamic threshold"
+    )
+    guidance_interval: str | None = option(
+        None,
+        "guidance only in these shares of the steps, START-END: half the work in the others (0.1-0.7, -0.6); or at "
+        "these noise levels (sigma=0.3-5)",
+        metavar="START-END",
+        png="Guidance interval",
+    )
+    guidance_schedule: str | None = option(
+        None,
+        "how the guidance scale changes: linear, falling, cosine, falling_cosine, sine, power_cosine[:power=4], each "
+        "with [:least=WEIGHT]",
+        metavar="NAME",
+        png="Guidance schedule",
+    )
+    apg: str | None = option(
+        None,
+        "adaptive projected guidance, against saturation at high scales: parallel=0[:threshold=15][:momentum=-0.5]",
+        metavar="SETTINGS",
+        png="APG",
+    )
+    skip_layer_scale: float | None = option(
+        None,
+        "Stable Diffusion 3.5 medium: scale of skip-layer guidance; 0 turns it off (default: 2.5)",
+        within=SCALES,
+        png="Skip layer scale",
+    )
+    guidance: Any = argument(
+        "a number, or a function: step -> number, (cond, uncond) or (cond, uncond, step) -> guided output"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)  # the prompt comes first
+class NoiseOptions(CheckedOptions):
+    """What noise a seed means."""
+
+    noise: Any = option(
+        None,
+        "whose noise a seed means: own, a1111 (the web UI's on an NVIDIA GPU), diffusers, comfy; in Python also the "
+        "initial noise itself (N,C,h,w), of unit variance",
+        metavar="PROGRAM",
+    )
+    ensd: int = option(
+        0, "A1111's eta noise seed delta: added to the seed of the noise of steps", within=SEEDS, png="ENSD"
+    )
+    variation_seed: int | None = option(
+        None, "mix in the noise of this seed; image k has variation seed + k, and one seed for all", within=SEEDS
+    )
+    variation_strength: float = option(0.0, "how much of it, 0 to 1", within=(0, 1), png="Variation seed strength")
+    fixed_code: bool = option(False, "start every batch from the same noise")
+    brownian: bool = option(
+        False,
+        "draw the noise of dpmpp_sde, dpmpp_2m_sde and dpmpp_3m_sde from a Brownian tree, so that more steps come "
+        "nearer to the same image; --noise a1111 and comfy do so anyway",
+        png="Brownian tree",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)  # the prompt comes first
+class SamplingOptions(CheckedOptions):
+    """How to sample."""
+
+    sampler: str | None = option(
+        None,
+        "any usual name of a sampler, e.g. 'DPM++ 2M Karras'; an unknown name lists all (default: the model's)",
+        common=True,
+    )
+    spacing: str | None = option(
+        None,
+        "timestep spacing: leading, trailing, linspace, karras, exponential, sgm_uniform, simple, ays, beta, lcm, ... "
+        "(default: the sampler's own)",
+        "--scheduler",
+    )
+    steps: int | None = option(
+        None, "denoising steps, 1 to 1000 (default: the model's)", "--ddim_steps", within=(1, 1000), common=True
+    )
+    eta: float | None = option(
+        None, "noise added at every step, 0 to 1, for samplers that have it", "--ddim_eta", within=(0, 1), png="Eta"
+    )
+    churn: float | None = option(
+        None,
+        "noise added and removed again over all steps, for euler, heun and dpm2",
+        within=(0, 1000),
+        png="Sigma churn",
+    )
+    plan: Any = argument("a Plan of your own, in place of sampler, spacing, steps, eta and churn")
+    refiner: Any = option(
+        None, "checkpoint that takes over for the last steps: SDXL's refiner, or one of its kind", metavar="FILE"
+    )
+    refiner_start: float | None = option(
+        None, "share of all steps that come before the refiner, 0 to 1 (default: 0.8)", within=(0, 1)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)  # the prompt comes first
@@ -71,88 +215,28 @@ class ConditioningOptions(CheckedOptions):
 
 
 @dataclass(frozen=True, kw_only=True)  # the prompt comes first
-class SamplingOptions(CheckedOptions):
-    """How to sample."""
+class ControlOptions(CheckedOptions):
+    """Images that guide the shape, or the style."""
 
-    sampler: str | None = option(
-        None,
-        "any usual name of a sampler, e.g. 'DPM++ 2M Karras'; an unknown name lists all (default: ddim for most)",
+    control: tuple[Any, ...] = option(
+        (),
+        "ControlNet, T2I-Adapter, IP-Adapter or Redux with its image, FILE:IMAGE[:WEIGHT][:START-END][:guess][:pool]; "
+        "START, END: shares of the steps; guess: without the negative prompt; pool: for shuffle; repeatable",
         common=True,
+        metavar="FILE:IMAGE",
     )
-    spacing: str | None = option(
+    preprocess: str | None = option(
         None,
-        "timestep spacing: leading, trailing, linspace, karras, exponential, sgm_uniform, simple, ays, beta, lcm, ... "
-        "(default: the sampler's own)",
-        "--scheduler",
+        "make --control's images first: canny, canny:LOW:HIGH or inpaint; one for all, or one each: canny,none",
+        png="Control preprocess",
     )
-    steps: int | None = option(None, "denoising steps, 1 to 1000", "--ddim_steps", within=(1, 1000), common=True)
-    scale: float | None = option(
-        None, "classifier-free guidance scale; 1 is none, and twice as fast", within=FINITE, common=True
-    )
-    eta: float | None = option(
-        None, "noise added at every step, 0 to 1, for samplers that have it", "--ddim_eta", within=(0, 1), png="Eta"
-    )
-    churn: float | None = option(
+    clip_vision: str | None = option(
         None,
-        "noise added and removed again over all steps, for euler, heun and dpm2",
-        within=(0, 1000),
-        png="Sigma churn",
+        "image encoder: CLIP's for style adapters (ViT-L/14) and IP-Adapters (ViT-H, bigG), SigLIP's for FLUX.1 Redux",
+        metavar="FILE",
     )
-    guidance_rescale: float = option(
-        0.0, "guidance rescale against excess contrast, 0 to 1", within=(0, 1), png="Guidance rescale"
-    )
-    dynamic_threshold: float | None = option(
-        None, "percentile of x0 to clamp to, 0 to 1, for pixel models", within=(0, 1), png="Dynamic threshold"
-    )
-    plan: Any = argument("a Plan of your own, in place of sampler, spacing, steps, eta and churn")
-    guidance: Any = argument("a number, a function step -> number, or a function (cond, uncond) -> guided output")
-
-
-@dataclass(frozen=True, kw_only=True)  # the prompt comes first
-class TrickOptions(CheckedOptions):
-    """Fewer evaluations of the network for the same picture.  All are off unless given."""
-
-    guidance_interval: str | None = option(
-        None,
-        "guidance only in these shares of the steps, START-END: half the work in the others (0.1-0.7, -0.6); or at "
-        "these noise levels (sigma=0.3-5)",
-        metavar="START-END",
-        png="Guidance interval",
-    )
-    guidance_schedule: str | None = option(
-        None,
-        "how the guidance scale changes: linear, falling, cosine, falling_cosine, sine, power_cosine[:power=4], each "
-        "with [:least=WEIGHT]",
-        metavar="NAME",
-        png="Guidance schedule",
-    )
-    apg: str | None = option(
-        None,
-        "adaptive projected guidance, against saturation at high scales: parallel=0[:threshold=15][:momentum=-0.5]",
-        metavar="SETTINGS",
-        png="APG",
-    )
-    deep_cache: str | None = option(
-        None,
-        "DeepCache: run the UNet's deep blocks only in every N-th call; of the others, BRANCH tells how many more "
-        "blocks run",
-        metavar="N[:BRANCH]",
-        png="DeepCache",
-    )
-    gate_step: int | None = option(
-        None,
-        "T-GATE: after so many steps, keep the results of cross-attention, without guidance",
-        within=(1, 999),
-        png="Gate step",
-    )
-    freeu: str | None = option(
-        None, "FreeU's factors, for instance 1.5,1.6,0.9,0.2 for SD 1", metavar="B1,B2,S1,S2", png="FreeU"
-    )
-    brownian: bool = option(
-        False,
-        "draw the noise of dpmpp_sde, dpmpp_2m_sde and dpmpp_3m_sde from a Brownian tree, so that more steps come "
-        "nearer to the same image; --noise a1111 and comfy do so anyway",
-        png="Brownian tree",
+    depth: Any = option(
+        None, "depth map, lighter = nearer, for models that read one; for FLUX.1 Canny the edges", metavar="FILE"
     )
 
 
@@ -192,21 +276,10 @@ class HiresOptions(CheckedOptions):
     )
 
 
-@dataclass(frozen=True)
-class Txt2imgOptions(HiresOptions, ConditioningOptions, SamplingOptions, TrickOptions):
-    """What to make.  None = the default of the checkpoint's family."""
+@dataclass(frozen=True, kw_only=True)  # the prompt comes first
+class PromptsOptions(CheckedOptions):
+    """Where prompts come from, and how they are read."""
 
-    original_counts: ClassVar[tuple[int, int]] = (3, 2)  # n_samples and n_iter of the original script
-    original_samplers: ClassVar[tuple[str, ...]] = ("ddim", "plms", "dpmpp_2m")
-
-    prompt: str | Sequence[str] | None = option(
-        None,
-        "what to make; for models that read no text: a class, or a file of boxes, labels or embeddings",
-        *("--class", "--boxes", "--label-map", "--embeddings"),
-        positional=True,
-        common=True,
-    )
-    negative_prompt: str | None = option(None, "what to avoid; for SDXL, '' differs from none", common=True)
     from_file: str | None = option(None, "read prompts from a text file, one per line", metavar="FILE", common=True)
     from_png: Any = option(
         None,
@@ -239,46 +312,45 @@ class Txt2imgOptions(HiresOptions, ConditioningOptions, SamplingOptions, TrickOp
     clip_skip: int = option(
         1, "layer of the text encoder, counted from the last; 1 is usual", within=(1, 100), png="Clip skip"
     )
-    control: tuple[Any, ...] = option(
-        (),
-        "ControlNet, T2I-Adapter, IP-Adapter or Redux with its image, FILE:IMAGE[:WEIGHT][:START-END][:guess][:pool]; "
-        "START, END: shares of the steps; guess: without the negative prompt; pool: for shuffle; repeatable",
+
+
+@dataclass(frozen=True)
+class Txt2imgOptions(
+    NoiseOptions,
+    ControlOptions,
+    PromptsOptions,
+    HiresOptions,
+    ConditioningOptions,
+    SamplingOptions,
+    GuidanceOptions,
+    ShortcutsOptions,
+):
+    """What to make.  None = the default of the checkpoint's family."""
+
+    original_counts: ClassVar[tuple[int, int]] = (3, 2)  # n_samples and n_iter of the original script
+    original_samplers: ClassVar[tuple[str, ...]] = ("ddim", "plms", "dpmpp_2m")
+
+    prompt: str | Sequence[str] | None = option(
+        None,
+        "what to make; for models that read no text: a class, or a file of boxes, labels or embeddings",
+        *("--class", "--boxes", "--label-map", "--embeddings"),
+        positional=True,
         common=True,
-        metavar="FILE:IMAGE",
     )
-    preprocess: str | None = option(
-        None,
-        "make --control's images first: canny, canny:LOW:HIGH or inpaint; one for all, or one each: canny,none",
-        png="Control preprocess",
-    )
-    clip_vision: str | None = option(
-        None,
-        "image encoder: CLIP's for style adapters (ViT-L/14) and IP-Adapters (ViT-H, bigG), SigLIP's for FLUX.1 Redux",
-        metavar="FILE",
-    )
-    refiner: Any = option(
-        None, "checkpoint that takes over for the last steps: SDXL's refiner, or one of its kind", metavar="FILE"
-    )
-    refiner_start: float | None = option(
-        None, "share of all steps that come before the refiner, 0 to 1 (default: 0.8)", within=(0, 1)
-    )
-    seamless: str | None = option(
-        None, "make images whose opposite edges fit together: x (left and right), y or xy", png="Tiling"
-    )
-    depth: Any = option(
-        None, "depth map, lighter = nearer, for models that read one; for FLUX.1 Canny the edges", metavar="FILE"
-    )
-    skip_layer_scale: float | None = option(
-        None,
-        "Stable Diffusion 3.5 medium: scale of skip-layer guidance; 0 turns it off (default: 2.5)",
-        within=FINITE,
-        png="Skip layer scale",
-    )
+    negative_prompt: str | None = option(None, "what to avoid; for SDXL, '' differs from none", common=True)
     seed: int | Sequence[int] = option(
-        42, "seed of the first image; image k has seed + k, whatever the batch size", within=SEEDS, common=True
+        42,
+        "seed of the first image; image k has seed + k, whatever the batch size; -1 is a random one",
+        within=(-1, SEEDS[1]),
+        parse=random_seeds,
+        common=True,
     )
-    height: int | None = option(None, "pixels, a multiple of 8", "--H", within=(1, MOST_PX), common=True)
-    width: int | None = option(None, "pixels, a multiple of 8", "--W", within=(1, MOST_PX), common=True)
+    height: int | None = option(
+        None, "pixels, a multiple of 8 (default: the model's)", "--H", within=(1, MOST_PX), common=True
+    )
+    width: int | None = option(
+        None, "pixels, a multiple of 8 (default: the model's)", "--W", within=(1, MOST_PX), common=True
+    )
     batch_size: int | None = option(
         None,
         "images at a time; with --from-file: prompts at a time (default: 1)",
@@ -287,25 +359,14 @@ class Txt2imgOptions(HiresOptions, ConditioningOptions, SamplingOptions, TrickOp
         common=True,
     )
     n_iter: int | None = option(None, "repeat the whole job with new seeds (default: 1)", within=(1, MOST), common=True)
-    fixed_code: bool = option(False, "start every batch from the same noise")
+    seamless: str | None = option(
+        None, "make images whose opposite edges fit together: x (left and right), y or xy", png="Tiling"
+    )
     compat: bool = option(
         False, "the original script's pixels: its noise, steps, weights, defaults (2 x 3 images), 8 bits"
     )
     cond: Any = argument("ready conditioning of N prompts: a Conditioning, or embeddings (N,T,D)")
     uncond: Any = argument("the same for the negative prompt, N or one")
-    noise: Any = option(
-        None,
-        "whose noise a seed means: own, a1111 (the web UI's on an NVIDIA GPU), diffusers, comfy; in Python also the "
-        "initial noise itself (N,C,h,w), of unit variance",
-        metavar="PROGRAM",
-    )
-    ensd: int = option(
-        0, "A1111's eta noise seed delta: added to the seed of the noise of steps", within=SEEDS, png="ENSD"
-    )
-    variation_seed: int | None = option(
-        None, "mix in the noise of this seed; image k has variation seed + k, and one seed for all", within=SEEDS
-    )
-    variation_strength: float = option(0.0, "how much of it, 0 to 1", within=(0, 1), png="Variation seed strength")
 
     @property
     def images_at_a_time(self) -> int:
@@ -358,7 +419,8 @@ class Img2imgOptions(ImageOptions):
         None,
         "guidance by the image, for InstructPix2Pix; higher stays closer to it (default: 1.5)",
         "--cfg-image",
-        within=FINITE,
+        within=SCALES,
+        reason=WHY_SCALES,
     )
     resolution: int | None = option(
         None,

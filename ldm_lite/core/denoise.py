@@ -8,7 +8,7 @@ Shape letters: B images, K branches of guidance, R registers, C channels, h w la
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -181,11 +181,11 @@ class State:
 
     step: int  # from 1
     num_steps: int
-    latents: Tensor  # (B,C,h,w) float32, in the UNet's scale
-    before: Tensor  # (B,C,h,w) that the last call read whose H is remembered
-    h: Tensor  # (B,C,h,w) this H: eps or x0, as the sampler chose
-    x0_of_h: tuple[float, float]  # (p, q): x0 = p * before + q * h
-    constrain: Callable[[Tensor], Tensor]  # to clean latents: what a mask keeps is put back
+    latents: Tensor = field(repr=False)  # (B,C,h,w) float32, in the UNet's scale
+    before: Tensor = field(repr=False)  # (B,C,h,w) that the last call read whose H is remembered
+    h: Tensor = field(repr=False)  # (B,C,h,w) this H: eps or x0, as the sampler chose
+    x0_of_h: tuple[float, float] = field(repr=False)  # (p, q): x0 = p * before + q * h
+    constrain: Callable[[Tensor], Tensor] = field(repr=False)  # to clean latents: what a mask keeps is put back
 
     @property
     def x0(self) -> Tensor:

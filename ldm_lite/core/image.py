@@ -79,8 +79,7 @@ def stretch(image: Image.Image, size: tuple[int, int]) -> Image.Image:
 
 def pad(pixels: Tensor, factor: int) -> Tensor:
     """Pad pixels (C,H,W) on the right and bottom to multiples of `factor` by repeating the edge."""
-    _, height, width = pixels.shape
-    return F.pad(pixels[None], (0, -width % factor, 0, -height % factor), mode="replicate")[0]
+    return F.pad(pixels[None], (0, -pixels.shape[2] % factor, 0, -pixels.shape[1] % factor), mode="replicate")[0]
 
 
 # ---- tensors --------------------------------------------------------------------------------------------------------

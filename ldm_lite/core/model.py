@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,10 +26,10 @@ class Model:
     """
 
     name: str  # of the file, without its extension
-    family: Family
-    schedule: Schedule
-    networks: Mapping[str, Any]  # modules by kind
-    step: Callable[..., Tensor] = denoise_step  # perhaps compiled
+    family: Family = field(repr=False)
+    schedule: Schedule = field(repr=False)
+    networks: Mapping[str, Any] = field(repr=False)  # modules by kind
+    step: Callable[..., Tensor] = field(default=denoise_step, repr=False)  # perhaps compiled
 
     @property
     def unet(self) -> Any:

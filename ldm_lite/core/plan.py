@@ -48,6 +48,9 @@ class Plan:
     initial: float  # the first latent is unit noise times this
     end: Level  # the level of the result
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.num_steps} steps, {len(self.t)} calls of the network)"
+
     @property
     def num_steps(self) -> int:
         """The number of steps; len(plan.t) is the number of calls."""
@@ -71,8 +74,7 @@ class Row(NamedTuple):
 
 def rows_of(plan: Plan, device: torch.device) -> list[Row]:
     """The rows of a plan on a device, copied there at once."""
-    columns = (plan.t, plan.level, plan.to_h, plan.to_x0, plan.mix)
-    tensors = [torch.tensor(column, dtype=torch.float32, device=device) for column in columns]
+    tensors = [torch.tensor(getattr(plan, name), dtype=torch.float32, device=device) for name in Row._fields]
     return [Row(*row) for row in zip(*tensors, strict=True)]
 
 

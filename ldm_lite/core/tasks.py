@@ -127,8 +127,7 @@ def noise_of(seeds: Sequence[int], shape: tuple[int, int, int]) -> Draw:
     generators = [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
 
     def draw() -> Tensor:
-        noise = [torch.randn(shape, generator=g, dtype=torch.float32, device="cpu") for g in generators]
-        return torch.stack(noise)
+        return torch.stack([torch.randn(shape, generator=g, dtype=torch.float32, device="cpu") for g in generators])
 
     return draw
 

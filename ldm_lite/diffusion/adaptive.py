@@ -68,7 +68,7 @@ class Adaptive:
         return rows.plan(end=after, initial=1.0), aim, up
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class AdaptivePlan(Plan):
     """A plan whose steps are chosen while it runs, in place of the table."""
 

@@ -48,6 +48,10 @@ class Conditioning(dict[str, Tensor]):
         parts = {"context": context, "y": y, "concat": concat, **more}
         super().__init__({name: part for name, part in parts.items() if part is not None})
 
+    def __repr__(self) -> str:
+        shapes = ", ".join(f"{name} {tuple(part.shape)}" for name, part in self.items())
+        return f"{type(self).__name__}({shapes})"
+
     @property
     def context(self) -> Tensor | None:
         """The text."""
@@ -102,6 +106,7 @@ class Guidance:
     branches: tuple[Branch, ...]
     scale: float | Callable[[int], float] = 1.0  # or a function of the step, counted from 0
     combine: Combine = weighted
+    combine_at: Callable[[int], Combine] | None = None  # the same for a step, if it changes
     adjust: tuple[Adjust, ...] = ()
     later: tuple[tuple[int, tuple[Branch, ...]], ...] = ()  # (call, counted from 0, branches), in order
 
@@ -135,12 +140,16 @@ class Guidance:
         """Return the inputs of each call of a network, which `step` runs."""
         scale = 1.0 if callable(self.scale) else self.scale
         inputs = Inputs(network, self.branches, scale, self.combine, self.adjust, step=step)
-        return Changing(self, inputs) if callable(self.scale) or self.later else Constant(inputs)
+        if not (callable(self.scale) or self.combine_at or self.later):
+            return Constant(inputs)
+        # Once a step: it may have several calls, and features look at the inputs of a call too.
+        once = replace(self, scale=functools.cache(self.scale)) if callable(self.scale) else self
+        return Changing(once, inputs)
 
 
 @dataclass(frozen=True, eq=False)
 class Changing:
-    """An InputSource whose scale, or texts, change over the calls."""
+    """An InputSource whose scale, function of outputs, or texts change over the calls."""
 
     guidance: Guidance
     inputs: Inputs  # of the first call
@@ -149,7 +158,9 @@ class Changing:
         """Return the inputs of a call."""
         scale = self.guidance.scale
         scale = float(scale(call.step)) if callable(scale) else scale
-        return self.inputs._replace(branches=self.guidance.at(call.number), scale=scale)
+        at = self.guidance.combine_at
+        combine = self.inputs.combine if at is None else at(call.step)
+        return self.inputs._replace(branches=self.guidance.at(call.number), scale=scale, combine=combine)
 
 
 # ---- kinds of guidance ----------------------------------------------------------------------------------------------
@@ -158,9 +169,9 @@ class Changing:
 def classifier_free(cond: Parts, uncond: Parts | None, guidance: float | Callable[..., Any] = 7.5) -> Guidance:
     """uncond + scale * (cond - uncond); no uncond, or scale 1, means no guidance, and half the work.
 
-    guidance is the scale, a function step -> scale (steps count from 0), or a function (cond, uncond) -> output of the
-    network's raw outputs (B,C,h,w) float32.  Ho and Salimans 2022, eq. 6, in the original scripts' convention.  Raises
-    TypeError for anything else, ValueError for a function without uncond.
+    guidance is the scale, a function step -> scale (steps count from 0), or a function (cond, uncond), perhaps with the
+    step as a third argument, -> output of the network's raw outputs (B,C,h,w) float32.  Ho and Salimans 2022, eq. 6, in
+    the original scripts' convention.  Raises TypeError for anything else, ValueError for a function without uncond.
     """
     if isinstance(guidance, str):
         raise TypeError(f"got `guidance` {guidance!r}, wanted a number or a function")
@@ -171,18 +182,27 @@ def classifier_free(cond: Parts, uncond: Parts | None, guidance: float | Callabl
     branches = Branch(uncond, positive=False), Branch(cond)
     if not callable(guidance):
         return Guidance(branches, float(guidance))
-    needed = [part for part in inspect.signature(guidance).parameters.values() if part.default is part.empty]
-    if len(needed) >= 2:
-        return Guidance(branches, 0.0, functools.partial(_by_function, guidance))  # a scale with which both run
-    return Guidance(branches, guidance)
+    parameters = inspect.signature(guidance).parameters
+    needed = [name for name, parameter in parameters.items() if parameter.default is parameter.empty]
+    if len(needed) < 2:
+        return Guidance(branches, guidance)
+    combine = functools.partial(_by_function, guidance, ())
+    if len(needed) == 2 and "step" not in parameters:
+        return Guidance(branches, 0.0, combine)  # a scale with which both run
+
+    @functools.cache
+    def combine_at(step: int) -> Combine:
+        return functools.partial(_by_function, guidance, (step,))
+
+    return Guidance(branches, 0.0, combine, combine_at=combine_at)
 
 
-def _by_function(function: Callable[[Tensor, Tensor], Tensor], outputs: Outputs) -> Tensor:
+def _by_function(function: Callable[..., Tensor], step: tuple[int, ...], outputs: Outputs) -> Tensor:
     """What the user's function makes of the outputs of cond and uncond.  Raises ValueError unless it fits them."""
     if len(outputs.outs) != 2:
         return weighted(outputs)
     uncond, cond = outputs.outs
-    out: object = function(cond, uncond)
+    out: object = function(cond, uncond, *step)
     if not isinstance(out, Tensor) or out.shape != cond.shape:
         got = f"a tensor of shape {tuple(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
         raise ValueError(f"got {got} from the `guidance` function, wanted {tuple(cond.shape)} as it was given")

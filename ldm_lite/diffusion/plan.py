@@ -10,7 +10,7 @@ from ldm_lite.core.schedule import Array
 __all__ = ["ASIDE", "H1", "H2", "H3", "NOISE", "NUM_REGISTERS", "H", "Plan", "Rows", "X"]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class LearnedVariancePlan(Plan):
     """A plan for networks that predict their variance, between the posterior's (the plan's) and beta.
 

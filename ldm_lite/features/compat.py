@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ldm_lite.checkpoint.model import Model
-from ldm_lite.cli.task_options import Img2imgOptions, InpaintOptions, TrickOptions, Txt2imgOptions
+from ldm_lite.cli.task_options import Img2imgOptions, InpaintOptions, ShortcutsOptions, Txt2imgOptions
 from ldm_lite.core.denoise import Draw
 from ldm_lite.core.job import Item
 from ldm_lite.diffusion.names import resolve
@@ -48,8 +48,8 @@ class Compat(Feature):
 
     def check(self, options: Any) -> Any:
         """Raises ValueError for options that the original script lacks."""
-        tricks = (option.name for option in dataclasses.fields(TrickOptions))
-        for name in ("spacing", "churn", "exact_steps", *tricks):
+        later = ("spacing", "churn", "exact_steps", "guidance_interval", "guidance_schedule", "apg", "brownian")
+        for name in (*later, *(option.name for option in dataclasses.fields(ShortcutsOptions))):
             if getattr(options, name, None):
                 raise ValueError(f"the original script has no `{name}`: leave it out, or `compat`")
         sampler, spacing = resolve("ddim" if options.sampler is None else options.sampler)

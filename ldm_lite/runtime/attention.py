@@ -167,6 +167,16 @@ def layers(network: nn.Module) -> dict[str, Any]:
     return {name: layer for name, layer in network.named_modules() if callable(vars(layer).get("attention"))}
 
 
+def _matching(network: nn.Module, pattern: str) -> dict[str, Any]:
+    """Return the attention layers whose names match a pattern.  Raises ValueError if none does."""
+    every = layers(network)
+    if not every:
+        raise ValueError(f"{type(network).__name__} has no attention layers")
+    if chosen := {name: layer for name, layer in every.items() if fnmatch.fnmatchcase(name, pattern)}:
+        return chosen
+    raise ValueError(f"no attention layer matches {pattern!r}: they are {', '.join(every)}")
+
+
 def head_dim(layer: Any) -> int:
     """Return the number of channels of a layer's heads."""
     known: int | None = getattr(layer, "head_dim", None)
@@ -209,17 +219,17 @@ def _runs(function: AttentionFn, device: torch.device, dtype: torch.dtype, head_
     return True
 
 
-def use(network: nn.Module, attention: str | AttentionFn, device: torch.device | None = None) -> None:
-    """Set the attention of every layer of a network: a registered name, "sliced:n", or a function of q, k and v.
+def use(
+    network: nn.Module, attention: str | AttentionFn, device: torch.device | None = None, pattern: str = "*"
+) -> None:
+    """Set the attention of a network's layers: a registered name, "sliced:n", or a function of q, k and v.
 
-    device is where the network computes, if its weights are elsewhere.  Call it before compilation.  Raises ValueError,
-    with nothing changed, if a layer cannot run it.
+    pattern chooses layers, as for `record`.  device is where the network computes, if its weights are elsewhere.  Call
+    it before compilation.  Raises ValueError, with nothing changed, if a layer cannot run it.
     """
     if not isinstance(attention, str) and not callable(attention):
         raise TypeError(f"got attention {attention!r}, wanted a name or a function of q, k and v")
-    found = layers(network)
-    if not found:
-        raise ValueError(f"{type(network).__name__} has no attention layers")
+    found = _matching(network, pattern)
     if attention == "mha":
         if lacks := [name for name, layer in found.items() if not hasattr(layer, "to_q")]:
             raise ValueError(f"attention 'mha' needs layers with to_q, to_k and to_v; {lacks[0]} has none: take sdpa")
@@ -254,13 +264,11 @@ def follow(network: nn.Module, other: nn.Module) -> None:
 def record(network: nn.Module, pattern: str = "*") -> Iterator[dict[str, list[Tensor]]]:
     """Record attention maps by layer name: within the block each call of a layer appends one (B,H,N,M) tensor.
 
-    pattern is a layer's name, with or without wildcards: "*attn2" is every cross-attention of a UNet.  Maps of guided
-    steps hold both halves of the batch.  A map is large (N times M): choose few layers, or empty the lists.  For one
-    thread at a time, since the network's own layers record.  Raises ValueError if no layer matches.
+    pattern is a layer's name, with or without wildcards: "*attn2" is every cross-attention of a UNet.  Of guided steps
+    the first half of the batch is uncond's, the second cond's.  A map is large (N times M): choose few layers, or empty
+    the lists.  For one thread at a time, since the network's own layers record.  Raises ValueError if no layer matches.
     """
-    chosen = {name: layer for name, layer in layers(network).items() if fnmatch.fnmatchcase(name, pattern)}
-    if not chosen:
-        raise ValueError(f"no attention layer matches {pattern!r}: they are {', '.join(layers(network)) or 'none'}")
+    chosen = _matching(network, pattern)
     maps: dict[str, list[Tensor]] = {name: [] for name in chosen}
     before = {name: layer.attention for name, layer in chosen.items()}
     with contextlib.ExitStack() as stack:

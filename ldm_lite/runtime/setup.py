@@ -16,7 +16,7 @@ from ldm_lite.runtime.compile import LAUNCH_BOUND, Step, compiled_step
 from ldm_lite.runtime.memory import keep_freed_memory
 from ldm_lite.runtime.offload import Offloader
 from ldm_lite.runtime.patching import follow
-from ldm_lite.runtime.precision import check_matmul_precision, set_matmul_precision
+from ldm_lite.runtime.precision import set_matmul_precision
 from ldm_lite.runtime.tiling import tile
 
 log = logging.getLogger("ldm_lite")
@@ -48,10 +48,8 @@ def prepare(
             "compiled code needs its weights in place: leave out `compile` and `compiled`, or `offload` and `storage`"
         )
     kernels = BY_DEFAULT if options.kernels is None else choose_kernels(options.kernels, device)
-    if options.matmul_precision is not None:
-        check_matmul_precision(options.matmul_precision)
-        if device.type == "cuda":
-            set_matmul_precision(options.matmul_precision)
+    if options.matmul_precision is not None and device.type == "cuda":
+        set_matmul_precision(options.matmul_precision)
     for role, network in networks.items():
         if options.attention is not None and attention.layers(network):
             try:

@@ -101,7 +101,7 @@ def check(options: CascadeOptions, num_stages: int) -> None:
             values: dict[str, Any] = {name: number}
             Txt2imgOptions(**values)  # raises ValueError for values out of range
     if options.height % 8 or options.width % 8:
-        raise ValueError(f"got H {options.height} and W {options.width}, wanted multiples of 8")
+        raise ValueError(f"got `height={options.height}` and `width={options.width}`, wanted multiples of 8")
 
 
 def _free() -> None:

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 from PIL import Image
-from tqdm import tqdm
 
 from ldm_lite import generate
 from ldm_lite.checkpoint.model import Model, load_model, with_autoencoder
@@ -16,7 +15,7 @@ from ldm_lite.checkpoint.parts import is_upscaler
 from ldm_lite.cli.command_options import CascadeOptions, StageOptions
 from ldm_lite.cli.options import LoadOptions, SaveOptions, given
 from ldm_lite.cli.output import Saver
-from ldm_lite.cli.progress import memory
+from ldm_lite.cli.progress import memory, step_bar
 from ldm_lite.cli.task_options import Img2imgOptions, InpaintOptions, Txt2imgOptions, UpscaleOptions
 from ldm_lite.cli.version import __version__
 from ldm_lite.core.denoise import State
@@ -45,24 +44,6 @@ class Preview:
         latents = state.x0 if state.step < state.num_steps else state.latents
         images = [to_pil(pixels) for pixels in generate.decode(self.model, latents)]
         self.show(grid(images, columns=math.ceil(len(images) ** 0.5)))
-
-
-def _on_step(preview: Preview | None = None) -> Callable[[State], None]:
-    """Return a function that updates the preview and a progress bar after every step."""
-    bar: Any = None  # of a batch, from its first step to its last
-
-    def update(state: State) -> None:
-        nonlocal bar
-        if preview is not None:
-            preview(state)
-        if bar is None:
-            count = len(state.latents)
-            bar = tqdm(total=state.num_steps, desc=f"{count} image{'s' * (count > 1)}", unit="it")
-        bar.update()
-        if state.step == state.num_steps:
-            bar = bar.close()
-
-    return update
 
 
 _TASKS: dict[type[Txt2imgOptions], Any] = {
@@ -101,9 +82,16 @@ def make(options: Txt2imgOptions, load: LoadOptions, save: SaveOptions, original
     with_grid = not save.skip_grid and (1 < count <= MOST_IN_GRID or options.compat)
     start, in_grid, text, made = time.perf_counter(), [], "", 0
     preview = None if save.preview is None else Preview(model, save.preview, saver.preview)
+    bar = step_bar()
+
+    def on_step(state: State) -> None:
+        if preview is not None:
+            preview(state)
+        bar(state)
+
     task = module.prepare(model, options)
     existing = None if options.compat else Existing(task, saver.keys())
-    for result in results(task, _on_step(preview), existing):
+    for result in results(task, on_step, existing):
         text, made = result.parameters, made + 1
         if not save.skip_save:
             print(saver.sample(result.image, text, result.key), flush=True)
@@ -132,7 +120,7 @@ def _plot(
             "`compat` and `skip_existing`"
         )
     x, y, z = (axes.get(letter) for letter in "xyz")
-    places, on_step = xy.cells(x, y) if x or y else [{}], _on_step()
+    places, on_step = xy.cells(x, y) if x or y else [{}], step_bar()
     sheets = [{}] if z is None else [{z.option: value} for value in z.values]
     if len(places) * len(sheets) > xy.MOST_CELLS:
         raise ValueError(f"got a plot of {len(places) * len(sheets)} images, wanted at most {xy.MOST_CELLS}")
@@ -168,7 +156,7 @@ def make_cascade(options: CascadeOptions, stages: StageOptions, save: SaveOption
     check(options, len(loads))
     context, uncond = embeddings(options, stages)
     made, text = [], ""
-    for pixels, seed in cascade(loads, options, context, uncond, _on_step()):
+    for pixels, seed in cascade(loads, options, context, uncond, step_bar()):
         about = {"Seed": seed, "Size": f"{pixels.shape[2]}x{pixels.shape[1]}"}
         about |= {"Model": " + ".join(str(load.ckpt) for load in loads), "Version": f"ldm_lite {__version__}"}
         text = parameters(options.prompt or "", options.negative_prompt, about)

@@ -91,7 +91,7 @@ def _file(path: str) -> str:
 
 def _settings(task: Task) -> Sequence[object]:
     options, plan, family = task.options, task.plan, task.model.family
-    fields = [field.name for field in dataclasses.fields(options) if field.name not in OTHERS]
+    fields = sorted(field.name for field in dataclasses.fields(options) if field.name not in OTHERS)
     columns = [getattr(plan, field.name) for field in dataclasses.fields(plan)] if plan is not None else []
     steps = [column.tobytes() if isinstance(column, np.ndarray) else column for column in columns]
     guidance: Any = guidance_of(task.model, options, plan, task.image_scale)

@@ -47,7 +47,7 @@ log = logging.getLogger("ldm_lite")
 
 MOST_BYTES = 2**28  # of a file of prompts
 Options = TypeVar("Options", bound=Txt2imgOptions)
-OnStep = Callable[[State], None]
+OnStep = Callable[[State], object]
 Wrapper = Callable[[InputSource, Any], InputSource]  # (inputs, job) -> inputs
 
 
@@ -55,7 +55,7 @@ Wrapper = Callable[[InputSource, Any], InputSource]  # (inputs, job) -> inputs
 class Result:
     """One image, with its prompt, seed and settings."""
 
-    pixels: Tensor  # (3,H,W) float32 in [-1,1], on the CPU
+    pixels: Tensor = field(repr=False)  # (3,H,W) float32 in [-1,1], on the CPU
     prompt: str
     seed: int
     parameters: str  # the text in AUTOMATIC1111's format that its PNG carries
@@ -208,8 +208,8 @@ class Task:
         return job
 
 
-def run(task: Task, existing: Any = None) -> Iterator[State | Result]:
-    """Yield the states after every step, and each result as soon as it is decoded.
+def run(task: Task, existing: Any = None, decoding: bool = True) -> Iterator[State | Result]:
+    """Yield the states after every step and, with `decoding`, each result as soon as it is decoded.
 
     Images that are `existing`, of existing.Existing, are left out; the others are the same as with them.
     """
@@ -218,11 +218,11 @@ def run(task: Task, existing: Any = None) -> Iterator[State | Result]:
         if existing is not None:
             items, keys = existing.missing(part)
         if items:
-            yield from run_job(replace(part.make(), items=items, keys=keys))
+            yield from run_job(replace(part.make(), items=items, keys=keys), decoding)
 
 
-def run_job(job: Job) -> Iterator[State | Result]:
-    """Yield the states and results of a job."""
+def run_job(job: Job, decoding: bool = True) -> Iterator[State | Result]:
+    """Yield the states and, with `decoding`, the results of a job."""
     events: Iterator[Any] = run_batches(job)
     for feature in job.task.features:
         events = feature.change_events(events)
@@ -230,8 +230,8 @@ def run_job(job: Job) -> Iterator[State | Result]:
         if isinstance(event, State):
             yield event
         elif job.follow is not None:
-            yield from run_job(replace(job.follow(event.latents), items=event.items, keys=job.keys))
-        else:
+            yield from run_job(replace(job.follow(event.latents), items=event.items, keys=job.keys), decoding)
+        elif decoding:
             for item, pixels in zip(event.items, generate.decode(job.model, event.latents), strict=True):
                 yield job.result(item, pixels)
 

@@ -127,7 +127,7 @@ BAD: dict[str, Any] = {
     "got steps 1.5, wanted a whole number": {"prompt": "a", "steps": 1.5},
     "got seed True, wanted a whole number": {"prompt": "a", "seed": True},
     "got `seed` -1, wanted 0 to": {"prompt": "a", "seed": -1},
-    "got `scale` nan, wanted a finite number": '{"prompt": "a", "scale": NaN}',
+    "got `scale` nan, wanted 0 to 100": '{"prompt": "a", "scale": NaN}',
     "got scale 'high', wanted a number": {"prompt": "a", "scale": "high"},
     "not finite": {"prompt": "a", "scale": 1e38},
     "has no prompt": {"seed": 1},

@@ -50,7 +50,7 @@ def test_the_command(
         (["--batches", "two"], "got --batches 'two', wanted whole numbers with commas between"),
         (["--batches", "0"], "got --batches '0', wanted 1 or more"),
         (["--size", "sd9"], "unknown size 'sd9'"),
-        (["--H", "65"], "got H 65"),
+        (["--H", "65"], "got --height 65"),
         (["--sampler", "best"], "best"),
         (["--configs", "max+fast"], "unknown 'max+fast' in --configs: wanted some of original, "),
     ],

@@ -98,7 +98,9 @@ def test_what_is_missing_or_does_not_fit_is_named(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=match):
             ldm_lite.load(source, device="cpu", **options)
-    with pytest.raises(ValueError, match="got H 72 and W 64, wanted multiples of 16: take 64 and 64"):
+    with pytest.raises(
+        ValueError, match="got `height=72` and `width=64`, wanted multiples of 16: take `height=64` and `width=64`"
+    ):
         ldm_lite.load(whole, device="cpu", t5_vocab=SPIECE).latent_shape(72, 64)
     clip = {k: v for k, v in all_in_one(family, parts).items() if not k.startswith("vae.")}
     with pytest.raises(ValueError, match="without its autoencoder: name its file with `vae=FILE`"):

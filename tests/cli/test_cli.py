@@ -30,7 +30,7 @@ from ldm_lite.cli.command_options import ReconstructOptions as Reconstruct
 from ldm_lite.cli.command_options import StageOptions
 from ldm_lite.cli.command_options import VerifyOptions as Verify
 from ldm_lite.cli.console import as_flags
-from ldm_lite.cli.options import FINITE, CheckedOptions, LoadOptions, SaveOptions
+from ldm_lite.cli.options import FINITE, WHY_SCALES, CheckedOptions, LoadOptions, SaveOptions
 from ldm_lite.cli.task_options import Img2imgOptions as Img2img
 from ldm_lite.cli.task_options import InpaintOptions as Inpaint
 from ldm_lite.cli.task_options import Txt2imgOptions as Options
@@ -97,7 +97,7 @@ def test_running_out_of_memory_outside_of_pytorchs_own_allocator(
 
 @pytest.mark.parametrize(
     ("flag", "wanted"),
-    [("--n_smaples", "the nearest is --n_samples (see"), ("--xyzzy", "unrecognized arguments: --xyzzy")],
+    [("--n_smaples", "the nearest is --n_samples (see"), ("--xyzzy", "error: unknown flag --xyzzy (see --help)")],
 )
 def test_an_unknown_flag_names_the_nearest(flag: str, wanted: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as status:
@@ -106,6 +106,48 @@ def test_an_unknown_flag_names_the_nearest(flag: str, wanted: str, capsys: pytes
     error = capsys.readouterr().err
     assert wanted in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "wanted"),
+    [
+        (["--steps", "x"], "got --steps 'x', wanted a whole number"),
+        (["--scale={0}"], "got --scale '{0}', wanted a number"),
+        (["--steps"], "--steps has no value behind it: give one"),
+        (["--skip-save=1"], "--skip-save takes no value: leave out what is behind it"),
+        (["--ema", "maybe"], "got --ema 'maybe', wanted one of auto, yes, no, original"),
+        (["--precision", "half"], "--precision is full or autocast"),
+        (["--C", "four"], "got --C 'four', wanted a whole number"),
+        (["--negative", "blue"], "unknown flag --negative: the nearest is --negative-prompt"),
+        (["-steps", "5"], "unknown flag -steps: the nearest is --steps"),
+        (["--scale", "-3"], f"got --scale -3.0, wanted 0 to 100 ({WHY_SCALES})"),
+        (["--scale", "1e9"], f"got --scale 1000000000.0, wanted 0 to 100 ({WHY_SCALES})"),
+        (["--scale", "-1e9"], f"got --scale -1000000000.0, wanted 0 to 100 ({WHY_SCALES})"),
+        (["--seed", "-2"], f"got --seed -2, wanted -1 to {2**63 - 1}"),
+    ],
+)
+def test_what_is_wrong_with_a_flag_is_said_in_our_words(
+    argv: list[str], wanted: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as status:
+        txt2img.main(["an apple", *argv])
+    assert status.value.code == 2
+    assert capsys.readouterr().err == f"error: {wanted} (see --help)\n"
+
+
+def test_a_seed_of_minus_one_is_random() -> None:
+    """As in A1111, in its API, and on the page; each of a list, and whatever the task."""
+    seeds = {Options("a", seed=-1).seed for _ in range(4)} | {*Img2img("a", seed=[-1, -1]).seed}  # type: ignore[misc]
+    assert len(seeds) > 4
+    assert all(isinstance(seed, int) and 0 <= seed < 2**32 for seed in seeds)
+    options = Options("a", seed=[5, -1])
+    assert options.seed[0] == 5  # type: ignore[index]
+    assert replace(options, steps=3).seed == options.seed
+
+
+def test_python_refuses_what_is_no_choice_of_an_option() -> None:
+    with pytest.raises(ValueError, match=r"^got `resize` 'squash', wanted one of crop, fit, stretch$"):
+        Img2img("a", resize="squash")
 
 
 @pytest.mark.parametrize(
@@ -135,8 +177,8 @@ def test_words_beside_the_prompt_and_empty_values(capsys: pytest.CaptureFixture[
     """What is left of a prompt without quotes, and of a shell's variable that is not set."""
     for argv, wanted in (
         (["a", "red", "apple"], "error: got words after the prompt, 'red apple': put it in quotes (see --help)"),
-        (["--init-img", ""], "error: argument --init-img/--init_img/--input: got an empty text: give a value, or"),
-        (["--ckpt", ""], "error: argument --ckpt: got an empty text: give a value, or leave the flag out"),
+        (["--init-img", ""], "error: --init-img: got an empty text: give a value, or leave the flag out"),
+        (["--ckpt", ""], "error: --ckpt: got an empty text: give a value, or leave the flag out"),
     ):
         with pytest.raises(SystemExit):
             flags.parse(argv, "img2img", "", (Img2img, LoadOptions))
@@ -283,6 +325,29 @@ def test_every_commands_help_is_short_and_its_full_help_whole(command: str, caps
     assert 4 <= len(common) < len(everything)
     assert all(len(spellings) == 1 for spellings in common)
     assert {name for [name] in common} <= {spellings[0] for spellings in everything}
+
+
+def test_each_group_of_options_is_a_topic_of_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    """Beside the common options the short help lists them; together they are all that --help-all shows."""
+    with pytest.raises(SystemExit):
+        txt2img.main(["--help"])
+    topics = re.findall(r"^  (\w+)  ", capsys.readouterr().out.partition("by --help TOPIC:\n")[2], re.MULTILINE)
+    assert {"prompts", "hires", "guidance", "noise", "control", "sampling", "load", "save"} <= {*topics}
+    whole: list[str] = []
+    for topic in topics:
+        with pytest.raises(SystemExit, match="0"):
+            txt2img.main(["--help", topic])
+        whole += re.findall(r"^  (--[a-z][\w-]*)", capsys.readouterr().out, re.MULTILINE)
+    declared = [each for group in (Options, LoadOptions, SaveOptions) for each in dataclasses.fields(group)]
+    flags_of = [f"--{each.name.replace('_', '-')}" for each in declared if each.metadata["flag"]]
+    assert sorted(whole) == sorted(flags_of)
+    for module, topic, flag in (("train.__main__", "training", "--resume"), ("txt2img", "hi", "--hires-steps")):
+        with pytest.raises(SystemExit, match="0"):
+            importlib.import_module(f"ldm_lite.{module}").main(["--help", topic])
+        assert flag in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="2"):
+        txt2img.main(["--help", "weather"])
+    assert capsys.readouterr().err.startswith("error: unknown topic 'weather': wanted one of txt2img, ")
 
 
 def test_a_group_without_common_flags_is_shown_whole(capsys: pytest.CaptureFixture[str]) -> None:

@@ -265,8 +265,8 @@ def test_after_the_grace_stopping_returns_what_is_there(library: Any) -> None:
 
 
 def test_an_error_ends_its_request_alone(engine: Any) -> None:
-    """A guidance scale that overflows makes latents that are not finite."""
-    bad = submit(engine, "txt2img", options(scale=1e38, steps=2))
+    """A guidance that overflows makes latents that are not finite."""
+    bad = submit(engine, "txt2img", options(guidance=lambda step: 1e38, steps=2))
     good = submit(engine, "txt2img", options(steps=2))
     engine.start()
     with pytest.raises(ValueError, match="not finite"):

@@ -1,0 +1,127 @@
+"""What load and the methods of Pipeline take by name.  Made of the options by scripts/make_arguments.py."""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, TypedDict
+
+from torch import Tensor
+
+from ldm_lite.core.denoise import State
+from ldm_lite.core.plan import Plan
+
+class RunArguments(TypedDict, total=False):
+    progress: bool
+    on_step: Callable[[State], object]
+
+class RuntimeArguments(TypedDict, total=False):
+    attention: str | Callable[[Tensor, Tensor, Tensor], Tensor] | None
+    compile: str | None
+    compiled: str | os.PathLike[str] | None
+    kernels: str | None
+    matmul_precision: Literal["highest", "high", "medium"] | None
+    offload: Literal["model", "sequential"] | None
+    storage: Literal["fp8", "int8"] | None
+    vae_tiling: bool
+
+class LoadArguments(RuntimeArguments, total=False):
+    vae: str | os.PathLike[str] | None
+    unet: str | os.PathLike[str] | None
+    text_encoder: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+    tokenizer: str | os.PathLike[str] | None
+    t5_vocab: str | os.PathLike[str] | None
+    lora: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+    ema: Literal["auto", "yes", "no", "original"]
+    prediction: Literal["eps", "v", "x0"] | None
+    zero_snr: bool
+    metadata: Mapping[str, str] | Sequence[str]
+
+class ConditioningArguments(TypedDict, total=False):
+    original_size: tuple[int, int] | str | None
+    crop_top_left: tuple[int, int] | str | None
+    target_size: tuple[int, int] | str | None
+    aesthetic_score: float | None
+    negative_aesthetic_score: float | None
+    image_embedding: Any
+    noise_level: int
+    image_statistics: Any
+
+class Txt2imgArguments(ConditioningArguments, RunArguments, total=False):
+    deep_cache: str | None
+    gate_step: int | None
+    freeu: str | None
+    scale: float | None
+    guidance_rescale: float
+    dynamic_threshold: float | None
+    guidance_interval: str | None
+    guidance_schedule: str | None
+    apg: str | None
+    skip_layer_scale: float | None
+    guidance: float | Callable[..., Any] | None
+    sampler: str | None
+    spacing: str | Callable[..., Any] | None
+    steps: int | None
+    eta: float | None
+    churn: float | None
+    plan: Plan | None
+    refiner: Any
+    refiner_start: float | None
+    hires: float | None
+    hires_strength: float
+    hires_steps: int | None
+    hires_upscaler: str
+    hires_esrgan: Any
+    hires_sampler: str | None
+    hires_prompt: str | None
+    hires_negative_prompt: str | None
+    from_file: str | os.PathLike[str] | None
+    from_png: Any
+    prompt_syntax: str
+    regions: str | None
+    dynamic: Literal["random", "all"] | None
+    wildcards: str | os.PathLike[str] | None
+    embedding: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+    clip_skip: int
+    control: Any
+    preprocess: str | None
+    clip_vision: str | os.PathLike[str] | None
+    depth: Any
+    noise: Any
+    ensd: int
+    variation_seed: int | None
+    variation_strength: float
+    fixed_code: bool
+    brownian: bool
+    negative_prompt: str | None
+    seed: int | Sequence[int]
+    height: int | None
+    width: int | None
+    batch_size: int | None
+    n_iter: int | None
+    seamless: str | None
+    compat: bool
+    cond: Any
+    uncond: Any
+
+class Img2imgArguments(Txt2imgArguments, total=False):
+    exact_steps: bool
+    resize: Literal["crop", "fit", "stretch"]
+    sample_posterior: bool
+    strength: float | None
+    image_scale: float | None
+    resolution: int | None
+
+class InpaintArguments(Txt2imgArguments, total=False):
+    exact_steps: bool
+    resize: Literal["crop", "fit", "stretch"]
+    sample_posterior: bool
+    invert_mask: bool
+    extend: str | None
+    indir: str | os.PathLike[str] | None
+    feather: float
+    only_masked: int | None
+    masked_content: Literal["original", "fill", "noise", "nothing"]
+    no_paste: bool
+    strength: float | None
+
+class UpscaleArguments(Txt2imgArguments, total=False):
+    tile: int
