@@ -9,6 +9,7 @@ The syntax is that of adieyal's dynamicprompts, which has more (variables, sampl
 """
 
 import itertools
+import math
 import random
 import re
 from collections.abc import Iterator, Sequence
@@ -20,6 +21,7 @@ from ldm_lite.cli.files import read_text
 
 MOST_PROMPTS = 10_000  # of one template
 MOST_DEPTH = 20  # braces and wildcards inside each other
+MOST_TEXT = 10**7  # characters of all prompts of a template
 MOST_BYTES = 2**24  # of a file of wildcards
 _HEAD = re.compile(r"(?!\$)\s*(\d{0,4})(?:(-)(\d{0,4}))?\s*\$\$(?:((?:\\.|[^\\{}|$]|\$(?!\$))*)\$\$)?")
 _WEIGHT = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*::")
@@ -126,17 +128,52 @@ class Prompts:
             raise ValueError(f"{folder}: is no folder, wanted one with wildcards NAME.txt")
         self.folder = folder
         self._lines: dict[str, list[Template]] = {}
+        self._sizes: dict[tuple[str, int], tuple[int, int]] = {}  # of wildcards, by the depth: see _measure
 
     def one(self, text: str, seed: int) -> str:
         """Return the prompt that a seed takes of a template.  Raises ValueError, one line; OSError."""
-        return self._draw(parse(text), random.Random(seed), 0)
+        template = parse(text)
+        self._check(text, 1, self._measure(template, 0)[1])
+        return self._draw(template, random.Random(seed), 0)
 
     def all(self, text: str) -> list[str]:
         """Return every prompt of a template.  Raises ValueError, one line, for more than MOST_PROMPTS; OSError."""
-        prompts = list(itertools.islice(self._every(parse(text), 0), MOST_PROMPTS + 1))
-        if len(prompts) > MOST_PROMPTS:
+        template = parse(text)
+        self._check(text, *self._measure(template, 0))
+        return list(self._every(template, 0))
+
+    def _check(self, text: str, count: int, length: int) -> None:
+        if count > MOST_PROMPTS:
             raise ValueError(f"{_shown(text)}: makes more than {MOST_PROMPTS} prompts: draw some, `dynamic=random`")
-        return prompts
+        if count * length > MOST_TEXT:
+            raise ValueError(f"{_shown(text)}: makes more than {MOST_TEXT:,} characters: shorten it")
+
+    def _measure(self, template: Template, depth: int) -> tuple[int, int]:
+        """How many prompts a template makes, up to one beyond MOST_PROMPTS, and the length of the longest, at most."""
+        count, length = 1, 0
+        for part in template:
+            if isinstance(part, str):
+                length += len(part)
+                continue
+            if isinstance(part, Wildcard) and (part.name, depth) in self._sizes:
+                number, longest = self._sizes[part.name, depth]
+            else:
+                options, least, most, between = self._options(part, depth)
+                sizes = [self._measure(option, depth + 1) for _, option in options]
+                # Ordered choices of n options: n! times the n-th elementary symmetric polynomial of their counts.
+                # From n = 8 on there are more than MOST_PROMPTS.
+                first, last = min(least, 8), min(most, 8)
+                choices = [1] + [0] * last
+                for size, _ in sizes:
+                    for n in range(last, 0, -1):
+                        choices[n] = min(choices[n] + choices[n - 1] * size, MOST_PROMPTS + 1)
+                number = sum(choices[n] * math.factorial(n) for n in range(first, last + 1))
+                several = sorted((size for _, size in sizes), reverse=True)[:most]
+                longest = sum(several) + len(between) * max(0, most - 1)
+                if isinstance(part, Wildcard):
+                    self._sizes[part.name, depth] = number, longest
+            count, length = min(count * number, MOST_PROMPTS + 1), min(length + longest, MOST_TEXT + 1)
+        return count, length
 
     def _draw(self, template: Template, source: random.Random, depth: int) -> str:
         texts = []
@@ -154,10 +191,7 @@ class Prompts:
         return "".join(texts)
 
     def _every(self, template: Template, depth: int) -> Iterator[str]:
-        parts = [
-            [part] if isinstance(part, str) else list(itertools.islice(self._choices(part, depth), MOST_PROMPTS + 1))
-            for part in template
-        ]
+        parts = [[part] if isinstance(part, str) else list(self._choices(part, depth)) for part in template]
         yield from map("".join, itertools.product(*parts))
 
     def _choices(self, part: Wildcard | Variants, depth: int) -> Iterator[str]:
