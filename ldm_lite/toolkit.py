@@ -37,9 +37,11 @@ from ldm_lite.runtime.together import Together
 from ldm_lite.tasks import img2img, inpaint, txt2img, upscale
 from ldm_lite.tasks.existing import contents
 from ldm_lite.tasks.image_inputs import joined
-from ldm_lite.tasks.job import TASKS, Job, Result, Task
+from ldm_lite.tasks.job import TASKS, Job, Result, Task, check, read_prompts
 from ldm_lite.tasks.joined import are_alike, join
-from ldm_lite.tasks.texts import PromptEncoder, is_constant
+from ldm_lite.tasks.texts import PromptEncoder, is_constant, parts_of, until_of
+from ldm_lite.text.prompt import BREAK
+from ldm_lite.text.schedule import Calls
 from ldm_lite.text.tokenizer import check_length
 from ldm_lite.zoo.family import text_roles
 
@@ -53,8 +55,9 @@ __all__ = [
     "Row",
     "Sample",
     "State",
+    "check_checkpoint",
     "contents",
-    "count_images",
+    "demand",
     "load_model",
     "lora_weight",
     "merge_loras",
@@ -86,6 +89,11 @@ def load_model(options: LoadOptions) -> Pipeline:
     Raises FileNotFoundError or ValueError, one line that says what to do.
     """
     return loading.load_model(options, Pipeline)
+
+
+def check_checkpoint(options: LoadOptions) -> None:
+    """Read the header of a checkpoint.  Raises FileNotFoundError, ValueError if it is none of a known family."""
+    loading.recognise(loading.open_source(options.ckpt), options)
 
 
 def with_exact_batches(model: Pipeline) -> Pipeline | None:
@@ -147,9 +155,28 @@ def text_length(model: Pipeline, texts: Sequence[str | None], syntax: str) -> in
 # ---- runs of a task -------------------------------------------------------------------------------------------------
 
 
-def count_images(options: Txt2imgOptions) -> int:
-    """The number of images of a task's options.  Raises ValueError for options that are wrong whatever the model."""
-    return int(_BY_OPTIONS[type(options)].count(options))
+class Demand(NamedTuple):
+    """What options ask for."""
+
+    images: int
+    parts: int  # of a prompt, which AND joins: each is a branch of every call of the network
+    longest: int  # chunks of 75 tokens that a text has, at most
+    chunks: int  # that all texts have which are read over the steps, at most
+
+
+def demand(options: Txt2imgOptions, steps: int) -> Demand:
+    """Return what a task's options ask for, before anything is made; steps are those of the model without options.
+
+    Raises ValueError for options that are wrong whatever the model.
+    """
+    images = int(_BY_OPTIONS[type(options)].count(options))
+    options, _ = check(options)
+    syntax, steps = options.prompt_syntax, options.steps or steps
+    prompts = [*read_prompts(options), options.negative_prompt, options.hires_prompt, options.hires_negative_prompt]
+    parts = [parts_of(prompt, syntax) for prompt in set(prompts) if prompt]
+    texts = {until.text for each in parts for part in each for until in until_of(part.text, syntax, Calls(steps))}
+    sizes = [len(text.encode(errors="replace")) // 75 + text.count(BREAK) + 1 for text in texts if text] or [1]
+    return Demand(images, max(map(len, parts), default=1), max(sizes), sum(sizes))
 
 
 def prepare(model: Pipeline, options: Txt2imgOptions, first: int = 0) -> "Iterator[Sample]":

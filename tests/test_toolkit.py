@@ -54,7 +54,7 @@ def test_samples_of_two_requests_in_one_batch(model: ldm_lite.Pipeline) -> None:
     two = Txt2imgOptions("a cat", seed=5, batch_size=2, **SMALL)
     other = Txt2imgOptions("a dog", negative_prompt="red", seed=9, **SMALL)
     samples = [*toolkit.prepare(model, two), *toolkit.prepare(model, other)]
-    assert toolkit.count_images(two) == 2
+    assert toolkit.demand(two, 50).images == 2
     assert [(sample.number, sample.size) for sample in samples] == [(0, (32, 32)), (1, (32, 32)), (0, (32, 32))]
     assert all(samples[0].goes_with(sample) for sample in samples)
     wanted = model.txt2img("a cat", seed=5, batch_size=2, output="numpy", **SMALL)

@@ -158,7 +158,7 @@ def load_model(options: LoadOptions, kind: type[M]) -> M:
     path = file.path
     title = hub.title(path) if path.is_dir() else path.name
     device = pick_device(options.device)
-    family, parts, main, metadata = _recognise(file, options)
+    family, parts, main, metadata = recognise(file, options)
     parts["unet"], weights = _with_ema(main, parts["unet"], options.ema, family)
     if family.with_loras is not None:
         family, parts["unet"] = family.with_loras(family, parts["unet"], [lora for lora, _ in loras])
@@ -245,7 +245,7 @@ def _with_learned(model: M, embeddings: Sequence[Any], option: str) -> M:
     return replace(model, tokenizer=tokenizer, learned=learned)
 
 
-def _recognise(file: Tensors, options: LoadOptions) -> tuple[Family, dict[str, Tensors], Tensors, dict[str, str]]:
+def recognise(file: Tensors, options: LoadOptions) -> tuple[Family, dict[str, Tensors], Tensors, dict[str, str]]:
     """Return a checkpoint's family, its networks (including those from other files), the UNet's file, all metadata.
 
     Raises ValueError for a file without a network of its role.

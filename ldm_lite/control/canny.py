@@ -7,8 +7,6 @@ Source: Canny 1986; its steps are gradients, thinning to the ridge across the ed
 import functools
 
 import numpy as np
-import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from PIL import Image
 
@@ -62,9 +60,11 @@ def _ridge(size: Grid, dx: Grid, dy: Grid) -> NDArray[np.bool_]:
 
 def _grown(strong: NDArray[np.bool_], weak: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """Return the strong edges (H,W), and the weak ones connected to them, diagonally too."""
-    edges, allowed = (torch.from_numpy(mask)[None].float() for mask in (strong, weak))
-    while True:
-        larger = F.max_pool2d(edges, 3, stride=1, padding=1) * allowed
-        if torch.equal(larger, edges):
-            return edges[0].bool().numpy()
-        edges = larger
+    allowed, edges = np.pad(weak & ~strong, 1).ravel(), np.pad(strong, 1).ravel()
+    row, places = strong.shape[1] + 2, np.flatnonzero(edges)
+    around = np.array([y * row + x for y in (-1, 0, 1) for x in (-1, 0, 1)])
+    while len(places):  # of the edges that were found last: a whole image for each would take hours for a spiral
+        near = np.unique(places[:, None] + around)
+        places = near[allowed[near]]
+        allowed[places], edges[places] = False, True
+    return edges.reshape(-1, row)[1:-1, 1:-1]

@@ -1,28 +1,38 @@
 """AUTOMATIC1111's API, under /sdapi/v1: images, extras, what there is to choose from, settings, progress, interrupt.
 
+Under /controlnet is that of its extension for ControlNets.  Settings, progress and interrupt are each client's own.
 A field that would change the image and that ldm_lite does not have is refused unless it is at its neutral value; other
 fields that are not heeded are named in the answer's info, under "ignored".
 """
 
+import contextlib
+import functools
 import json
+import os
 import re
 import secrets
-import threading
-from collections.abc import Callable
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+import torch
 from fastapi import APIRouter, Request
 from fastapi.concurrency import run_in_threadpool
 from PIL import Image, ImageOps
 from pydantic import Field
 
+from ldm_lite import Control
 from ldm_lite.cli.task_options import UPSCALERS, Img2imgOptions, InpaintOptions, Txt2imgOptions
+from ldm_lite.cli.version import __version__
+from ldm_lite.core.files import open_file
 from ldm_lite.diffusion.names import has, resolve
 from ldm_lite.diffusion.webui import OFFERED, TYPES, from_webui
-from ldm_lite.image import PIXEL_UPSCALERS, to_rgb
-from ldm_lite.serve.http import Body, Refused, encoded, ended, open_base64, read_json
+from ldm_lite.image import PIXEL_UPSCALERS, to_image, to_rgb
+from ldm_lite.serve.http import Body, Refused, encoded, ended, open_base64, read_json, reading, validated
 from ldm_lite.serve.library import Library, Loras
-from ldm_lite.serve.queue import Engine, Ticket
+from ldm_lite.serve.queue import CLIENT, Engine, Ticket
 from ldm_lite.text.parameters import read_parameters, text_of
 from ldm_lite.toolkit import lora_weight
 
@@ -44,6 +54,11 @@ EMPTY = ("sd-vae", "hypernetworks", "face-restorers", "realesrgan-models", "prom
 SAME = (None, "", "Use same sampler", "Use same scheduler")  # in the second pass as in the first
 FACES = ("gfpgan_visibility", "codeformer_visibility")
 MULTIPLE = 8  # of the sides of an enlarged image
+MOST_CLIENTS = 1000  # whose settings are kept
+MODULES = {"none": "none", "canny": "canny", "inpaint": "inpaint", "inpaint_only": "inpaint"}  # of ControlNets
+THRESHOLDS = {"a": 100.0, "b": 200.0}  # of canny
+FITTED = {0: "stretch", "Just Resize": "stretch", 2: "pad", "Resize and Fill": "pad"}  # resize modes; others crop
+MODES = {0: False, "Balanced": False, 2: True, "ControlNet is more important": True}  # whether Control guesses
 _LORA = re.compile(r"<(?:lora|lyco):([^<>:]{1,200}):?([^<>]{0,400})>")
 
 # ---- requests -------------------------------------------------------------------------------------------------------
@@ -103,6 +118,36 @@ class Img2imgRequest(ImagesRequest):
     inpaint_full_res_padding: int = Field(0, ge=0, description="more pixels around that area")
 
 
+class Unit(Body):
+    """A ControlNet of alwayson_scripts.controlnet.args."""
+
+    enabled: bool = True
+    module: str = "none"
+    model: str = "None"
+    weight: float = 1.0
+    image: str | dict[str, Any] | None = None
+    input_image: str | None = None
+    mask: str | None = None
+    mask_image: str | None = None
+    resize_mode: int | str = 1
+    threshold_a: float = -1
+    threshold_b: float = -1
+    guidance_start: float = 0.0
+    guidance_end: float = 1.0
+    control_mode: int | str = 0
+
+
+class DetectRequest(Body):
+    """Images to prepare for a ControlNet."""
+
+    controlnet_module: str = "none"
+    controlnet_input_images: list[str] = Field([], description="in base64")
+    controlnet_images: list[str] = Field([], description="another name of the same")
+    controlnet_processor_res: int = Field(512, description="pixels of the short side")
+    controlnet_threshold_a: float = -1
+    controlnet_threshold_b: float = -1
+
+
 class PictureRequest(Body):
     """A picture in base64."""
 
@@ -145,19 +190,40 @@ class SeveralRequest(ExtrasRequest):
 
 
 class State:
-    """What A1111's clients share: the settings, and the requests that run."""
+    """What A1111's clients have on the server, each its own: settings, and requests that run."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.settings: dict[str, Any] = {"sd_model_checkpoint": engine.library.default, "CLIP_stop_at_last_layers": 1}
-        self.tickets: list[Ticket] = []
-        self.one_by_one = threading.Lock()  # enlarging takes much memory
+        self.tickets: list[Ticket] = []  # that have not ended
+        self._settings: OrderedDict[str, dict[str, Any]] = OrderedDict()  # by client
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings of the client that asks."""
+        title, digest = self.engine.library.title("models", self.engine.library.default)
+        own = {"sd_model_checkpoint": title, "sd_checkpoint_hash": digest, "CLIP_stop_at_last_layers": 1}
+        return own | self._settings.get(CLIENT.get(), {})
+
+    def set(self, changed: dict[str, Any]) -> None:
+        """Change settings of the client that asks."""
+        client = CLIENT.get()
+        self._settings[client] = self._settings.pop(client, {}) | changed
+        if len(self._settings) > MOST_CLIENTS:
+            self._settings.popitem(last=False)
 
     @property
     def running(self) -> list[Ticket]:
-        """The tickets that have not ended, the oldest first."""
-        self.tickets = [ticket for ticket in self.tickets if not ticket.ended]
-        return self.tickets
+        """The tickets of the client that asks, the oldest first."""
+        return [ticket for ticket in self.tickets if ticket.client == CLIENT.get()]
+
+    @contextlib.contextmanager
+    def shown(self, ticket: Ticket) -> Iterator[None]:
+        """Show a ticket's progress within the block."""
+        self.tickets.append(ticket)
+        try:
+            yield
+        finally:
+            self.tickets.remove(ticket)
 
 
 def router(engine: Engine) -> APIRouter:
@@ -178,21 +244,21 @@ def router(engine: Engine) -> APIRouter:
     async def single(request: Request) -> dict[str, Any]:
         """Enlarge an image."""
         asked = await read_json(request, SingleRequest)
-        [image] = await run_in_threadpool(_enlarged, state, asked, [asked.image])
+        [image] = await _enlarged(request, state, asked, [asked.image])
         return {"html_info": json.dumps({"Postprocess upscaler": asked.upscaler_1}), "image": image}
 
     @routes.post("/extra-batch-images", openapi_extra=SeveralRequest.docs())
     async def several(request: Request) -> dict[str, Any]:
         """Enlarge images."""
         asked = await read_json(request, SeveralRequest)
-        images = await run_in_threadpool(_enlarged, state, asked, [file.data for file in asked.imageList])
+        images = await _enlarged(request, state, asked, [file.data for file in asked.imageList])
         return {"html_info": json.dumps({"Postprocess upscaler": asked.upscaler_1}), "images": images}
 
     @routes.post("/png-info", openapi_extra=PictureRequest.docs())
     async def png_info(request: Request) -> dict[str, Any]:
         """The text of a picture."""
         asked = await read_json(request, PictureRequest)
-        image = await run_in_threadpool(open_base64, asked.image, "image", engine.limits.max_pixels)
+        image = await reading(request, open_base64, asked.image, "image", engine.limits.max_pixels)
         text, settings = text_of(image), {}
         if text is None:
             return {"info": "", "items": {}, "parameters": {}}
@@ -205,7 +271,7 @@ def router(engine: Engine) -> APIRouter:
 
     @routes.get("/progress")
     def progress(skip_current_image: bool = False) -> dict[str, Any]:
-        """The progress of the oldest request, and its preview."""
+        """The progress of the client's oldest request, and its preview."""
         running = state.running
         first = running[0] if running else None
         image = None if first is None or skip_current_image else first.preview()
@@ -215,7 +281,7 @@ def router(engine: Engine) -> APIRouter:
             "stopping_generation": False,
             "job": first.task if first else "",
             "job_count": len(running),
-            "job_timestamp": "0",
+            "job_timestamp": _timestamp(first) if first else "0",
             "job_no": len(first.results) if first else 0,
             "sampling_step": first.step if first else 0,
             "sampling_steps": first.num_steps if first else 0,
@@ -227,34 +293,72 @@ def router(engine: Engine) -> APIRouter:
     @routes.post("/interrupt")
     @routes.post("/skip")
     def interrupt() -> dict[str, Any]:
-        """Stop this API's oldest request after its step; its answer holds what is there."""
+        """Stop the client's oldest request after its step; its answer holds what is there."""
         for ticket in state.running[:1]:
             ticket.interrupt()
         return {}
 
     @routes.get("/options")
     def options() -> dict[str, Any]:
-        """The settings of this API's requests."""
+        """The settings of the client's requests."""
         return state.settings
 
     @routes.post("/options", openapi_extra=Body.docs())
     async def set_options(request: Request) -> None:
-        """Set the model and the layer of the text encoder for this API's requests."""
+        """Set the model and the layer of the text encoder for the client's requests."""
         changed: dict[str, Any] = {}
         for name, value in ((await read_json(request, Body)).model_extra or {}).items():
-            if name not in state.settings:
-                raise ValueError(f"unknown setting {name!r:.80}: wanted {' or '.join(state.settings)}")
             if name == "sd_model_checkpoint":
-                changed[name] = library.check(str(value), ())
-            else:
+                title, digest = library.title("models", library.check(str(value), ()))
+                changed |= {name: title, "sd_checkpoint_hash": digest}
+            elif name == "CLIP_stop_at_last_layers":
                 changed[name] = Txt2imgOptions(clip_skip=value).clip_skip
-        state.settings = state.settings | changed
+            elif name != "sd_checkpoint_hash":
+                raise ValueError(f"unknown setting {name!r:.80}: wanted {' or '.join(state.settings)}")
+        state.set(changed)
 
-    @routes.post("/refresh-checkpoints")
     def refresh() -> None:
-        """Folders are read for every request."""
+        """Folders are read for every request, and models are loaded when a request names them."""
 
-    no_file, no_path = {"hash": None, "sha256": None, "config": None}, {"model_path": None, "model_url": None}
+    for path in ("refresh-checkpoints", "refresh-loras", "refresh-embeddings", "refresh-vae", "reload-checkpoint"):
+        routes.add_api_route(f"/{path}", refresh, methods=["POST"], name=path)
+
+    @routes.post("/unload-checkpoint")
+    def unload() -> dict[str, Any]:
+        """Free the model's memory once nothing waits; the next request loads it again."""
+        engine.unload()
+        return {}
+
+    @routes.get("/memory")
+    def memory() -> dict[str, Any]:
+        """Bytes that the process and the device use."""
+        page, total = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        statm = Path("/proc/self/statm")
+        used = int(statm.read_text().split()[1]) * page if statm.exists() else 0
+        about: dict[str, Any] = {"ram": {"free": total - used, "used": used, "total": total}, "cuda": {}}
+        if torch.cuda.is_available():
+            free, total = torch.cuda.mem_get_info()
+            now = torch.cuda.memory_stats()
+            about["cuda"]["system"] = {"free": free, "used": total - free, "total": total}
+            for kind in ("active", "allocated", "reserved"):
+                peak = now.get(f"{kind}_bytes.all.peak", 0)
+                about["cuda"][kind] = {"current": now.get(f"{kind}_bytes.all.current", 0), "peak": peak}
+        return about
+
+    def models() -> Iterator[dict[str, Any]]:
+        for name in library.names:
+            title, digest = library.title("models", name)
+            about = {"title": title, "model_name": name, "hash": digest or None, "sha256": None}
+            yield about | {"filename": title.rpartition(" [")[0] or name, "config": None}
+
+    def embedding(path: Path) -> dict[str, Any]:
+        shape: tuple[int, ...] = (0,)
+        with contextlib.suppress(ValueError):  # a .pt of an older layout
+            shape = next(iter(open_file(path).shapes.values()))
+        about = {"step": None, "sd_checkpoint": None, "sd_checkpoint_name": None}
+        return about | {"shape": shape[-1], "vectors": shape[0] if len(shape) == 2 else 1}
+
+    no_path = {"model_path": None, "model_url": None}
     schedule = {"aliases": None, "default_rho": -1.0, "need_inner_model": False}
     schedules = ["Automatic", *(name for name in TYPES if name != "Turbo")]
     lists: dict[str, Callable[[], Any]] = {
@@ -262,9 +366,7 @@ def router(engine: Engine) -> APIRouter:
         "schedulers": lambda: [
             {"name": name.lower().replace(" ", "_"), "label": name, **schedule} for name in schedules
         ],
-        "sd-models": lambda: [
-            {"title": name, "model_name": name, "filename": name, **no_file} for name in library.names
-        ],
+        "sd-models": lambda: list(models()),
         "loras": lambda: [
             {"name": name, "alias": name, "path": name, "metadata": {}} for name in library.files("loras")
         ],
@@ -275,56 +377,105 @@ def router(engine: Engine) -> APIRouter:
         "latent-upscale-modes": lambda: [{"name": name} for name in UPSCALERS],
         # of these there is none here, but clients ask for them when they start
         "scripts": lambda: {"txt2img": [], "img2img": []},
-        "embeddings": lambda: {"loaded": {}, "skipped": {}},
+        "embeddings": lambda: {
+            "loaded": {Path(name).name: embedding(path) for name, path in library.files("embeddings").items()},
+            "skipped": {},
+        },
         "cmd-flags": lambda: {},
         **dict.fromkeys(EMPTY, lambda: []),
     }
     for path, names in lists.items():
         routes.add_api_route(f"/{path}", names, name=path)
-
-    return routes
+    every = APIRouter()
+    every.include_router(routes)
+    every.include_router(_controlnets(engine))
+    return every
 
 
 # ---- images ---------------------------------------------------------------------------------------------------------
 
 
 async def _respond(request: Request, state: State, asked: ImagesRequest) -> dict[str, Any]:
-    ticket = await run_in_threadpool(_submit, state, asked)
-    state.tickets.append(ticket)
-    await ended(request, ticket, state.engine.limits.timeout)
-    results = ticket.results
-    first = results[0]
-    info = {
-        "prompt": first.prompt,
+    ticket, ignored = await reading(request, _submit, state, asked)
+    sent = asked.model_dump(exclude={"init_images", "mask", "alwayson_scripts"})
+    del asked  # whose pictures would stay in memory while it waits
+    with state.shown(ticket):
+        await ended(request, ticket, state.engine.limits.timeout)
+    images = [await run_in_threadpool(encoded, result.image) for result in ticket.results if sent["send_images"]]
+    return {"images": images, "parameters": sent, "info": json.dumps(_info(state, ticket, sent) | {"ignored": ignored})}
+
+
+def _timestamp(ticket: Ticket) -> str:
+    return time.strftime("%Y%m%d%H%M%S", time.localtime(time.time() - time.monotonic() + ticket.submitted))
+
+
+def _info(state: State, ticket: Ticket, sent: dict[str, Any]) -> dict[str, Any]:
+    """What A1111 tells of images: all fields of its Processed.js."""
+    results, options, model = ticket.results, ticket.options, ticket.model or ""
+    _, height, width = results[0].pixels.shape
+    settings = dict(re.findall(r"([A-Z][\w ]*): ([^,]*)", results[0].parameters.rpartition("\n")[2]))
+    subseed = ticket.options.variation_seed
+    subseeds = [-1 if subseed is None else subseed + place for place in range(len(results))]
+    return {
+        "prompt": results[0].prompt,
         "all_prompts": [result.prompt for result in results],
-        "negative_prompt": asked.negative_prompt,
-        "seed": first.seed,
+        "negative_prompt": sent["negative_prompt"],
+        "all_negative_prompts": [sent["negative_prompt"]] * len(results),
+        "seed": results[0].seed,
         "all_seeds": [result.seed for result in results],
-        "width": first.pixels.shape[2],
-        "height": first.pixels.shape[1],
+        "subseed": subseeds[0],
+        "all_subseeds": subseeds,
+        "subseed_strength": sent["subseed_strength"],
+        "width": width,
+        "height": height,
+        "sampler_name": sent["sampler_name"] or sent["sampler_index"] or settings.get("Sampler"),
+        "cfg_scale": float(settings.get("CFG scale", 1)) if sent["cfg_scale"] is None else sent["cfg_scale"],
         "steps": ticket.num_steps,
-        "batch_size": asked.batch_size,
-        "sd_model_name": ticket.model,
+        "batch_size": sent["batch_size"],
+        "restore_faces": False,
+        "face_restoration_model": None,
+        "sd_model_name": model,
+        "sd_model_hash": state.engine.library.title("models", model)[1],
+        "sd_vae_name": None,
+        "sd_vae_hash": None,
+        "seed_resize_from_w": -1,
+        "seed_resize_from_h": -1,
+        "denoising_strength": sent.get("denoising_strength"),
+        "extra_generation_params": {},
+        "index_of_first_image": 0,
         "infotexts": [result.parameters for result in results],
+        "styles": [],
+        "job_timestamp": _timestamp(ticket),
+        "clip_skip": options.clip_skip,
+        "is_using_inpainting_conditioning": ticket.task == "inpaint",
+        "version": f"ldm_lite {__version__}",
         "interrupted": ticket.interrupted,
-        "ignored": sorted(name for name in asked.model_extra or () if name not in NEUTRAL),
     }
-    images = [await run_in_threadpool(encoded, result.image) for result in results if asked.send_images]
-    sent = asked.model_dump(exclude={"init_images", "mask"})
-    return {"images": images, "parameters": sent, "info": json.dumps(info)}
 
 
-def _submit(state: State, asked: ImagesRequest) -> Ticket:
-    """Queue a request.  Raises ValueError, and Refused for a field that would change the image and is not ours."""
+def _submit(state: State, asked: ImagesRequest) -> tuple[Ticket, list[str]]:
+    """Queue a request; also return what of it is ignored.
+
+    Raises ValueError, and Refused for a field that would change the image and is not ours.
+    """
     engine, settings, most = state.engine, dict(state.settings), state.engine.limits.max_pixels
     for name, value in (asked.model_extra or {}).items():
         if name in NEUTRAL and value is not None and value not in NEUTRAL[name]:
             raise Refused(422, f"{name} is not supported: leave it out, or give {NEUTRAL[name][0]!r}")
+    units: list[Unit] = []
     for name, script in (asked.alwayson_scripts or {}).items():
         arguments = script.get("args") if isinstance(script, dict) else script
-        if arguments and arguments != [False]:
+        if name.lower() == "controlnet":
+            units = [validated(Unit, unit) for unit in arguments or () if isinstance(unit, dict)]
+        elif arguments and arguments != [False]:
             raise Refused(422, f"the script {name!r:.60} is not supported: leave it out of alwayson_scripts")
-    settings |= {name: value for name, value in (asked.override_settings or {}).items() if name in settings}
+    ignored = [name for name in asked.model_extra or () if name not in NEUTRAL]
+    for name, value in (asked.override_settings or {}).items():
+        if name in settings:
+            settings[name] = value
+        else:
+            ignored.append(f"override_settings.{name}")
+    ignored = sorted(name[:80] for name in ignored)
     model = str(settings["sd_model_checkpoint"])
     prompt, loras = _loras(asked.prompt)
     seed, subseed = (secrets.randbelow(2**32) if number == -1 else number for number in (asked.seed, asked.subseed))
@@ -336,22 +487,25 @@ def _submit(state: State, asked: ImagesRequest) -> Ticket:
         options |= {"variation_seed": subseed, "variation_strength": asked.subseed_strength}
     if isinstance(asked, Txt2imgRequest):
         options |= _second_pass(asked, engine.library) if asked.enable_hr else {}
-        return engine.submit("txt2img", Txt2imgOptions(**options), model, loras)
+        options["control"] = _controls(engine, asked, units, None, None)
+        return engine.submit("txt2img", Txt2imgOptions(**options), model, loras), ignored
     assert isinstance(asked, Img2imgRequest)
     if len(asked.init_images) != 1:
         raise ValueError(f"got {len(asked.init_images)} images as init_images, wanted one")
-    image = open_base64(asked.init_images[0], "init_images", most)
+    image, mask = to_rgb(open_base64(asked.init_images[0], "init_images", most)), None
+    if asked.mask is not None:
+        mask = open_base64(asked.mask, "mask", most).convert("L")
+        if mask.size != image.size:  # it gets the image's proportions, as in A1111, without regard to its own
+            mask = mask.resize(image.size)
+    options["control"] = _controls(engine, asked, units, image, mask)
     resize = ("stretch", "crop", "fit")[asked.resize_mode]
     options |= {"init_img": (image,), "strength": asked.denoising_strength, "resize": resize}
-    if asked.mask is None:
-        return engine.submit("img2img", Img2imgOptions(**options), model, loras)
-    mask = open_base64(asked.mask, "mask", most)
-    if mask.size != image.size:  # it gets the image's proportions, as in A1111, without regard to its own
-        mask = mask.convert("L").resize(ImageOps.exif_transpose(image).size)
+    if mask is None:
+        return engine.submit("img2img", Img2imgOptions(**options), model, loras), ignored
     options |= {"mask": (mask,), "feather": asked.mask_blur, "invert_mask": bool(asked.inpainting_mask_invert)}
     options["masked_content"] = ("fill", "original", "noise", "nothing")[asked.inpainting_fill]
     options["only_masked"] = asked.inpaint_full_res_padding if asked.inpaint_full_res else None
-    return engine.submit("inpaint", InpaintOptions(**options), model, loras)
+    return engine.submit("inpaint", InpaintOptions(**options), model, loras), ignored
 
 
 def _loras(prompt: str) -> tuple[str, Loras]:
@@ -388,7 +542,7 @@ def _sampler(asked: ImagesRequest) -> dict[str, Any]:
 
 def _second_pass(asked: Txt2imgRequest, library: Library) -> dict[str, Any]:
     """The options of the second pass.  Raises ValueError."""
-    side, strength = library.model.family.resolution, asked.denoising_strength
+    side, strength = library.facts(None).side, asked.denoising_strength
     width, height, times = asked.width or side, asked.height or side, asked.hr_scale
     shares = [wanted / side for wanted, side in ((asked.hr_resize_x, width), (asked.hr_resize_y, height)) if wanted]
     if shares:
@@ -421,30 +575,155 @@ def _second_pass(asked: Txt2imgRequest, library: Library) -> dict[str, Any]:
     return options
 
 
-# ---- extras ---------------------------------------------------------------------------------------------------------
+# ---- ControlNets ----------------------------------------------------------------------------------------------------
 
 
-def _enlarged(state: State, asked: ExtrasRequest, pictures: list[str]) -> list[str]:
-    """Enlarge images, all in base64, as A1111 does.  Raises ValueError, and Refused for what restores faces."""
-    limits = state.engine.limits
-    if len(pictures) > limits.max_images:
-        raise Refused(422, f"got {len(pictures)} images, wanted at most {limits.max_images}")
-    for name in FACES:
-        if (asked.model_extra or {}).get(name):
-            raise Refused(422, f"{name} is not supported: leave it out, or give 0")
+def _preprocess(module: str, a: float, b: float) -> str:
+    """The preprocessor of Control by its name in the extension.  Raises ValueError for others."""
+    if module.lower() not in MODULES:
+        raise ValueError(f"unknown ControlNet module {module!r:.60}: wanted one of {', '.join(MODULES)}")
+    low, high = (each if each >= 0 else THRESHOLDS[name] for name, each in (("a", a), ("b", b)))
+    return f"canny:{low:g}:{high:g}" if module.lower() == "canny" else MODULES[module.lower()]
+
+
+def _controls(
+    engine: Engine, asked: ImagesRequest, units: list[Unit], init: Image.Image | None, init_mask: Image.Image | None
+) -> tuple[Control, ...]:
+    """The ControlNets of a request; one without an image of its own follows the request's.  Raises ValueError."""
+    controls, library, most = list[Control](), engine.library, engine.limits.max_pixels
+    for unit in units:
+        if not unit.enabled:
+            continue
+        if unit.control_mode not in MODES:
+            raise ValueError(f"got control_mode {unit.control_mode!r:.40}, wanted one of {', '.join(map(str, MODES))}")
+        both = unit.image if isinstance(unit.image, dict) else {"image": unit.image or unit.input_image}
+        masked = both.get("mask") or unit.mask or unit.mask_image
+        image = open_base64(both["image"], "the ControlNet's image", most) if both.get("image") else init
+        mask = open_base64(masked, "the ControlNet's mask", most).convert("L") if masked else init_mask
+        if image is None:
+            raise ValueError("a ControlNet has no image: give one as image")
+        if MODULES.get(unit.module.lower()) == "inpaint" and mask is not None:
+            image = to_rgb(image)
+            image.putalpha(ImageOps.invert(mask.resize(image.size)))
+        how, side = FITTED.get(unit.resize_mode), library.facts(None).side
+        if how is not None and (init is None or (asked.width and asked.height)):
+            size = asked.width or side, asked.height or side
+            engine.check_size(*size)
+            image = image.resize(size) if how == "stretch" else ImageOps.pad(image, size)
+        name = library.plain(unit.model, library.files("controlnets"))
+        controls.append(
+            Control(
+                library.file("controlnets", name),
+                image,
+                weight=unit.weight,
+                start=unit.guidance_start,
+                end=unit.guidance_end,
+                guess=MODES[unit.control_mode],
+                preprocess=_preprocess(unit.module, unit.threshold_a, unit.threshold_b),
+                name=name,
+            )
+        )
+    return tuple(controls)
+
+
+def _detected(engine: Engine, asked: DetectRequest) -> list[str]:
+    """What a ControlNet sees of images.  Raises ValueError."""
+    way = _preprocess(asked.controlnet_module, asked.controlnet_threshold_a, asked.controlnet_threshold_b)
+    pictures = asked.controlnet_input_images or asked.controlnet_images
+    if not 1 <= len(pictures) <= engine.limits.max_images:
+        raise ValueError(f"got {len(pictures)} images, wanted 1 to {engine.limits.max_images}")
     answers = []
-    for image in [open_base64(picture, "image", limits.max_pixels) for picture in pictures]:
-        with state.one_by_one:
-            enlarged = _enlarge(state.engine, asked, to_rgb(image))
-        text = image.info.get("parameters")
-        enlarged.info = {} if text is None else {"parameters": text}
-        answers.append(encoded(enlarged))
+    for picture in pictures:
+        image = open_base64(picture, "controlnet_input_images", engine.limits.max_pixels)
+        ratio = max(asked.controlnet_processor_res, 1) / min(image.size)
+        size = max(1, round(image.width * ratio)), max(1, round(image.height * ratio))
+        engine.check_size(*size)
+        answers.append(encoded(to_image(Control("", image, preprocess=way).pixels(size)[0].clamp(0, 1) * 2 - 1)))
     return answers
 
 
-def _enlarge(engine: Engine, asked: ExtrasRequest, image: Image.Image) -> Image.Image:
+def _controlnets(engine: Engine) -> APIRouter:
+    """The routes of the extension for ControlNets."""
+    routes, library = APIRouter(prefix="/controlnet", tags=["ControlNet"]), engine.library
+
+    @routes.get("/version")
+    def version() -> dict[str, Any]:
+        """Whose names and defaults these are."""
+        return {"version": 3}
+
+    @routes.get("/model_list")
+    def model_list() -> dict[str, Any]:
+        """The ControlNets that requests may name."""
+        return {"model_list": [library.title("controlnets", name)[0] for name in library.files("controlnets")]}
+
+    @routes.get("/module_list")
+    def module_list() -> dict[str, Any]:
+        """What makes a ControlNet's image."""
+        low, high = (
+            {"name": f"{name} Threshold", "value": value, "min": 0, "max": 1020}
+            for name, value in (("Low", 100), ("High", 200))
+        )
+        details = {
+            name: {"model_free": False, "sliders": [None, low, high] if name == "canny" else []} for name in MODULES
+        }
+        return {"module_list": list(MODULES), "module_detail": details}
+
+    @routes.get("/control_types")
+    def control_types() -> dict[str, Any]:
+        """One kind, of all."""
+        names = ["None", *model_list()["model_list"]]
+        about = {"module_list": list(MODULES), "model_list": names, "default_option": "none", "default_model": "None"}
+        return {"control_types": {"All": about}}
+
+    @routes.get("/settings")
+    def settings() -> dict[str, Any]:
+        """How many ControlNets a request may have."""
+        return {"control_net_unit_count": engine.limits.max_branches - 2}
+
+    @routes.post("/detect", openapi_extra=DetectRequest.docs())
+    async def detect(request: Request) -> dict[str, Any]:
+        """What a ControlNet sees of images."""
+        asked = await read_json(request, DetectRequest)
+        return {"images": await reading(request, _detected, engine, asked), "info": "Success"}
+
+    return routes
+
+
+# ---- extras ---------------------------------------------------------------------------------------------------------
+
+
+async def _enlarged(request: Request, state: State, asked: ExtrasRequest, pictures: list[str]) -> list[str]:
+    """Enlarge images, all in base64, as A1111 does.  Raises ValueError, and Refused for what restores faces."""
+    for name in FACES:
+        if (asked.model_extra or {}).get(name):
+            raise Refused(422, f"{name} is not supported: leave it out, or give 0")
+
+    def submit() -> tuple[Ticket, list[str | None]]:
+        if len(pictures) > state.engine.limits.max_images:
+            raise Refused(422, f"got {len(pictures)} images, wanted at most {state.engine.limits.max_images}")
+        opened = [open_base64(picture, "image", state.engine.limits.max_pixels) for picture in pictures]
+        images = [to_rgb(image) for image in opened]
+        sizes = [_check_enlarged(state.engine, asked, image) for image in images]
+        enlarge = functools.partial(_enlarge, state.engine, asked)
+        return state.engine.submit_call("extras", enlarge, images, sizes), [
+            image.info.get("parameters") for image in opened
+        ]
+
+    ticket, texts = await reading(request, submit)
+    with state.shown(ticket):
+        await ended(request, ticket, state.engine.limits.timeout)
+    for image, text in zip(ticket.results, texts, strict=False):
+        image.info = {} if text is None else {"parameters": text}
+    return [await run_in_threadpool(encoded, image) for image in ticket.results]
+
+
+def _check_enlarged(engine: Engine, asked: ExtrasRequest, image: Image.Image) -> tuple[int, int]:
+    """The size to which an image is enlarged.  Raises ValueError."""
+    for name in (asked.upscaler_1, asked.upscaler_2):
+        if name not in ("None", *PIXEL_UPSCALERS):
+            engine.library.file("upscalers", name)
     if asked.upscaler_1 == "None":
-        return image
+        return image.size
     width, height, times = asked.upscaling_resize_w, asked.upscaling_resize_h, asked.upscaling_resize
     if asked.resize_mode == 1:
         times = max(width / image.width, height / image.height)
@@ -452,6 +731,19 @@ def _enlarge(engine: Engine, asked: ExtrasRequest, image: Image.Image) -> Image.
     if min(size) == 0:
         raise ValueError(f"got an image of {image.width} x {image.height} pixels, wanted sides of {MULTIPLE} or more")
     engine.check_size(*size)
+    if asked.resize_mode == 1 and asked.upscaling_crop:
+        engine.check_size(width, height)
+    return size
+
+
+def _enlarge(engine: Engine, asked: ExtrasRequest, image: Image.Image) -> Image.Image:
+    """Return an image enlarged, in the engine's thread."""
+    size = _check_enlarged(engine, asked, image)
+    if asked.upscaler_1 == "None":
+        return image
+    width, height, times = asked.upscaling_resize_w, asked.upscaling_resize_h, asked.upscaling_resize
+    if asked.resize_mode == 1:
+        times = max(width / image.width, height / image.height)
 
     def by(name: str) -> Image.Image:
         if name not in PIXEL_UPSCALERS:
@@ -464,7 +756,6 @@ def _enlarge(engine: Engine, asked: ExtrasRequest, image: Image.Image) -> Image.
         enlarged = Image.blend(enlarged, by(asked.upscaler_2), asked.extras_upscaler_2_visibility)
     if asked.resize_mode == 0 or not asked.upscaling_crop:
         return enlarged
-    engine.check_size(width, height)
     cut = Image.new("RGB", (width, height))
     cut.paste(enlarged, (width // 2 - enlarged.width // 2, height // 2 - enlarged.height // 2))
     return cut

@@ -5,6 +5,7 @@ import contextlib
 import hmac
 import importlib.util
 import ipaddress
+import logging
 import time
 from collections.abc import AsyncIterator, Iterable
 from urllib.parse import urlsplit
@@ -19,13 +20,17 @@ from starlette.exceptions import HTTPException
 from starlette.responses import RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ldm_lite.cli.console import printable
 from ldm_lite.cli.version import __version__
 from ldm_lite.serve import a1111, openai
-from ldm_lite.serve.http import Refused, answer, one_line
+from ldm_lite.serve.http import Reader, Refused, answer, one_line
 from ldm_lite.serve.options import ServeOptions
-from ldm_lite.serve.queue import Engine
+from ldm_lite.serve.queue import CLIENT, Engine
+
+access = logging.getLogger("ldm_lite.access")
 
 OPEN = {"/healthz"}  # needs no key
+MOST_LOGGED = 200  # characters of a path
 SAFE = {"GET", "HEAD", "OPTIONS"}
 TOTALS = {  # of the engine, as Prometheus describes them
     "requests": "requests that were queued",
@@ -53,20 +58,21 @@ def make_app(engine: Engine, options: ServeOptions, key: str | None = None) -> A
         engine.close()
 
     app = FastAPI(title="ldm_lite", version=__version__, lifespan=lifespan, redoc_url=None)
+    app.state.reader = Reader(engine, options.max_body * 2**20)
     registry = CollectorRegistry()
     registry.register(_Numbers(engine))
     app.include_router(openai.router(engine))
     app.include_router(a1111.router(engine))
 
     @app.get("/healthz", tags=["server"])
-    def health() -> dict[str, str]:
-        """200 while requests are taken, 503 once the server is being stopped."""
+    async def health() -> dict[str, str]:
+        """200 while requests are taken, 503 once the server is being stopped or its device has failed."""
         if not engine.healthy:
-            raise Refused(503, "the server is being stopped")
+            raise Refused(503, "the server takes no requests")
         return {"status": "ok"}
 
     @app.get("/metrics", tags=["server"])
-    def numbers() -> Response:
+    async def numbers() -> Response:
         """Prometheus' format."""
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
@@ -94,6 +100,15 @@ def make_app(engine: Engine, options: ServeOptions, key: str | None = None) -> A
     return _Guard(app, options, key, registry)
 
 
+def client_of(scope: Scope) -> str:
+    """Return by what a client is told from others: its address, or the first half of one of IPv6."""
+    address: str = (scope.get("client") or ("",))[0]
+    with contextlib.suppress(ValueError):
+        if (number := ipaddress.ip_address(address)).version == 6:
+            return str(ipaddress.ip_network((int(number) >> 64 << 64, 64)))
+    return address
+
+
 class _Numbers(Collector):
     """The engine's numbers, read when Prometheus asks for them."""
 
@@ -109,12 +124,11 @@ class _Numbers(Collector):
 
 
 class _Guard:
-    """ASGI middleware.  Refuses requests by their host name, origin, key and size; counts and times the answers."""
+    """ASGI middleware.  Refuses requests by their host name, origin and key; counts, times and logs the answers."""
 
     def __init__(self, app: ASGIApp, options: ServeOptions, key: str | None, registry: CollectorRegistry) -> None:
         self.app, self.key = app, key
         self.names = {"localhost", options.host.lower(), *(name.lower() for name in options.allow_host)}
-        self.most = options.max_body * 2**20
         self.answers = Counter("ldm_lite_http_requests", "answers", ["path", "status"], registry=registry)
         self.seconds = Histogram("ldm_lite_http_seconds", "of an answer", ["path"], buckets=SECONDS, registry=registry)
 
@@ -123,19 +137,13 @@ class _Guard:
         if scope["type"] not in ("http", "websocket"):
             await self.app(scope, receive, send)
             return
-        start, status, received = time.perf_counter(), 500, 0
+        start, status, client = time.perf_counter(), 500, client_of(scope)
+        CLIENT.set(client)
 
         async def sending(message: Message) -> None:
             nonlocal status
             status = message.get("status", status)
             await send(message)
-
-        async def limited() -> Message:
-            nonlocal received
-            message = await receive()
-            received += len(message.get("body", b"")) if message["type"] == "http.request" else 0
-            self._check_length(received)  # a body may be larger than its header says, or have none
-            return message
 
         try:
             self._check(scope)
@@ -145,12 +153,15 @@ class _Guard:
             else:
                 await answer(refused)(scope, receive, sending)
         else:
-            await self.app(scope, limited, sending)
+            await self.app(scope, receive, sending)
         finally:
             if scope["type"] == "http":
                 path = getattr(scope.get("route"), "path", "other")  # paths that there are not count as one
+                seconds = time.perf_counter() - start
                 self.answers.labels(path, str(status)).inc()
-                self.seconds.labels(path).observe(time.perf_counter() - start)
+                self.seconds.labels(path).observe(seconds)
+                asked = f"{scope['method']} {scope['path']}"
+                access.info("%s %s %d %.3f s", client, printable(asked[:MOST_LOGGED]), status, seconds)
 
     def _check(self, scope: Scope) -> None:
         """Raises Refused."""
@@ -169,12 +180,6 @@ class _Guard:
             raise Refused(403, f"a page of another site ({origin!r:.80}) may not use this server")
         if scope["path"] not in OPEN and not self._has_key(headers.get("authorization", "")):
             raise Refused(401, "wanted the server's key: Authorization: Bearer KEY, or KEY as the password")
-        length = headers.get("content-length", "0")
-        self._check_length(int(length[:20]) if length.isdecimal() else self.most + 1)
-
-    def _check_length(self, length: int) -> None:
-        if length > self.most:
-            raise Refused(413, f"the request is too large, wanted at most {self.most // 2**20} MiB")
 
     def _is_ours(self, host: str) -> bool:
         """Whether a Host header names this server: an address cannot have been rebound, a name can."""

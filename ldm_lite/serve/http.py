@@ -2,32 +2,47 @@
 
 import asyncio
 import base64
+import contextvars
 import io
-import logging
+import math
 import re
 import time
-import traceback
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 from fastapi import Request
-from fastapi.concurrency import run_in_threadpool
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import from_json
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.responses import JSONResponse
 
 from ldm_lite.cli.console import printable
-from ldm_lite.image import decode_image
-from ldm_lite.serve.queue import CANCELLED, Full, Stopping, Ticket
-
-log = logging.getLogger("ldm_lite")
+from ldm_lite.image import decode_image, to_rgb, upright
+from ldm_lite.serve.queue import CANCELLED, CLIENT, Engine, Full, Stopping, Ticket, report
 
 Kind = TypeVar("Kind", bound="Body")
+T = TypeVar("T")
 MOST_MESSAGE = 500  # characters
 MOST_READ = 16  # times the pixels that may be made may be read
+MOST_KEPT = 4  # times those pixels a picture keeps: larger ones are reduced when they are read
+DECODING = 10.0  # seconds that a picture may take
+READING = 60.0  # seconds until a body has come, and then until it is read
+READERS = 4  # threads that read; a client has half of them
+ROOM = 8  # times the largest body may be in memory at a time; a client has half of it
+SMALL = 2**16  # bytes of a body that is read though the queue is full
+MOST_MARKS = 2**16  # commas and brackets of a body
+MOST_ITEMS = 1024  # of a list or an object
+MOST_DEPTH = 32
+MOST_TEXT = 2**16  # characters of a text
+# The fields that hold pictures, which are longer, at any depth.
+PICTURES = {"image", "images", "init_images", "init_img", "mask", "data", "input_image", "mask_image"}
+PICTURES |= {"controlnet_input_images", "controlnet_images", "controlnet_masks"}
 STATUS = {Full: 429, Stopping: 503, TimeoutError: 504, ValueError: 422, TypeError: 422}
 LOOK = 0.5  # seconds between two looks at whether the client has gone
 CLOSED = 499  # the client has gone: nobody reads this status
@@ -48,9 +63,10 @@ class Body(BaseModel):
 class Refused(Exception):
     """A request that cannot be answered: its status, and one line that says why."""
 
-    def __init__(self, status: int, message: str, code: str | None = None) -> None:
+    def __init__(self, status: int, message: str, code: str | None = None, param: str | None = None) -> None:
+        """code and param, the field that is wrong, are OpenAI's."""
         super().__init__(message)
-        self.status, self.message, self.code = status, message, code
+        self.status, self.message, self.code, self.param = status, message, code, param
 
 
 # ---- errors ---------------------------------------------------------------------------------------------------------
@@ -58,7 +74,7 @@ class Refused(Exception):
 
 def one_line(message: str) -> str:
     """A message for a client: one line of limited length, without folders of the server."""
-    text = _PATH.sub("", printable(" ".join(message.split())))
+    text = _PATH.sub("", printable(" ".join(message[: 4 * MOST_MESSAGE].split())))
     for folder in (Path.cwd(), Path.home()):
         text = text.replace(str(folder), "...") if len(str(folder)) > 1 else text
     return text if len(text) <= MOST_MESSAGE else text[:MOST_MESSAGE] + " ..."
@@ -73,9 +89,7 @@ def refusal(error: BaseException) -> Refused:
             return Refused(status, one_line(str(error)))
     if isinstance(error, MemoryError) or "out of memory" in str(error).lower():
         return Refused(503, "out of memory: ask for a smaller image, or again later")
-    frame = traceback.extract_tb(error.__traceback__)[-1:]
-    where = f" ({Path(frame[0].filename).name}, line {frame[0].lineno})" if frame else ""
-    log.error("an error of the server: %s: %s%s", type(error).__name__, error, where)
+    report(error)
     return Refused(500, "an error of the server: its log says more")
 
 
@@ -83,7 +97,7 @@ def answer(error: BaseException) -> JSONResponse:
     """Return the response to an error, in the forms of OpenAI and of A1111."""
     refused = refusal(error)
     kind = "invalid_request_error" if refused.status < 500 else "server_error"
-    about = {"message": refused.message, "type": kind, "param": None, "code": refused.code}
+    about = {"message": refused.message, "type": kind, "param": refused.param, "code": refused.code}
     headers = {"Retry-After": "1"} if refused.status in (429, 503) else {}
     headers |= {"WWW-Authenticate": 'Basic realm="ldm_lite"'} if refused.status == 401 else {}
     return JSONResponse({"error": about, "detail": refused.message}, refused.status, headers)
@@ -92,21 +106,112 @@ def answer(error: BaseException) -> JSONResponse:
 # ---- requests -------------------------------------------------------------------------------------------------------
 
 
+class Reader:
+    """Reads what clients send, for all interfaces: limits of size, memory and time, in a few threads of its own.
+
+    Clients take turns: none has more than half of the threads, or of the memory.
+    """
+
+    def __init__(self, engine: Engine, most: int) -> None:
+        """most: bytes of a body."""
+        self.engine, self.most = engine, most
+        self._held: Counter[str] = Counter()  # bytes of bodies that come or are read, by client
+        self._threads = ThreadPoolExecutor(READERS, "reading")
+        self._free = asyncio.Semaphore(READERS)
+        self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+
+    async def read(self, request: Request, parse: Callable[[bytes], T]) -> T:
+        """Receive a request's body and return what parse makes of it.  Raises Refused, Full, Stopping."""
+        client, parts, size = CLIENT.get(), list[bytes](), 0
+        length = request.headers.get("content-length", "")
+        self._check_length(int(length[:20]) if length.isdecimal() else 0)
+        if not length.isdecimal() or int(length[:20]) > SMALL:
+            self.engine.check_room(client)
+        try:
+            try:
+                async with asyncio.timeout(READING):
+                    async for part in request.stream():
+                        parts.append(part)
+                        size += len(part)
+                        self._held[client] += len(part)
+                        self._check_length(size)  # it may be larger than its header says, or have none
+                        if self._held.total() > ROOM * self.most or self._held[client] > ROOM // 2 * self.most:
+                            raise Refused(503, "too many requests are being read: try again later")
+            except TimeoutError:
+                raise Refused(408, f"the request has not come within {READING:g} seconds") from None
+            body = b"".join(parts)
+            parts.clear()
+            return await self.run(parse, body)
+        finally:
+            self._held[client] -= size
+            if not self._held[client]:
+                del self._held[client]
+
+    async def run(self, function: Callable[..., T], *args: Any) -> T:
+        """Call a function that reads what a client has sent, in one of the threads.  Raises Refused (503)."""
+        turn = self._turns.setdefault(CLIENT.get(), asyncio.Semaphore(READERS // 2))
+        try:
+            async with asyncio.timeout(READING), turn, self._free:
+                context = contextvars.copy_context()
+                return await asyncio.get_running_loop().run_in_executor(self._threads, context.run, function, *args)
+        except TimeoutError:
+            raise Refused(503, f"the request was not read within {READING:g} seconds: try again later") from None
+
+    def _check_length(self, length: int) -> None:
+        if length > self.most:
+            raise Refused(413, f"the request is too large, wanted at most {self.most // 2**20} MiB")
+
+
+async def reading(request: Request, function: Callable[..., T], *args: Any) -> T:
+    """Call a function that reads what a client has sent, or queues it, in one of the threads for that."""
+    reader: Reader = request.app.state.reader
+    return await reader.run(function, *args)
+
+
 async def read_json(request: Request, kind: type[Kind]) -> Kind:
-    """Read a request's JSON object.  Raises Refused (422) for anything else."""
-    return await run_in_threadpool(validated, kind.model_validate_json, await request.body())
+    """Read a request's JSON object.  Raises Refused (422 for anything else; 408, 413, 503), Full, Stopping."""
+
+    def parse(body: bytes) -> Kind:
+        if sum(body.count(mark) for mark in (b",", b"[", b"{")) > MOST_MARKS:
+            raise Refused(422, f"the request has more than {MOST_MARKS} commas and brackets")
+        try:
+            content = from_json(body, allow_inf_nan=False)
+        except ValueError as error:
+            raise Refused(422, one_line(f"the request is not JSON: {error}")) from None
+        return validated(kind, content)
+
+    reader: Reader = request.app.state.reader
+    return await reader.read(request, parse)
 
 
-def validated(validate: Callable[[Any], Kind], content: Any) -> Kind:
-    """Return what pydantic makes of a request.  Raises Refused (422), which names the first field that is wrong."""
+def validated(kind: type[Kind], content: Any) -> Kind:
+    """Return a request as its kind.  Raises Refused (422), which names the first field that is wrong, not its value."""
+    _check_bounds(content)
     try:
-        return validate(content)
+        return kind.model_validate(content)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        if first["type"] == "json_invalid":
-            raise Refused(422, one_line(f"the request is not JSON: {first['msg']}")) from None
-        place = ".".join(map(str, first["loc"])) or "the request"
-        raise Refused(422, one_line(f"{place}: got {first['input']!r:.80}, {first['msg']}")) from None
+        [first, *_] = error.errors(include_url=False, include_input=False, include_context=False)
+        place = ".".join(str(part)[:40] for part in first["loc"]) or "the request"
+        raise Refused(422, one_line(f"{place}: {first['msg']}"), param=place.partition(".")[0]) from None
+
+
+def _check_bounds(content: Any) -> None:
+    """Raises Refused (422) for a list, an object, a text or a number that no request needs."""
+    left: list[tuple[Any, str, int]] = [(content, "", 0)]
+    while left:
+        value, name, depth = left.pop()
+        if isinstance(value, str):
+            wrong = len(value) > MOST_TEXT and name not in PICTURES and f"at most {MOST_TEXT} characters"
+        elif isinstance(value, list | dict):
+            wrong = len(value) > MOST_ITEMS and f"at most {MOST_ITEMS} values"
+            wrong = wrong or (depth > MOST_DEPTH and f"at most {MOST_DEPTH} levels")
+            named = value.items() if isinstance(value, dict) else ((name, each) for each in value)
+            left += [(each, key, depth + 1) for key, each in named] if not wrong else []
+        else:
+            wrong = isinstance(value, int) and abs(value) >= 2**64 and "a number of 64 bits"
+            wrong = wrong or (isinstance(value, float) and not math.isfinite(value) and "a finite number")
+        if wrong:
+            raise Refused(422, one_line(f"{name[:40] or 'the request'}: wanted {wrong}"), param=name[:40])
 
 
 class _InMemory(MultiPartParser):
@@ -114,32 +219,68 @@ class _InMemory(MultiPartParser):
 
 
 async def read_form(request: Request) -> tuple[dict[str, str], dict[str, list[bytes]]]:
-    """Read a multipart form in memory: its fields, and the contents of its files.  Raises Refused (422)."""
+    """Read a multipart form in memory: its fields, and the contents of its files.  Raises as read_json does."""
     if not request.headers.get("content-type", "").startswith("multipart/form-data"):
         raise Refused(422, "wanted a form: multipart/form-data")
-    parser = _InMemory(request.headers, request.stream(), max_files=32, max_fields=100)
-    try:
-        form = await parser.parse()
-    except (MultiPartException, ValueError, KeyError) as error:
-        raise Refused(422, f"the form cannot be read: {one_line(str(error))}") from None
-    fields, files = dict[str, str](), dict[str, list[bytes]]()
-    for name, value in form.multi_items():
-        if isinstance(value, str):
-            fields[name] = value
-        else:
-            files.setdefault(name, []).append(await value.read())
-    await form.close()
-    return fields, files
+
+    async def parsed(body: bytes) -> tuple[dict[str, str], dict[str, list[bytes]]]:
+        end = time.monotonic() + DECODING
+
+        async def parts() -> AsyncIterator[bytes]:
+            for start in range(0, len(body), SMALL):
+                if time.monotonic() > end:
+                    raise ValueError(f"it takes more than {DECODING:g} seconds")
+                yield body[start : start + SMALL]
+
+        fields, files = dict[str, str](), dict[str, list[bytes]]()
+        try:
+            form = await _InMemory(request.headers, parts(), max_files=32, max_fields=100).parse()
+        except (MultiPartException, ValueError, KeyError) as error:
+            raise Refused(422, f"the form cannot be read: {one_line(str(error))}") from None
+        for name, value in form.multi_items():
+            if isinstance(value, str):
+                fields[name] = value
+            else:
+                files.setdefault(name, []).append(await value.read())
+        await form.close()
+        return fields, files
+
+    reader: Reader = request.app.state.reader
+    return await reader.read(request, lambda body: asyncio.run(parsed(body)))
+
+
+class _Timed(io.BytesIO):
+    """A picture's content, which ends in an error if decoding it takes too long."""
+
+    def __init__(self, content: bytes) -> None:
+        super().__init__(content)
+        self.end = time.monotonic() + DECODING
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        if time.monotonic() > self.end:
+            raise ValueError(f"takes more than {DECODING:g} seconds")
+        return super().read(size)
 
 
 def open_bytes(content: bytes, name: str, most: int) -> Image.Image:
-    """Decode an image, as it is, of at most MOST_READ * most pixels.  Raises ValueError."""
+    """Decode an image, upright, of at most MOST_READ * most pixels; beyond MOST_KEPT * most it is reduced.
+
+    Raises ValueError.
+    """
 
     def loaded(image: Image.Image) -> Image.Image:
-        image.load()
-        return image
+        image.decodermaxblock = 2**12  # type: ignore[attr-defined]  # bytes between two looks at the time
+        image = upright(image)
+        ratio = math.sqrt(MOST_KEPT * most / (image.width * image.height))
+        if ratio >= 1:
+            return image
+        if image.mode in ("P", "PA"):
+            image = image.convert("RGBA")
+        image = image if image.mode in ("L", "LA", "RGB", "RGBA") else to_rgb(image)
+        size = max(1, int(ratio * image.width)), max(1, int(ratio * image.height))
+        return image.resize(size, Image.Resampling.LANCZOS, reducing_gap=3)
 
-    return decode_image(io.BytesIO(content), name, loaded, MOST_READ * most)
+    return decode_image(_Timed(content), name, loaded, MOST_READ * most)
 
 
 def open_base64(text: Any, name: str, most: int) -> Image.Image:

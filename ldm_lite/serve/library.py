@@ -1,21 +1,50 @@
 """What requests may name: checkpoints, LoRAs, ControlNets, upscalers of folders; and the checkpoint that is loaded."""
 
 import dataclasses
+import functools
 import gc
+import hashlib
+import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from ldm_lite import Pipeline, Upscaler
 from ldm_lite.cli.options import LoadOptions
+from ldm_lite.cli.task_options import Txt2imgOptions
 from ldm_lite.serve.options import ServeOptions
-from ldm_lite.toolkit import LoraWeight, load_model, merge_loras, prompt_kind, with_autoencoder, with_exact_batches
+from ldm_lite.toolkit import (
+    LoraWeight,
+    check_checkpoint,
+    load_model,
+    merge_loras,
+    prompt_kind,
+    tasks_of,
+    with_autoencoder,
+    with_exact_batches,
+)
 
 SUFFIXES = (".safetensors", ".ckpt", ".pt", ".pth", ".bin")
-KINDS = {"models": "model", "loras": "LoRA", "controlnets": "ControlNet", "upscalers": "upscaler"}  # as messages say
+KINDS = {  # as messages say
+    "models": "model",
+    "loras": "LoRA",
+    "controlnets": "ControlNet",
+    "upscalers": "upscaler",
+    "embeddings": "embedding",
+}
+MOST_LORAS = 32  # of a request
 Loras = tuple[tuple[str, LoraWeight], ...]  # (name, weight)
+
+
+class Facts(NamedTuple):
+    """What is known of a model before it is loaded again."""
+
+    side: int  # pixels of its images
+    steps: int
+    tasks: tuple[str, ...]
 
 
 class Library:
@@ -29,21 +58,35 @@ class Library:
             if folder is not None and not Path(folder).is_dir():
                 raise ValueError(f"got `{kind}` {folder!r}, wanted a folder")
         self.merged: Loras = ()  # the LoRAs that are merged into the loaded model
-        self._swapping = threading.RLock()
+        self.loaded = ""  # the name of the loaded model, if there is one
         self._model: Pipeline | None = None
         self._unmerge: Callable[[], None] | None = None  # takes them out again
         self._preview: Pipeline | None = None
         self._upscaler: tuple[Path, Upscaler] | None = None
+        self._upscaling = threading.Lock()
+        self.given_up: Callable[[], bool] = lambda: False  # whether nobody waits for what runs
+        self._facts: dict[str, Facts] = {}
+        self._broken: dict[Path, tuple[int, str]] = {}  # files that could not be loaded: when they were changed, why
         self.together: Pipeline | None = None  # the model, if its batches are exact
         self._open(load)
         self.default = self.loaded = self.model.name
+        self._facts[self.default] = self._facts.pop("")
+        self.device = self.model.device
 
     @property
     def model(self) -> Pipeline:
-        """The model that is loaded; another thread waits while it is replaced by another."""
-        with self._swapping:
-            assert self._model is not None
-            return self._model
+        """The model that is loaded, for the thread that uses it."""
+        assert self._model is not None
+        return self._model
+
+    def ready(self, name: str | None) -> Pipeline | None:
+        """Return a model if it is loaded, for any thread: it is never waited for."""
+        model = self._model
+        return model if name == self.loaded else None
+
+    def facts(self, name: str | None) -> Facts:
+        """Return what is known of a model: of one that never was loaded, what the default has."""
+        return self._facts.get(name or self.default) or self._facts[self.default]
 
     @property
     def names(self) -> list[str]:
@@ -61,26 +104,73 @@ class Library:
     def file(self, kind: str, name: str) -> Path:
         """Return a file of one of KINDS.  Raises ValueError for a name that there is not."""
         files = self.files(kind)
+        name = self.plain(name, files)
         if name not in files:
             known = [self.default, *files] if kind == "models" else list(files)
             wanted = "one of " + ", ".join(known) if known else "none"
             raise ValueError(f"unknown {KINDS[kind]} {name!r:.80}: wanted {wanted}")
         return files[name]
 
+    @staticmethod
+    def plain(name: str, names: Iterable[str]) -> str:
+        """Return a name without the suffix and the hash of its title, if there is no file of the whole name."""
+        if name in names:
+            return name
+        head, bracket, digest = name.rpartition(" [")
+        name = head if bracket and re.fullmatch(r"[0-9a-f]{6,64}\]", digest) else name
+        suffix = next((suffix for suffix in SUFFIXES if name.endswith(suffix)), "")
+        return name if name in names else name.removesuffix(suffix)
+
+    def title(self, kind: str, name: str) -> tuple[str, str]:
+        """Return a file's name as A1111 shows it, "NAME.safetensors [HASH]" for a model, and the hash."""
+        path = self.files(kind).get(name)
+        if path is None and isinstance(self._load.ckpt, str | Path):  # the default's
+            path = Path(self._load.ckpt)
+        if path is None or not path.is_file():
+            return name, ""
+        digest = _digest(path, path.stat().st_mtime_ns)
+        return f"{name}{path.suffix if kind == 'models' else ''} [{digest}]", digest
+
+    def embeddings_in(self, options: Txt2imgOptions) -> tuple[str, ...]:
+        """Return the textual inversions that a request's prompts name, as NAME=FILE."""
+        if not (files := self.files("embeddings")):
+            return ()
+        prompts = options.prompt if isinstance(options.prompt, list | tuple) else [options.prompt]
+        texts = (*prompts, options.negative_prompt, options.hires_prompt, options.hires_negative_prompt)
+        text = " ".join(text for text in texts if text).lower()
+        names = {Path(name).name: path for name, path in files.items()}
+        return tuple(
+            f"{name}={path}"
+            for name, path in names.items()
+            if re.search(rf"(?<!\w){re.escape(name.lower())}(?!\w)", text)
+        )
+
     def upscaler(self, name: str) -> Upscaler:
         """Return an ESRGAN network; the last one stays loaded.  Raises ValueError for another name, OSError."""
-        file, held = self.file("upscalers", name), self._upscaler
-        if held is None or held[0] != file:
-            held = self._upscaler = file, Upscaler(file, device=self.model.device)
-        return held[1]
+        file = self.file("upscalers", name)
+        with self._upscaling:
+            if self._upscaler is None or self._upscaler[0] != file:
+                self._upscaler = file, Upscaler(file, device=self.device)
+                self._upscaler[1].network.register_forward_pre_hook(self._check_given_up)  # before each tile
+            return self._upscaler[1]
+
+    def _check_given_up(self, *_: object) -> None:
+        if self.given_up():
+            raise TimeoutError("nobody waits for the image any more")
 
     def check(self, name: str | None, loras: Loras) -> str:
         """Return the name of a model, by default the default's.  Raises ValueError for names that there are not."""
+        if len(loras) > MOST_LORAS:
+            raise ValueError(f"got {len(loras)} LoRAs, wanted at most {MOST_LORAS}")
         for lora, _ in loras:
             self.file("loras", lora)
+        name = None if name is None else self.plain(name, self.names)
         if name is None or name == self.default:
             return self.default
-        self.file("models", name)
+        path = self.file("models", name)
+        changed, why = self._broken.get(path, (0, ""))
+        if why and path.stat().st_mtime_ns == changed:
+            raise ValueError(why)
         return name
 
     def use(self, name: str, loras: Loras) -> Pipeline:
@@ -89,32 +179,54 @@ class Library:
             self._unmerge()
             self.merged, self._unmerge = (), None
         if self.loaded != name:
-            ckpt = self._load.ckpt if name == self.default else self.file("models", name)
-            with self._swapping:
-                self._model = self._preview = self.together = None  # before anything else takes its memory
-                gc.collect()
-                if torch.cuda.is_available():
-                    torch.cuda.empty_cache()
-                try:
-                    self._open(dataclasses.replace(self._load, ckpt=ckpt))
-                    self.loaded = name
-                except Exception:
-                    self._open(self._load)  # the default keeps its place
-                    self.loaded = self.default
-                    raise
+            self._swap(name)
         if loras and self._unmerge is None:
             files = [(self.file("loras", lora), weight) for lora, weight in loras]
             self._unmerge = merge_loras(self.model, files)
             self.merged = loras
         return self.model
 
-    def _open(self, load: LoadOptions) -> None:
+    def _swap(self, name: str) -> None:
+        """Load a model in place of the other.  Of a file that cannot be loaded it is remembered until it changes."""
+        before, ckpt = self.loaded, self._load.ckpt if name == self.default else self.file("models", name)
+        try:
+            load = dataclasses.replace(self._load, ckpt=ckpt)
+            check_checkpoint(load)  # before the other one is freed
+            self.unload()
+            self._open(load, name)
+            self.loaded = name
+        except Exception as error:
+            if name != self.default and isinstance(error, (ValueError, OSError)):
+                self._broken[Path(ckpt)] = Path(ckpt).stat().st_mtime_ns, str(error)
+            if not self.loaded and before:  # the default keeps its place
+                self._open(self._load, self.default)
+                self.loaded = self.default
+            raise
+
+    def unload(self) -> None:
+        """Free the model."""
+        if self._unmerge is not None:
+            self.merged, self._unmerge = (), None
+        self.loaded, self._model, self._preview, self.together = "", None, None, None
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def works(self) -> bool:
+        """Whether the device computes: after some errors of CUDA the process has to end."""
+        try:
+            return bool(torch.ones(1, device=self.device).add(1).item() == 2)
+        except RuntimeError:
+            return False
+
+    def _open(self, load: LoadOptions, name: str = "") -> None:
         model = load_model(load)
         if prompt_kind(model) == "files":  # which requests cannot name
             raise ValueError(
                 f"{model.name} is {model.family.title}, whose prompts are names of files: it is not served"
             )
         self.together = with_exact_batches(model) if self._options.batching == "exact" else None
+        self._facts[name] = Facts(model.family.resolution, model.family.steps, tasks_of(model))
         self._model = self.together or model
 
     @property
@@ -130,3 +242,11 @@ class Library:
         if self._preview is None:
             self._preview = with_autoencoder(self.model, self._options.preview)
         return self._preview
+
+
+@functools.lru_cache(256)
+def _digest(path: Path, changed: int) -> str:
+    """A file's hash as older versions of A1111 and its ControlNets have it: of 64 KiB from its first MiB on."""
+    with path.open("rb") as file:
+        file.seek(0x100000 if path.stat().st_size > 2**21 else 0)
+        return hashlib.sha256(file.read(0x10000)).hexdigest()[:8]

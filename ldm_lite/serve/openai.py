@@ -19,6 +19,7 @@ from pydantic import Field
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from ldm_lite.cli.task_options import Img2imgOptions, InpaintOptions, Txt2imgOptions
+from ldm_lite.image import to_rgb
 from ldm_lite.serve.http import (
     Body,
     Refused,
@@ -30,12 +31,14 @@ from ldm_lite.serve.http import (
     open_bytes,
     read_form,
     read_json,
+    reading,
     refusal,
     validated,
 )
 from ldm_lite.serve.queue import Engine, Ticket
-from ldm_lite.toolkit import tasks_of
 
+# Names that clients give by default; they are the default model, unless a file has such a name.
+ALIASES = ("gpt-image-1", "gpt-image-1-mini", "gpt-image-1.5", "chatgpt-image-latest", "dall-e-3", "dall-e-2")
 KEEP_ALIVE = 15  # seconds of silence after which a stream gets a comment
 USAGE = {  # the clients want it; nothing is charged, so there are no tokens
     "input_tokens": 0,
@@ -88,37 +91,41 @@ def router(engine: Engine) -> APIRouter:
     @routes.get("/models/{name:path}")
     def model(name: str) -> dict[str, Any]:
         """Describe a model."""
-        _check_name(engine, name)
+        _named(engine, name)
         return about(name)
 
     @routes.post("/images/generations", openapi_extra=ImageRequest.docs())
     async def generations(request: Request) -> Response:
         """Text to image."""
         asked = await read_json(request, ImageRequest)
-        ticket = await run_in_threadpool(_submit, engine, asked, {})
+        ticket = await reading(request, _submit, engine, asked, {})
         return await _respond(request, ticket, asked, "image_generation", engine.limits.timeout)
 
     @routes.post("/images/edits", openapi_extra=EditRequest.docs("multipart/form-data"))
     async def edits(request: Request) -> Response:
         """Image to image; with a mask, or transparency, only the transparent part is repainted."""
         fields, files = await read_form(request)
-        asked = validated(EditRequest.model_validate, fields)
-        ticket = await run_in_threadpool(_submit, engine, asked, files)
+        asked = validated(EditRequest, fields)
+        ticket = await reading(request, _submit, engine, asked, files)
+        del files  # which would stay in memory while it waits
         return await _respond(request, ticket, asked, "image_edit", engine.limits.timeout)
 
     return routes
 
 
-def _check_name(engine: Engine, name: str) -> None:
-    """Raises Refused (404) for the name of a model that there is not."""
-    if name not in (names := engine.library.names):
-        raise Refused(404, one_line(f"unknown model {name!r:.80}: wanted one of {', '.join(names)}"), "model_not_found")
+def _named(engine: Engine, name: str) -> str | None:
+    """Return a model's name, None for the default.  Raises Refused (404) for a name that there is not."""
+    names = engine.library.names
+    if (plain := engine.library.plain(name, names)) in names:
+        return plain
+    if name in ALIASES:
+        return None
+    raise Refused(404, one_line(f"unknown model {name!r:.80}: wanted one of {', '.join(names)}"), "model_not_found")
 
 
 def _submit(engine: Engine, asked: ImageRequest, files: dict[str, list[bytes]]) -> Ticket:
     """Queue a request.  Raises Refused, ValueError."""
-    if asked.model:
-        _check_name(engine, asked.model)
+    model = _named(engine, asked.model) if asked.model else None
     options: dict[str, Any] = {"prompt": asked.prompt, "negative_prompt": asked.negative_prompt}
     options |= {"seed": secrets.randbelow(2**32) if asked.seed is None else asked.seed, "batch_size": asked.n or 1}
     options |= {"steps": asked.steps, "scale": asked.scale, "sampler": asked.sampler}
@@ -127,9 +134,7 @@ def _submit(engine: Engine, asked: ImageRequest, files: dict[str, list[bytes]]) 
         if match is None:
             raise Refused(422, f"got size {asked.size!r:.40}, wanted WIDTHxHEIGHT or auto")
         options |= {"width": int(match[1]), "height": int(match[2])}
-    submit = functools.partial(
-        engine.submit, model=asked.model or None, partials=(asked.partial_images or 0) if asked.stream else 0
-    )
+    submit = functools.partial(engine.submit, model=model, partials=(asked.partial_images or 0) if asked.stream else 0)
     if not isinstance(asked, EditRequest):
         return submit("txt2img", Txt2imgOptions(**options))
     most = engine.limits.max_pixels
@@ -141,9 +146,9 @@ def _submit(engine: Engine, asked: ImageRequest, files: dict[str, list[bytes]]) 
         mask = _hole(open_bytes(files["mask"][0], "mask", most))
         if mask is None:
             raise Refused(422, "mask has no transparent part: transparent is repainted")
-    elif tasks_of(engine.library.model) != ("img2img",):  # a model that follows instructions needs no mask
+    elif engine.library.facts(model).tasks != ("img2img",):  # a model that follows instructions needs no mask
         mask = _hole(image)
-    options |= {"init_img": (image.convert("RGB"),), "strength": asked.strength}
+    options |= {"init_img": (to_rgb(image),), "strength": asked.strength}
     if mask is None:
         return submit("img2img", Img2imgOptions(**options))
     return submit("inpaint", InpaintOptions(**options, mask=(mask,)))

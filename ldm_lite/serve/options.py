@@ -23,7 +23,14 @@ class LimitOptions(CheckedOptions):
     max_pixels: int = option(2**20, "of an image", within=(64, 2**28))
     max_steps: int = option(150, "of an image", within=(1, 1000))
     max_images: int = option(16, "of a request", within=(1, 1000))
+    max_branches: int = option(
+        10, "of a step: the parts of a prompt, which AND joins, the negative prompt, ControlNets", within=(2, 1000)
+    )
+    max_work: int = option(
+        2000, "of a request: millions of pixels x steps x images x branches, of both passes", within=(1, MOST)
+    )
     max_queue: int = option(256, "images that wait; then requests get status 429", within=(1, MOST))
+    max_waiting: int = option(256, "MiB of pictures that wait with their requests; then 429", within=(1, MOST))
     max_body: int = option(32, "MiB of a request", within=(1, 1024))
     timeout: float = option(600.0, "seconds until a request that is not finished gives up", within=(0.1, DAY))
     grace: float = option(
@@ -45,10 +52,17 @@ class ServeOptions(LimitOptions):
         None, "folder of ControlNets and T2I-Adapters that requests may name", metavar="DIR", common=True
     )
     upscalers: str | None = option(None, "folder of ESRGAN networks that requests may name", metavar="DIR", common=True)
+    embeddings: str | None = option(
+        None, "folder of textual inversions, which prompts use by name", metavar="DIR", common=True
+    )
     api_key: str | None = option(None, "key that requests need, or @FILE that holds it", metavar="KEY", common=True)
     allow_host: tuple[str, ...] = option(
         (), "name under which the server is reached, besides localhost and addresses; repeatable", metavar="NAME"
     )
+    proxy: str | None = option(
+        None, "address of a reverse proxy, whose X-Forwarded-For tells clients apart", metavar="ADDRESS"
+    )
+    max_connections: int = option(1024, "open at a time; a client may have half of them", within=(8, MOST))
     preview: str | None = option(
         None, "small autoencoder for previews: taesd, taesdxl, ... (default: the model's own)", metavar="FILE"
     )

@@ -2,13 +2,18 @@
 
 import dataclasses
 import logging
+import math
 import os
+import re
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import takewhile
+from typing import Any
 
 from PIL import Image
 from torch import Tensor
@@ -18,7 +23,7 @@ from ldm_lite.cli.task_options import Txt2imgOptions
 from ldm_lite.image import to_image
 from ldm_lite.serve.library import Library, Loras
 from ldm_lite.serve.options import LimitOptions
-from ldm_lite.toolkit import Batch, Result, Sample, State, count_images, prepare
+from ldm_lite.toolkit import Batch, Sample, State, demand, prepare
 
 log = logging.getLogger("ldm_lite")
 
@@ -26,6 +31,12 @@ QUEUED, RUNNING, DONE, FAILED, CANCELLED = "queued", "running", "done", "failed"
 # Options that may differ in a batch.
 DIFFERENT = {"prompt", "negative_prompt", "seed", "variation_seed", "init_img", "mask", "batch_size", "n_iter"}
 PREVIEW_SHARE = 0.2  # of the time that may go into previews
+STAY = 10.0  # seconds that a model is kept for requests that name it while an earlier one waits for another
+MOST_CHUNKS = (300, 2000)  # of 75 tokens, in a text and in all texts of a request
+MOST_PREPARED = 16  # requests that wait for another batch though their images are decoded
+MOST_SIDES = 2**14  # pixels of a side
+LEAST_TILE = 64  # pixels
+CLIENT: ContextVar[str] = ContextVar("client", default="")  # whose request is being answered: requests take turns by it
 
 
 class Full(Exception):
@@ -33,20 +44,38 @@ class Full(Exception):
 
 
 class Stopping(Exception):
-    """The server is being stopped, and takes no requests."""
+    """The server is being stopped, or its device has failed: it takes no requests."""
+
+
+EXPECTED = (Full, Stopping, TimeoutError, ValueError, TypeError)  # errors that are not the server's
+
+
+def report(error: BaseException) -> None:
+    """Write an error that is the server's own into the log, with its traceback, once."""
+    if not isinstance(error, EXPECTED) and not hasattr(error, "is_reported"):
+        error.is_reported = True  # type: ignore[attr-defined]
+        log.error("an error of the server: %s: %s", type(error).__name__, error, exc_info=error)
 
 
 class Ticket:
     """A request of one or more images.  Any thread may read it; the engine's thread writes it."""
 
-    def __init__(self, engine: "Engine", task: str, options: Txt2imgOptions, model: str, loras: Loras) -> None:
+    def __init__(
+        self, engine: "Engine", task: str, options: Txt2imgOptions, model: str | None = None, loras: Loras = ()
+    ) -> None:
         self.task, self.options, self.model, self.loras = task, options, model, loras
+        self.client = CLIENT.get()
         self.count = 0  # images
+        self.work = 0.0  # millions of pixels that the network runs over: see Engine.check_work
+        self.branches = 2  # of each step, of an image
+        self.start = 0.0  # its turn: the work that its client had asked for before
+        self.call: Callable[[Image.Image], Image.Image] | None = None  # what is done with images, without the model
+        self.images: Sequence[Image.Image] = ()
         self.num_partials = 0  # of each image: shown on the way
         self.state = QUEUED
         self.step = self.num_steps = 0  # of the images that run
         self.passes = (0, 1)  # that they have behind them, of how many
-        self.results: list[Result] = []
+        self.results: list[Any] = []  # of Result, or of images from a call
         self.partials: list[tuple[int, Image.Image]] = []  # (number of the image, what the step predicted)
         self.error: Exception | None = None
         self.interrupted = False
@@ -62,8 +91,20 @@ class Ticket:
     @property
     def position(self) -> int:
         """The number of images that come before; 0 once it runs or has ended."""
-        before = takewhile(lambda earlier: earlier is not self, list(self._engine.queue))
+        before = takewhile(lambda earlier: earlier is not self, self._engine.in_turn())
         return sum(earlier.count - len(earlier.results) for earlier in before) if self.state == QUEUED else 0
+
+    @property
+    def turn(self) -> float:
+        """Tickets with less come first."""
+        return self.start + self.work * len(self.results) / max(1, self.count)
+
+    @cached_property
+    def size(self) -> int:
+        """The bytes of its images, as long as it waits."""
+        values = [value for value in vars(self.options).values() if isinstance(value, tuple)]
+        items = [getattr(item, "image", item) for value in (*values, self.images) for item in value]
+        return sum(item.width * item.height * len(item.getbands()) for item in items if isinstance(item, Image.Image))
 
     @property
     def ended(self) -> bool:
@@ -132,7 +173,11 @@ class Unit:
 
 
 class Engine:
-    """Runs tickets in the order in which they came; images that are alike run together with the first."""
+    """Runs tickets, clients in turn; images that are alike run together with the first.
+
+    Turns are those of start-time fair queueing: a ticket's is the work that its client has asked for before it, but no
+    less than the turn that runs.  So the first request of a client comes before the second of each other one.
+    """
 
     def __init__(self, library: Library, limits: LimitOptions) -> None:
         self.library, self.limits = library, limits
@@ -140,9 +185,14 @@ class Engine:
         self.running: list[Ticket] = []
         self.queue: list[Ticket] = []  # in the order of arrival, also those of which some images run
         self._changed = threading.Condition()
-        self._stopping = False
+        self._turn = 0.0  # the one that runs
+        self._asked: dict[str, float] = {}  # by client: the turn of its next ticket
+        self._kept_since: float | None = None  # when the loaded model was kept though another one was next
+        self._unload = False
+        self._stopping = self._failed = False
         self._give_up = float("inf")  # the time at which running images are interrupted
         self._thread = threading.Thread(target=self._loop, name="denoising", daemon=True)
+        library.given_up = lambda: bool(self.running) and all(map(self._has_ended, self.running))
 
     # ---- for any thread ---------------------------------------------------------------------------------------------
 
@@ -167,24 +217,72 @@ class Engine:
         ticket = Ticket(self, task, options, self.library.check(model, loras), loras)
         ticket.num_partials = partials
         self._check(ticket)
+        return self._add(ticket)
+
+    def submit_call(
+        self,
+        task: str,
+        call: Callable[[Image.Image], Image.Image],
+        images: Sequence[Image.Image],
+        sizes: Sequence[tuple[int, int]],
+    ) -> Ticket:
+        """Queue what is made of images without the model; sizes are those of the results, which are images, too.
+
+        Raises ValueError, Full, Stopping.
+        """
+        ticket = Ticket(self, task, Txt2imgOptions(), self.library.loaded)
+        ticket.call, ticket.images, ticket.count = call, images, len(sizes)
+        self._check_count(ticket.count)
+        ticket.work = sum(width * height for width, height in sizes) / 1e6
+        return self._add(ticket)
+
+    def _add(self, ticket: Ticket) -> Ticket:
+        """Give a ticket its turn.  If there is no place, the client that holds most loses its last ticket."""
         with self._changed:
-            if self._stopping:
-                raise Stopping("the server is being stopped: try again later")
-            waiting = self.waiting
-            if waiting + ticket.count > self.limits.max_queue:
+            self.check_room()
+            images = self.limits.max_queue
+            most = self.limits.max_waiting * 2**20
+            waiting = [*(other for other in self.queue if other.state == QUEUED), ticket]
+            dropped = []
+            while sum(other.count for other in waiting) > images or sum(other.size for other in waiting) > most:
+                held = Counter[str]()
+                for other in waiting:
+                    held[other.client] += other.count / images + other.size / most
+                greediest = ticket.client if held[ticket.client] >= max(held.values()) else max(held, key=held.get)
+                dropped.append(next(other for other in reversed(waiting) if other.client == greediest))
+                waiting.remove(dropped[-1])
+            full = Full(
+                f"the queue is full: {len(waiting)} requests wait, at most {images} images and {most >> 20} MiB may"
+            )
+            if ticket in dropped:
                 self.totals["refused"] += 1
-                raise Full(f"{waiting} images are waiting, and at most {self.limits.max_queue} may: try again later")
+                raise full
+            for other in dropped:
+                self.queue.remove(other)
+            ticket.start = max(self._turn, self._asked.get(ticket.client, 0.0))
+            self._asked = {client: turn for client, turn in self._asked.items() if turn > self._turn}
+            self._asked[ticket.client] = ticket.start + ticket.work
             self.queue.append(ticket)
             self.totals["requests"] += 1
             self._changed.notify_all()
+        for other in dropped:
+            self.cancel(other, full)
         return ticket
+
+    def check_room(self, client: str | None = None) -> None:
+        """Raises Stopping if no requests are taken, Full if the queue is, mostly of a client's."""
+        if self._stopping:
+            raise Stopping("the device has failed" if self._failed else "the server is being stopped: try again later")
+        most, mine = self.limits.max_queue, sum(each.count for each in list(self.queue) if each.client == client)
+        if client is not None and self.waiting >= most and 2 * mine >= most:
+            raise Full(f"the queue is full: {self.waiting} images wait, at most {most} may: try again later")
 
     def _check(self, ticket: Ticket) -> None:
         """Count a ticket's images.
 
         Raises ValueError for a ticket that names files, is beyond the limits, or that its model cannot do.
         """
-        options, limits = ticket.options, self.limits
+        options, limits, facts = ticket.options, self.limits, self.library.facts(ticket.model)
         for field in filter(names_files, dataclasses.fields(options)):
             value = getattr(options, field.name)
             if any(isinstance(item, (str, os.PathLike)) for item in (value if isinstance(value, tuple) else (value,))):
@@ -193,34 +291,93 @@ class Engine:
                 )
         if options.seamless is not None:
             raise ValueError("the server makes no seamless images: leave `seamless` out")
-        ticket.count = count_images(options)  # which may read files: after the check that there are none
-        if ticket.count > limits.max_images:
-            raise ValueError(f"got {ticket.count} images, wanted at most {limits.max_images} in a request")
+        if getattr(options, "tile", LEAST_TILE) < LEAST_TILE:
+            raise ValueError(f"got `tile` {options.tile}, wanted {LEAST_TILE} or more")  # type: ignore[attr-defined]
+        self._check_count((options.batch_size or 1) * (options.n_iter or 1))  # before a list of so many is made
         for name in ("steps", "hires_steps"):
             if (getattr(options, name) or 0) > limits.max_steps:
                 raise ValueError(f"got `{name}` {getattr(options, name)}, wanted at most {limits.max_steps}")
-        for image in getattr(options, "init_img", ()) if ticket.task == "upscale" else ():
-            width, height = to_image(image).size
-            self.check_size(4 * width, 4 * height)
-        side = self.library.model.family.resolution if ticket.task == "txt2img" else 1
-        times = options.hires or 1
-        self.check_size(int(times * (options.width or side)), int(times * (options.height or side)))
-        if ticket.model == self.library.loaded and not options.control:
-            prepare(self.library.model, options)
+        asked = demand(options, facts.steps)  # which may read files: after the check that there are none
+        ticket.count = asked.images
+        self._check_count(ticket.count)
+        for number, most, what in zip((asked.longest, asked.chunks), MOST_CHUNKS, ("a text", "all texts"), strict=True):
+            if number > most:
+                raise ValueError(
+                    f"got about {number} chunks of 75 tokens in {what} of the prompt, wanted at most {most}"
+                )
+        ticket.branches = asked.parts + 1 + len(options.control)
+        if ticket.branches > limits.max_branches:
+            raise ValueError(
+                f"got {ticket.branches} branches in each step, for {asked.parts} parts of a prompt, a negative one "
+                f"and {len(options.control)} ControlNets, wanted at most {limits.max_branches} (`max_branches`)"
+            )
+        self.check_work(ticket, *self._size(ticket, facts.side))
+        ticket.options = dataclasses.replace(options, embedding=self.library.embeddings_in(options))
+        if (model := self.library.ready(ticket.model)) is not None and not options.control:
+            prepare(model, ticket.options)
 
-    def check_size(self, width: int, height: int) -> None:
-        """Raises ValueError for an image of more pixels than requests may ask for."""
-        if width * height > self.limits.max_pixels:
-            raise ValueError(f"got {width} x {height} pixels, wanted at most {self.limits.max_pixels} of an image")
+    def _size(self, ticket: Ticket, side: int) -> tuple[int, int]:
+        """The size of a ticket's images, as far as it is known; an image without a size is reduced by its model."""
+        options, images = ticket.options, getattr(ticket.options, "init_img", ())
+        if not images:
+            return options.width or side, options.height or side
+        sizes = [to_image(image).size for image in images]
+        width, height = max(size[0] for size in sizes), max(size[1] for size in sizes)
+        added = [int(pixels) for pixels in re.findall(r"=\s*(\d{1,9})", getattr(options, "extend", None) or "")]
+        if added:  # before it is reduced
+            self.check_size(width + sum(added), height + sum(added), of=16)
+        if ticket.task == "upscale":
+            return 4 * width, 4 * height
+        if (long := getattr(options, "resolution", None)) is not None:
+            return long, math.ceil(long * min(width, height) / max(width, height))
+        if options.width or options.height:
+            by_width, by_height = (options.width or 0) / width, (options.height or 0) / height
+            return options.width or round(by_height * width), options.height or round(by_width * height)
+        ratio = min(1.0, 2 * side / max(width, height))
+        return round(ratio * width), round(ratio * height)
+
+    def check_work(self, ticket: Ticket, width: int, height: int) -> None:
+        """Measure a ticket's work.  Raises ValueError beyond the limits of an image, and of a request's whole work."""
+        options, times = ticket.options, ticket.options.hires or 1
+        last = int(times * width), int(times * height)
+        self.check_size(*last)
+        steps = options.steps or self.library.facts(ticket.model).steps
+        pixels, text = width * height * steps, f"{width} x {height} pixels x {steps} steps"
+        if options.hires is not None:
+            second = options.hires_steps or steps
+            pixels += math.prod(last) * second
+            text += f" and {last[0]} x {last[1]} x {second}"
+        ticket.work = ticket.count * ticket.branches * pixels / 1e6
+        if ticket.work > self.limits.max_work:
+            raise ValueError(
+                f"got {ticket.count} images x {ticket.branches} branches x {text}, {ticket.work:,.0f} millions, wanted "
+                f"at most {self.limits.max_work:,} in a request (`max_work`): ask for less"
+            )
+
+    def _check_count(self, count: int) -> None:
+        if count > self.limits.max_images:
+            raise ValueError(f"got {count} images, wanted at most {self.limits.max_images} in a request")
+
+    def check_size(self, width: int, height: int, of: int = 1) -> None:
+        """Raises ValueError for an image of more pixels than `of` images may have."""
+        if width * height > of * self.limits.max_pixels or max(width, height) > MOST_SIDES:
+            most = of * self.limits.max_pixels
+            raise ValueError(f"got {width} x {height} pixels, wanted at most {most} of an image, {MOST_SIDES} a side")
 
     @property
     def waiting(self) -> int:
         """The number of images that wait."""
         return sum(ticket.count for ticket in list(self.queue) if ticket.state == QUEUED)
 
+    def in_turn(self) -> list[Ticket]:
+        """The queue in the order in which its tickets come."""
+        return sorted(self.queue, key=lambda ticket: ticket.turn)
+
     def cancel(self, ticket: Ticket, error: Exception | None = None) -> None:
         """End a ticket without a result; its images that run are dropped."""
         self._remove(ticket)
+        if error is not None:
+            report(error)
         if not ticket.ended:
             self.totals["failed" if error else "cancelled"] += 1
         ticket.end(FAILED if error else CANCELLED, error)
@@ -234,6 +391,12 @@ class Engine:
             self._changed.notify_all()
         for ticket in waiting:
             self.cancel(ticket, Stopping("the server was stopped before this request began: try again later"))
+
+    def unload(self) -> None:
+        """Free the model once no request waits; the next one loads it again."""
+        with self._changed:
+            self._unload = True
+            self._changed.notify_all()
 
     def close(self) -> None:
         """Stop, and wait for the end of what runs."""
@@ -254,9 +417,13 @@ class Engine:
         while True:
             with self._changed:
                 idle = not self.queue
-                self._changed.wait_for(lambda: self.queue or self._stopping)
-                if not self.queue:
+                self._changed.wait_for(lambda: self.queue or self._stopping or self._unload)
+                if not self.queue and self._stopping:
                     return
+                if not self.queue and self._unload:
+                    self.library.unload()
+                    self._unload = False
+                    continue
                 if idle:
                     self._changed.wait_for(lambda: self._stopping, self.limits.linger)
             try:
@@ -264,28 +431,58 @@ class Engine:
                 if units:
                     self._denoise(units)
             except Exception as error:  # it ends the tickets that it came from: the others go on
-                for ticket in {unit.ticket for unit in units} or set(self.queue[:1]):
+                for ticket in {unit.ticket for unit in units} or set(self.running or self.in_turn()[:1]):
                     self.cancel(ticket, error)
+                if not isinstance(error, EXPECTED) and not self.library.works():  # as after an illegal access of CUDA
+                    log.error("the device has failed: the server takes no more requests, start it again")
+                    self._failed = True
+                    self.stop()
+            for ticket in self.running:
+                if ticket.ended:
+                    _free(ticket)
             self.running, units = [], []
 
     def _gather(self) -> list[Unit]:
         """Return the images of the next batch."""
-        with self._changed:
-            tickets = list(self.queue)
-        if not tickets or self._has_ended(tickets[0]):
+        tickets = [ticket for ticket in self.in_turn() if not self._has_ended(ticket)]
+        if not tickets:
             return []
         first, units = tickets[0], list[Unit]()
+        self._turn = max(self._turn, first.turn)
+        if first.call is not None:
+            self._run_call(first)
+            return []
+        if first.model == self.library.loaded:
+            self._kept_since = None
+        elif mates := [ticket for ticket in tickets if ticket.model == self.library.loaded and not ticket.call]:
+            self._kept_since = self._kept_since or time.monotonic()
+            first = first if time.monotonic() > self._kept_since + STAY else mates[0]
         if (first.model, first.loras) != (self.library.loaded, self.library.merged):
+            self.running = [first]
             for ticket in tickets:  # they hold the model that is to be freed
-                ticket.samples = None
-                ticket.prepared.clear()
-            self.totals["swaps"] += first.model != self.library.loaded
+                _free(ticket)
+            swaps = first.model != self.library.loaded
+            assert first.model is not None
             self.library.use(first.model, first.loras)
-        for ticket in tickets:
-            if ticket is first or _are_alike(first, ticket):
-                while len(units) < self.library.most_together and (unit := self._take(ticket, units)) is not None:
-                    units.append(unit)
+            self.totals["swaps"] += swaps
+            self._kept_since, self.running = None, []
+        most, prepared = 2 * self.library.most_together, 0  # branches: an image has two
+        for ticket in [first, *(ticket for ticket in tickets if _are_alike(first, ticket))]:
+            share = max(2, ticket.branches)
+            while share * (len(units) + 1) <= max(most, share) and (unit := self._take(ticket, units)) is not None:
+                units.append(unit)
+            prepared += bool(ticket.prepared)  # it does not go with the first, and stays in memory
+            if share * (len(units) + 1) > most or prepared > MOST_PREPARED:
+                break
         return units
+
+    def _run_call(self, ticket: Ticket) -> None:
+        """Make the next image of a ticket without a model."""
+        assert ticket.call is not None
+        ticket.state, self.running = RUNNING, [ticket]
+        ticket.results.append(ticket.call(ticket.images[len(ticket.results)]))
+        self._done_if_whole(ticket)
+        ticket.tell()
 
     def _take(self, ticket: Ticket, units: list[Unit]) -> Unit | None:
         """Return a ticket's next image; None if there is none, it does not go with units, or preparing it failed."""
@@ -298,7 +495,8 @@ class Engine:
                 ticket.prepared.append(Unit(ticket, sample))
             if not ticket.prepared:
                 return None
-            self.check_size(*ticket.prepared[0].sample.size)
+            if not (sample := ticket.prepared[0].sample).is_second:
+                self.check_work(ticket, *sample.size)
             if not units or units[0].sample.goes_with(ticket.prepared[0].sample):
                 return ticket.prepared.popleft()
         except Exception as error:
@@ -387,6 +585,9 @@ class Engine:
         except Exception as error:
             self.cancel(ticket, error)
             return
+        self._done_if_whole(ticket)
+
+    def _done_if_whole(self, ticket: Ticket) -> None:
         if len(ticket.results) == ticket.count or ticket.interrupted:
             self._remove(ticket)
             self.totals["done"] += 1
@@ -396,13 +597,19 @@ class Engine:
         with self._changed:
             if ticket in self.queue:
                 self.queue.remove(ticket)
-        ticket.samples = None  # they hold the model
-        ticket.prepared.clear()
+
+
+def _free(ticket: Ticket) -> None:
+    """Drop what holds the model, in the engine's thread, which alone makes and takes it."""
+    ticket.samples = None
+    ticket.prepared.clear()
 
 
 def _are_alike(first: Ticket, second: Ticket) -> bool:
     """Whether two tickets ask for the same apart from prompts, seeds and images: a quick test before goes_with."""
-    if (first.model, first.loras, type(first.options)) != (second.model, second.loras, type(second.options)):
+    if first is second or second.call or type(first.options) is not type(second.options):
+        return False
+    if (first.model, first.loras, first.branches) != (second.model, second.loras, second.branches):
         return False
     names = (field.name for field in dataclasses.fields(first.options) if field.name not in DIFFERENT)
     return all(getattr(first.options, name) == getattr(second.options, name) for name in names)

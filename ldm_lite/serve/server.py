@@ -1,12 +1,17 @@
-"""Runs the application with uvicorn until a signal comes."""
+"""Runs the application with uvicorn until a signal comes, with limits for slow and for many connections."""
 
 import logging
 import socket
 import threading
+import time
 from types import FrameType
+from typing import Any
 
 import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol  # unlike httptools it limits the length of headers
 
+from ldm_lite.cli.console import as_flags, printable
 from ldm_lite.cli.options import LoadOptions
 from ldm_lite.serve.app import make_app
 from ldm_lite.serve.library import Library
@@ -14,6 +19,73 @@ from ldm_lite.serve.options import ServeOptions
 from ldm_lite.serve.queue import Engine
 
 log = logging.getLogger("ldm_lite")
+
+IDLE = 15.0  # seconds that a connection has for the head of a request
+STALLED = 30.0  # seconds in which a client has to take some of an answer
+LEAST_RATE = 2**10  # bytes a second of it
+LOOK = 1.0  # seconds between two looks at a connection
+
+
+class _Connection(H11Protocol):
+    """uvicorn's, which ends if its client is too slow, or has too many; the oldest that asks nothing makes place."""
+
+    most, proxy = 1024, ""  # connections, of which a client has half; only the address of a proxy may have all
+
+    def connection_made(self, transport: Any) -> None:
+        """Begin.  There may be too many."""
+        super().connection_made(transport)
+        self.since = self.read_at = time.monotonic()  # when it began to wait for a request; looked at what is unread
+        self.unread = 0  # bytes of answers that were written and not taken
+        others = [other for other in self.connections if other is not self and not other.transport.is_closing()]
+        same = [other for other in others if other.address == self.address != self.proxy]
+        for rivals, most in ((same, self.most // 2), (others, self.most)):
+            if len(rivals) >= most:
+                idle = [other for other in rivals if not other.is_busy]
+                min(idle, key=lambda other: other.since, default=self).transport.abort()
+        self._look()
+
+    @property
+    def address(self) -> str:
+        """The client's."""
+        return self.client[0] if self.client else ""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a request is being answered."""
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _look(self) -> None:
+        if self not in self.connections:
+            return
+        now, unread = time.monotonic(), self.transport.get_write_buffer_size()
+        is_slow = now > self.read_at + STALLED and unread > self.unread - LEAST_RATE * STALLED
+        if is_slow or (not unread and not self.is_busy and now > self.since + IDLE):
+            self.transport.abort()
+            return
+        if not unread or now > self.read_at + STALLED:
+            self.read_at, self.unread = now, unread
+        self.loop.call_later(LOOK, self._look)
+
+    def on_response_complete(self) -> None:
+        """Wait for the next request."""
+        self.since = time.monotonic()
+        super().on_response_complete()
+
+
+def config(app: ASGIApp, options: ServeOptions) -> uvicorn.Config:
+    """Return how uvicorn runs an application."""
+    limits = {"most": options.max_connections, "proxy": options.proxy or ""}
+    return uvicorn.Config(
+        app,
+        http=type("Connection", (_Connection,), limits),
+        ws="none",
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        proxy_headers=options.proxy is not None,
+        forwarded_allow_ips=options.proxy,
+        timeout_graceful_shutdown=int(options.grace) + 10,
+    )
 
 
 class _Server(uvicorn.Server):
@@ -28,6 +100,24 @@ class _Server(uvicorn.Server):
         if not self.should_exit:
             threading.Thread(target=self.engine.stop).start()  # the signal may have come where its lock is held
         super().handle_exit(sig, frame)
+
+
+class _Lines(logging.Formatter):
+    """Lines with their time; what is repeated is said again, unlike what a command says."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """One line."""
+        level = "" if record.levelno < logging.WARNING else f"{record.levelname.lower()}: "
+        return f"{self.formatTime(record, '%Y-%m-%dT%H:%M:%S%z')} {level}{as_flags(printable(record.message))}"
+
+
+def log_lines() -> None:
+    """Let the log be lines of stderr with their time, from now on: accesses, warnings, tracebacks of our own faults."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(_Lines())
+    log.handlers = [handler]
+    log.setLevel(logging.WARNING)  # what a command says about its images is in the answers
+    logging.getLogger("ldm_lite.access").setLevel(logging.INFO)
 
 
 def serve(options: ServeOptions, load: LoadOptions, key: str | None) -> None:
@@ -45,16 +135,10 @@ def serve(options: ServeOptions, load: LoadOptions, key: str | None) -> None:
         raise OSError(f"cannot listen on {place}: {why}; `port=0` takes a free one") from error
     with listening:
         engine = Engine(Library(load, options), options).start()
-        config = uvicorn.Config(
-            make_app(engine, options, key),
-            log_level="warning",
-            access_log=False,
-            timeout_graceful_shutdown=int(options.grace) + 10,
-        )
         host, port = listening.getsockname()[:2]
         place = f"[{host}]" if ":" in host else host
         log.info("http://%s:%d (API: /docs; Ctrl-C stops it)", place, port)
         if key is None and host not in ("127.0.0.1", "::1"):
             log.warning("anyone who reaches %s can use the server: `api_key=KEY` limits that", place)
-        log.setLevel(logging.WARNING)  # what a command says about its images is in the answers
-        _Server(config, engine).run(sockets=[listening])
+        log_lines()
+        _Server(config(make_app(engine, options, key), options), engine).run(sockets=[listening])

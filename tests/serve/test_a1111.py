@@ -22,7 +22,7 @@ def inpainting(library: Library, **given: Any) -> InpaintOptions:
     mask.paste(255, (4, 4, 12, 12))
     images = {"init_images": [encoded(Image.new("RGB", (32, 32), "red"))], "mask": encoded(mask)}
     state = a1111.State(Engine(library, ServeOptions()))
-    options = a1111._submit(state, a1111.Img2imgRequest(**images, **given)).options
+    options = a1111._submit(state, a1111.Img2imgRequest(**images, **given))[0].options
     assert isinstance(options, InpaintOptions)
     return options
 

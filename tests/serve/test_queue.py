@@ -222,7 +222,7 @@ def test_limits_of_a_request(library: Any, wrong: dict[str, Any], message: str) 
 def test_the_queue_has_a_limit(library: Any) -> None:
     engine = engine_of(library, max_queue=5)
     submit(engine, "txt2img", options(batch_size=4))
-    with pytest.raises(Full, match="4 images are waiting, and at most 5 may"):
+    with pytest.raises(Full, match="the queue is full: 1 requests wait, at most 5 images and 256 MiB may"):
         submit(engine, "txt2img", options(batch_size=2))
     assert submit(engine, "txt2img", options()).position == 4
 
@@ -302,7 +302,7 @@ def test_models_are_swapped_on_request_and_named_from_their_folder_alone(models:
     library = library_of(small_path, models=str(models))
     assert library.names == ["small", "more/two", "one"]
     engine = engine_of(library, models=str(models))
-    for name in ("../secret", "secret", "/etc/passwd", "one.safetensors", "more/../one", ""):
+    for name in ("../secret", "secret", "/etc/passwd", "more/../one", ""):
         with pytest.raises(ValueError, match="unknown model"):
             submit(engine, "txt2img", options(), model=name)
     tickets = [
@@ -310,7 +310,7 @@ def test_models_are_swapped_on_request_and_named_from_their_folder_alone(models:
     ]
     engine.start()
     made = finished(*tickets)
-    assert engine.totals["swaps"] == 3
+    assert engine.totals["swaps"] == 2  # those of one model run one after the other
     engine.close()
     assert torch.equal(made[0].pixels, made[6].pixels)
     assert not torch.equal(made[0].pixels, made[4].pixels)

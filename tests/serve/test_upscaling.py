@@ -156,7 +156,7 @@ def test_extras_enlarge_as_python(server: Any, folder: Path) -> None:
     [
         ({"upscaler_1": "4x"}, "unknown upscaler '4x': wanted one of x2net"),
         ({"upscaler_1": "x2net", "upscaling_resize": 8, "image": b64(photo(100, 100))}, "got 800 x 800 pixels"),
-        ({"upscaler_1": "x2net", "upscaling_resize": 9}, "upscaling_resize: got 9"),
+        ({"upscaler_1": "x2net", "upscaling_resize": 9}, "upscaling_resize: Input should be less than or equal to 8"),
         ({"upscaler_1": "x2net", "gfpgan_visibility": 1}, "gfpgan_visibility is not supported"),
         ({"image": "no"}, "image"),
     ],
