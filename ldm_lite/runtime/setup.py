@@ -70,12 +70,13 @@ def prepare(
         for module in unet.modules():
             if isinstance(module, BlockLinear):
                 module.compiled = True
-    if unet is not None and options.compiled is not None:
-        aot.use(unet, Path(options.compiled))
-    elif unet is not None and not moves:
-        is_small = num_parameters(unet) < LAUNCH_BOUND and PLAIN not in kernels
-        settings = {SETTINGS[name]: True for name in kernels & set(SETTINGS)}
-        step = compiled_step(options.compile or ("graph" if is_small else "off"), unet, settings=settings)
+        if options.compiled is not None:
+            aot.use(unet, Path(options.compiled))
+        else:
+            settings = {SETTINGS[name]: True for name in kernels & set(SETTINGS)}
+            step = compiled_step(options.compile or "off", unet, settings=settings)
+    elif unet is not None and device.type == "cuda" and options.compile is None and not moves and PLAIN not in kernels:
+        step = compiled_step("graph", unet) if num_parameters(unet) < LAUNCH_BOUND else denoise_step
     return step, Offloader(networks, device, offload=options.offload, storage=options.storage) if moves else None
 
 

@@ -640,12 +640,17 @@ def test_a_bad_call_does_not_drop_what_is_compiled(tier: str, tiny: nn.Module) -
 
 
 def test_the_default_is_a_graph_where_launches_bound_a_step(small_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tiers_asked: list[str] = []
-    monkeypatch.setattr(setup, "compiled_step", lambda tier, unet, settings: tiers_asked.append(tier) or denoise_step)
-    unet = toy.network(SMALL.unet)
-    for options in (RuntimeOptions(), RuntimeOptions(compile="off"), RuntimeOptions(kernels="plain")):
-        setup.prepare({"unet": unet}, options, CPU)
-    monkeypatch.setattr(setup, "LAUNCH_BOUND", 1)
+    asked: list[str] = []
+    monkeypatch.setattr(setup, "compiled_step", lambda tier, unet: asked.append(tier) or denoise_step)
+    unet, cuda = toy.network(SMALL.unet), torch.device("cuda")
+    setup.prepare({"unet": unet}, RuntimeOptions(), cuda)
+    assert asked == ["graph"]
+    for options in (RuntimeOptions(compile="off"), RuntimeOptions(kernels="plain"), RuntimeOptions(offload="model")):
+        with monkeypatch.context() as patched:
+            patched.setattr(setup, "Offloader", lambda *args, **options: None)
+            setup.prepare({"unet": unet}, options, cuda)
     setup.prepare({"unet": unet}, RuntimeOptions(), CPU)
-    assert tiers_asked == ["graph", "off", "off", "off"]
+    monkeypatch.setattr(setup, "LAUNCH_BOUND", 1)
+    setup.prepare({"unet": unet}, RuntimeOptions(), cuda)
+    assert asked == ["graph"]
     assert compiled_step("graph", unet) is denoise_step, "without CUDA"
