@@ -1,5 +1,7 @@
-"""A hook of mkdocs: pages of the site that stand elsewhere in the repository, and links to them."""
+"""A hook of mkdocs: pages of the site that stand elsewhere in the repository, links to them, and tables of options."""
 
+import dataclasses
+import importlib
 import re
 from pathlib import Path
 from typing import Any
@@ -27,8 +29,24 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Mend the links of a page in docs/."""
-    return markdown if page.file.src_uri in PAGES.values() else with_links(markdown, f"docs/{page.file.src_uri}")
+    """Mend the links of a page in docs/, and put tables in place of lines `options: module.Class`."""
+    if page.file.src_uri in PAGES.values():
+        return markdown
+    tables = re.sub(
+        r"^options: ([\w.]+)\.(\w+)$", lambda found: options_table(*found.groups()), markdown, flags=re.MULTILINE
+    )
+    return with_links(tables, f"docs/{page.file.src_uri}")
+
+
+def options_table(module: str, name: str) -> str:
+    """Return the table of the options that a class declares itself, with their defaults and their help."""
+    kind = getattr(importlib.import_module(module), name)
+    lines = [kind.__doc__.strip(), "", "| option | default | what it is |", "|---|---|---|"]
+    for field in dataclasses.fields(kind):
+        if field.name in kind.__annotations__:
+            about = field.metadata["help"].replace("|", "\\|").replace("<", "&lt;")
+            lines.append(f"| `{field.name}` | `{field.default!r}` | {about} |")
+    return "\n".join(lines)
 
 
 def with_links(text: str, source: str) -> str:
