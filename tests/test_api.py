@@ -80,6 +80,13 @@ def test_the_parts_make_what_txt2img_makes(pipe: Pipeline) -> None:
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
+def test_an_image_of_given_noise_has_no_seed_in_its_text(pipe: Pipeline) -> None:
+    cond, noise = pipe.encode_prompt("a cat"), pipe.noise(seed=5, height=64, width=64)
+    for given, has_seed in (({"cond": cond, "noise": noise}, False), ({"cond": cond}, True)):
+        [result] = pipe.txt2img(height=64, width=64, steps=1, output="result", **given)
+        assert ("Seed: " in result.parameters) == has_seed
+
+
 def test_ready_conditioning_of_sdxl_keeps_its_vector(tmp_path: Path) -> None:
     path = tmp_path / "sdxl.safetensors"
     random_checkpoint.write(path, random_checkpoint.small("sdxl_base"))

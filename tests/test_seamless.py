@@ -7,12 +7,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import random_checkpoint
 import torch
+import toy
+from PIL import Image
 from runs import run_latents
+from safetensors.torch import save_file
 from torch import nn
 
 import ldm_lite
-from ldm_lite import Pipeline
+from ldm_lite import Control, Pipeline
 from ldm_lite.runtime import tiling
 from ldm_lite.runtime.seamless import is_seamless, seamless
 
@@ -54,6 +58,21 @@ def test_a_rolled_input_makes_a_rolled_output(pipe: Pipeline, axes: str) -> None
         for before, after, factor in zip(plain, one_step(pipe, roll, seamless=axes), (1, 8), strict=True):
             same = torch.allclose(before.roll((factor * roll[0], factor * roll[1]), (2, 3)), after, atol=1e-3)
             assert same == (axis in axes)
+
+
+@pytest.mark.parametrize("kind", ["net", "adapter"])
+def test_a_control_is_seamless_too_and_loaded_once(pipe: Pipeline, tmp_path: Path, kind: str) -> None:
+    save_file(
+        toy.control(random_checkpoint.SMALL.unet) if kind == "net" else toy.adapter(), tmp_path / "net.safetensors"
+    )
+    photo = np.asarray(Image.fromarray(toy.photo()).resize((128, 64)))
+    control = Control(tmp_path / "net.safetensors", photo, weight=0.5)
+    plain = one_step(pipe, seamless="x", control=[control])[0]
+    rolled = one_step(pipe, (0, 8), seamless="x", control=[control.with_image(np.roll(photo, 64, axis=1))])[0]
+    torch.testing.assert_close(rolled, plain.roll(8, 3), atol=2e-4, rtol=1e-4)
+    assert not torch.allclose(one_step(pipe, seamless="x")[0], plain, atol=1e-3)
+    assert list(control.networks) == [pipe.unet]
+    assert not is_seamless(control.networks[pipe.unet][0])
 
 
 def test_the_model_does_not_change(pipe: Pipeline) -> None:

@@ -15,8 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 import random_checkpoint
+import torch
 import toy_zoo
 from PIL import Image
+from safetensors.torch import save_file
 
 import ldm_lite
 from ldm_lite import Pipeline
@@ -126,6 +128,29 @@ def test_keys_depend_on_weights_and_contents_of_files(small_path: Path, tmp_path
     assert key() != before
     assert contents("a:b:0.5") != contents("a:b:0.6")
     assert contents(f"{tmp_path / 'c.npy'}:1") != contents("c.npy:1")
+
+
+def test_keys_depend_on_embeddings_named_or_in_a_lora(small_path: Path, tmp_path: Path) -> None:
+    pipe = ldm_lite.load(small_path, device="cpu")
+    fc1 = "lora_te_text_model_encoder_layers_0_mlp_fc1"
+    lora = {f"{fc1}.lora_up.weight": torch.zeros(256, 1), f"{fc1}.lora_down.weight": torch.zeros(1, 64)}
+    for file, value in (("one", 0.5), ("other", 0.6)):
+        vectors = torch.full((2, 64), value)
+        save_file({"emb_params": vectors}, tmp_path / f"{file}.safetensors")
+        save_file({**lora, "bundle_emb.it.emb_params": vectors}, tmp_path / f"lora_{file}.safetensors")
+
+    def key(model: Pipeline = pipe, **options: Any) -> str:
+        task = prepare(model, Txt2imgOptions("a cat it", seed=3, steps=2, **options))
+        _, keys = Existing(task, Counter()).missing(next(iter(task.parts)))
+        return keys[0]
+
+    named = [key(embedding=(f"it={tmp_path / file}.safetensors",)) for file in ("one", "other")]
+    bundled = [
+        key(ldm_lite.load(small_path, device="cpu", lora=tmp_path / f"lora_{file}.safetensors"))
+        for file in ("one", "other")
+    ]
+    assert named == bundled, "names of files do not matter"
+    assert len({key(), *named}) == 3
 
 
 @pytest.mark.slow

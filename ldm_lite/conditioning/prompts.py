@@ -26,7 +26,7 @@ from ldm_lite.models.bert import BERTTextEncoder
 from ldm_lite.models.ops import guidance_embedding
 from ldm_lite.models.t5 import T5Spec
 from ldm_lite.models.z_image import MULTIPLE
-from ldm_lite.text.prompt import BREAK, parse, without_weights
+from ldm_lite.text.prompt import STOP, parse, without_weights
 from ldm_lite.text.tokenizer import TextTokenizer, check_length
 from ldm_lite.zoo.family import text_roles
 
@@ -289,25 +289,25 @@ def chunks(tokenizer: TextTokenizer, texts: Sequence[str], syntax: str = "plain"
 def _divide(tokenizer: TextTokenizer, text: str) -> list[list[tuple[int, float]]]:
     """Divide a prompt in A1111's syntax into chunks of tokens with their weights.
 
-    A full chunk ends at its last comma if that is among its last 20 tokens.  The vectors of an embedding stay together.
+    A full chunk ends at its last comma if that is among its last 20 tokens.  The vectors of an embedding stay together:
+    where they do not fit, a chunk starts with them.
     """
     check_length(text)
     room, comma = tokenizer.room, tokenizer.encode(",")[0]
     full: list[list[tuple[int, float]]] = [[]]
-    for piece, weight in parse(text):
-        if piece == BREAK:
+    for piece in parse(text):
+        if piece is STOP:
             full.append([])
             continue
-        for tokens, _ in tokenizer.units(tokenizer.clean(piece)):
-            chunk, carried = full[-1], list[tuple[int, float]]()
-            if len(chunk) + len(tokens) > room:
-                most = min(MAX_CARRIED, room - len(tokens) + 1)  # fewer if an embedding needs more room
+        for tokens, _ in tokenizer.units(tokenizer.clean(piece[0])):
+            if len(chunk := full[-1]) == room:
                 last = max((i for i, (token, _) in enumerate(chunk) if token == comma), default=-1)
-                if tokens != (comma,) and last >= 0 and len(chunk) - last <= most:
-                    carried = chunk[last + 1 :]
-                    del chunk[last + 1 :]
-                full.append(carried)
-            full[-1] += [(token, weight) for token in tokens]
+                moves = tokens != (comma,) and last >= 0 and room - last <= MAX_CARRIED
+                full.append(chunk[last + 1 :] if moves else [])
+                del chunk[last + 1 if moves else room :]
+            if len(full[-1]) + len(tokens) > room:  # an embedding that does not fit
+                full.append([])
+            full[-1] += [(token, piece[1]) for token in tokens]
     if not full[-1] and len(full) > 1:
         full.pop()  # nothing came after the last BREAK
     if len(full) > MOST_CHUNKS:

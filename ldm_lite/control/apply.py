@@ -91,7 +91,7 @@ class ActiveControls:
             arguments: dict[str, Any] = dict(inputs.arguments or {})
             network: Any = inputs.network
             if self._controlled is not None:
-                network, arguments["control"] = self._controlled, self._control(call.step, len(signs))
+                network, arguments["control"] = self._controlled, self._control(call.step, signs)
             if self._with_images is not None:
                 images = self._image_rows(call.step, signs, rows)
                 if images is not None:
@@ -119,14 +119,15 @@ class ActiveControls:
             )
         return self._longer[key]
 
-    def _control(self, step: int, num_branches: int) -> ControlInputs:
+    def _control(self, step: int, signs: tuple[bool, ...]) -> ControlInputs:
+        """Return the inputs of a step; signs tells of each branch that runs, negative ones first, if it is positive."""
         inputs: list[ControlInput | None] = []
         for control, control_input in self._nets:
             acts = self._acts(control, step)
             if not acts:
                 control_input = control_input._replace(scales=torch.zeros_like(control_input.scales))
             if control.guess or control.pool:
-                control_input = control_input._replace(share=num_branches)
+                control_input = control_input._replace(share=len(signs), positive=sum(signs))
             inputs.append(control_input if self._compiled or acts else None)
         features: Features | None = None
         for control, added in self._adapters:

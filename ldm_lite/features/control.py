@@ -8,6 +8,9 @@ from ldm_lite.control.apply import ActiveControls
 from ldm_lite.control.control import Control, natural_size, parse
 from ldm_lite.control.loading import LoadedControl, load_controls
 from ldm_lite.core.denoise import InputSource
+from ldm_lite.models.controlnet import ControlNet
+from ldm_lite.models.t2i_adapter import T2IAdapter
+from ldm_lite.runtime.seamless import seamless
 from ldm_lite.tasks.features import Feature
 from ldm_lite.tasks.job import Job
 
@@ -38,9 +41,16 @@ class Controls(Feature):
         if not self.loaded or job.plan is None:
             return job
         factor, (_, h, w) = job.model.vae.spec.factor, job.shape
-        active = ActiveControls(job.model, self.loaded, job.plan, (factor * w, factor * h))
+        loaded = [self._as_unet(each, job) for each in self.loaded]
+        active = ActiveControls(job.model, loaded, job.plan, (factor * w, factor * h))
 
         def wrap(source: InputSource, job: Job) -> InputSource:
             return active.wrapped(source)
 
         return dataclasses.replace(job, wrappers=(*job.wrappers, wrap))
+
+    def _as_unet(self, loaded: LoadedControl, job: Job) -> LoadedControl:
+        """Return a control whose network is seamless as the job's UNet is; that of the plain UNet is loaded once."""
+        if job.options.seamless is None or not isinstance(loaded.network, ControlNet | T2IAdapter):
+            return loaded
+        return dataclasses.replace(loaded, network=seamless(loaded.network, job.options.seamless))

@@ -93,7 +93,7 @@ class Noise(Feature):
 
         settings: dict[str, Any] = {}
         if isinstance(options.noise, Tensor):
-            settings = {"RNG": None}
+            settings = {"RNG": None, "Seed": None}  # which it does not come from
         elif not options.compat:
             settings = {"Variation seed": variation if options.variation_strength else None, "RNG": PROGRAMS[program]}
         return dataclasses.replace(job, noise_source=noise_source, settings={**job.settings, **settings})

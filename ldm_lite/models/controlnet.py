@@ -75,8 +75,9 @@ class ControlInput(NamedTuple):
 
     hint: Tensor  # (1,C,h,w) of embed_hint
     scales: Tensor  # (S,) float32, the factors of its S results; all zero = no effect
-    share: int  # K: only the last 1/K of the batch is controlled; 1: all is
+    share: int  # K branches, of which only the last `positive` ones are controlled; 1: all of the batch is
     pool: bool  # average its results over all positions, for the shuffle network
+    positive: int = 1
 
 
 class ControlInputs(NamedTuple):
@@ -109,7 +110,7 @@ def _residuals(
     net: ControlNet, control: ControlInput, x: Tensor, t: Tensor, inputs: Mapping[str, Tensor]
 ) -> tuple[Tensor, ...]:
     """Return the tensors that a ControlNet adds to the UNet's skips and middle, for the whole batch."""
-    first = 0 if control.share == 1 else x.shape[0] - x.shape[0] // control.share
+    first = x.shape[0] // control.share * (control.share - control.positive)
     if "concat" in inputs and net.spec.in_channels > x.shape[1]:
         x = torch.cat([x, inputs["concat"].to(x.dtype)], dim=1)
     context = inputs["context"][first:] if "context" in inputs else None
@@ -118,6 +119,6 @@ def _residuals(
     results = tuple(scale * result for scale, result in zip(control.scales, results, strict=True))
     if control.pool:
         results = tuple(result.mean(dim=(2, 3), keepdim=True) for result in results)
-    if control.share > 1:
+    if first > 0:
         results = tuple(torch.cat([result.new_zeros(first, *result.shape[1:]), result]) for result in results)
     return results

@@ -34,6 +34,7 @@ OTHERS = (
         "init_img",
         "mask",
         "indir",
+        "embedding",
     ),
     *("sampler", "spacing", "steps", "scale", "plan", "guidance", "cond", "uncond", "noise", "refiner", "compat"),
 )
@@ -107,8 +108,12 @@ def _models(task: Task) -> list[Model]:
 
 
 def _weights(model: Model) -> str:
-    """Digest the names, shapes, types and some values of all weights: a merged LoRA changes them too."""
-    parts: list[object] = []
+    """Digest the names, shapes, types and some values of all weights: a merged LoRA changes them too.
+
+    Textual inversions count by the names that prompts have for them, and by all their vectors.
+    """
+    parts: list[object] = [] if model.tokenizer is None else [model.tokenizer.added]
+    parts += [(width, vectors.float().cpu().numpy().tobytes()) for width, vectors in model.learned.items()]
     for role, network in model.networks.items():
         for name, value, values in sampled(network):
             parts += [role, name, value.shape, value.dtype, values]

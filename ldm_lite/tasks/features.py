@@ -62,7 +62,6 @@ FEATURES = {
     "ldm_lite.features.from_png:FromPng": Entry(("from_png",)),
     "ldm_lite.features.templates:Templates": Entry(("dynamic", "wildcards")),
     "ldm_lite.features.compat:Compat": Entry(("compat",)),
-    "ldm_lite.features.seamless:Seamless": Entry(("seamless",)),
     "ldm_lite.features.embedding:Embedding": Entry(("embedding",)),
     "ldm_lite.features.noise:Noise": Entry(("noise", "ensd", "variation_seed", "variation_strength", "brownian")),
     "ldm_lite.features.regions:Regions": Entry(("regions",)),
@@ -73,6 +72,7 @@ FEATURES = {
     "ldm_lite.features.guidance_interval:GuidanceInterval": Entry(("guidance_interval",)),
     "ldm_lite.features.skip_layers:SkipLayerGuidance": Entry(("skip_layer_scale",), family="skip_layers"),
     "ldm_lite.features.control:Controls": Entry(("control", "preprocess", "clip_vision")),
+    "ldm_lite.features.seamless:Seamless": Entry(("seamless",)),
     "ldm_lite.features.shortcuts:Shortcuts": Entry(("deep_cache", "gate_step", "freeu")),
     "ldm_lite.features.refiner:Refiner": Entry(("refiner", "refiner_start")),
     "ldm_lite.features.family_inputs:FamilyInputs": Entry(

@@ -6,6 +6,7 @@
 import re
 
 BREAK = "BREAK"
+STOP = (BREAK, -1.0)  # its piece, which no text is
 MOST_DEPTH = 100  # brackets open at a time
 MOST_WEIGHT = 10**6
 
@@ -17,7 +18,7 @@ _TOKENS = re.compile(
 
 
 def parse(text: str) -> list[tuple[str, float]]:
-    """Parse A1111's syntax into (text, weight) pieces.  BREAK is a piece of its own, with weight -1.
+    """Parse A1111's syntax into (text, weight) pieces.  BREAK is a piece of its own: STOP.
 
     As in A1111, an unclosed bracket extends to the end, and an unopened one is text.  Raises ValueError for brackets
     deeper than MOST_DEPTH, and for weights beyond MOST_WEIGHT.
@@ -26,7 +27,7 @@ def parse(text: str) -> list[tuple[str, float]]:
     opened: dict[str, list[int]] = {"(": [], "[": []}  # index of each open bracket's first piece
 
     def multiply(first: int, factor: float) -> None:
-        pieces[first:] = [(piece, weight if piece == BREAK else weight * factor) for piece, weight in pieces[first:]]
+        pieces[first:] = [piece if piece is STOP else (piece[0], piece[1] * factor) for piece in pieces[first:]]
 
     for match in _TOKENS.finditer(text):
         token, kind = match[0], match.lastgroup
@@ -41,7 +42,7 @@ def parse(text: str) -> list[tuple[str, float]]:
         elif token == "]" and opened["["]:
             multiply(opened["["].pop(), 1 / 1.1)
         elif kind == "stop":
-            pieces.append((BREAK, -1.0))
+            pieces.append(STOP)
         else:  # as in A1111, a backslash that escapes nothing is dropped
             pieces.append((token.removeprefix("\\"), 1.0))
     for first in opened["("]:
@@ -51,11 +52,11 @@ def parse(text: str) -> list[tuple[str, float]]:
     if beyond := [weight for _, weight in pieces if abs(weight) > MOST_WEIGHT]:
         raise ValueError(f"got a prompt with the weight {beyond[0]:g}, wanted at most {MOST_WEIGHT}")
     merged: list[tuple[str, float]] = []
-    for piece, weight in pieces:
-        if merged and merged[-1][1] == weight and BREAK not in (piece, merged[-1][0]):
-            merged[-1] = (merged[-1][0] + piece, weight)
+    for piece in pieces:
+        if merged and merged[-1][1] == piece[1] and piece is not STOP and merged[-1] is not STOP:
+            merged[-1] = (merged[-1][0] + piece[0], piece[1])
         else:
-            merged.append((piece, weight))
+            merged.append(piece)
     return merged or [("", 1.0)]
 
 
@@ -64,7 +65,7 @@ def without_weights(text: str) -> str:
 
     Raises ValueError for a prompt with weights.
     """
-    pieces = [(" ", 1.0) if piece == BREAK else (piece, weight) for piece, weight in parse(text)]
+    pieces = [(" ", 1.0) if piece is STOP else piece for piece in parse(text)]
     for piece, weight in pieces:
         if weight != 1:
             raise ValueError(

@@ -287,6 +287,20 @@ def test_names_have_weights_and_are_not_torn_apart() -> None:
     assert chunks(long, ["a, b long"], "a1111").ids[1, 1:76].tolist() == list(range(FIRST, FIRST + 75))
 
 
+@pytest.mark.parametrize(
+    ("words", "lengths"),
+    [
+        (60, [64]),
+        (72, [74, 2]),  # two vectors do not fit, and start a chunk: what follows the comma stays
+        (73, [74, 3]),  # the chunk is full, so what follows the comma goes along
+    ],
+)
+def test_where_a_chunk_ends_before_a_name(words: int, lengths: list[int]) -> None:
+    """As in sd_hijack_clip.py of AUTOMATIC1111's web UI, whose chunks hold 75."""
+    ids = chunks(NAMED, ["a " * words + ", b easy"], "a1111").ids
+    assert [int((row != 49407).sum()) - 1 for row in ids] == lengths
+
+
 def test_other_tokenizers_have_names_too() -> None:
     tokenizer = replace(BERTTokenizer(), added=(("easy", (9, 8)),))
     assert tokenizer.encode("a easy") == [*BERTTokenizer().encode("a"), 9, 8]

@@ -212,6 +212,18 @@ def test_pooling_leaves_the_position_out_and_the_negative_branch_alone(pipe: Pip
     torch.testing.assert_close(controlled_output(active, pipe.unet, x, toy.T, context), wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("rest", [":guess", ":pool"])
+def test_every_part_of_a_prompt_is_controlled(pipe: Pipeline, folder: Path, rest: str) -> None:
+    """In the modes that leave the negative prompt alone; two halves of a prompt are the prompt."""
+    common = {"steps": 3, "height": 64, "width": 64, "scale": 7.5, "control": [spec(folder, rest)], "seed": 1}
+    common |= {"prompt_syntax": "a1111", "sampler": "ddim"}
+    whole = run_latents(pipe, "a cat", **common)
+    halves = run_latents(pipe, "a cat :0.5 AND a cat :0.5", **common)
+    torch.testing.assert_close(halves, whole, rtol=1e-3, atol=1e-3)
+    regions = run_latents(pipe, "a cat AND a cat", regions="0,0,1,0.5; 0,0.5,1,1", **common)
+    torch.testing.assert_close(regions, whole, rtol=1e-3, atol=1e-3)
+
+
 def test_several_controls_add_up(pipe: Pipeline, folder: Path) -> None:
     half = spec(folder, ":0.5")
     torch.testing.assert_close(

@@ -30,6 +30,8 @@ SOT, EOT = 49406, 49407  # the ids of CLIP's start and end of a text
         ("(a [b) c]", [("a ", 1.1), ("b", 1.0), (" c", 1 / 1.1)]),
         ("one BREAK two", [("one", 1.0), ("BREAK", -1.0), ("two", 1.0)]),
         ("(one BREAK two:1.5)", [("one", 1.5), ("BREAK", -1.0), ("two", 1.5)]),
+        ("BREAKBEAT BREAKBREAK", [("BREAKBEAT BREAKBREAK", 1.0)]),
+        ("B\\REAK (a\\BREAK BREAK)", [("BREAK ", 1.0), ("a", 1.1), ("BREAK", -1.0), ("BREAK", -1.0)]),
         ("BREAKFAST aBREAK", [("BREAKFAST aBREAK", 1.0)]),
     ],
 )
