@@ -16,7 +16,7 @@ from ldm_lite.runtime.compile import LAUNCH_BOUND, Step, compiled_step
 from ldm_lite.runtime.memory import keep_freed_memory
 from ldm_lite.runtime.offload import Offloader
 from ldm_lite.runtime.patching import follow
-from ldm_lite.runtime.precision import set_matmul_precision
+from ldm_lite.runtime.precision import check_matmul_precision, set_matmul_precision
 from ldm_lite.runtime.tiling import tile
 
 log = logging.getLogger("ldm_lite")
