@@ -6,7 +6,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -25,6 +25,7 @@ from ldm_lite.checkpoint.reader import (
     errors_of,
     load_network,
     metadata_of,
+    on_meta,
     open_source,
     read_weight,
     split,
@@ -38,6 +39,7 @@ from ldm_lite.models.pixels import Pixels, PixelSpec
 from ldm_lite.runtime.compile import Step
 from ldm_lite.runtime.offload import Offloader
 from ldm_lite.runtime.precision import pick_device, pick_dtypes, short_name
+from ldm_lite.runtime.setup import check as check_runtime
 from ldm_lite.runtime.setup import load_device, num_parameters, prepare
 from ldm_lite.text.tokenizer import TextTokenizer
 from ldm_lite.zoo.families import (
@@ -50,7 +52,7 @@ from ldm_lite.zoo.families import (
     with_prediction,
     with_vae,
 )
-from ldm_lite.zoo.family import Autoencoder, Family, text_roles
+from ldm_lite.zoo.family import Autoencoder, Family, build, text_roles
 
 log = logging.getLogger("ldm_lite")
 
@@ -140,11 +142,12 @@ class Model:
         return self.vae.spec.embed_dim, height // factor, width // factor
 
 
-def load_model(options: LoadOptions, kind: type[M]) -> M:
+def load_model(options: LoadOptions, kind: type[M], check: Callable[[M], None] | None = None) -> M:
     """Open a checkpoint and load its networks as the options say, into a Model or a subclass.
 
-    options.ckpt is a name as open_source takes it, open Tensors, or None: the bundled model.  Raises
-    FileNotFoundError or ValueError, one line that says what to do.
+    options.ckpt is a name as open_source takes it, open Tensors, or None: the bundled model.  `check` is called before
+    any weights are read, with an outline of the model whose networks are on the meta device.  Raises FileNotFoundError
+    or ValueError, one line that says what to do; what `check` raises.
     """
     start = time.perf_counter()
     loras: list[Any] = []
@@ -158,11 +161,40 @@ def load_model(options: LoadOptions, kind: type[M]) -> M:
     path = file.path
     title = hub.title(path) if path.is_dir() else path.name
     device = pick_device(options.device)
+    check_runtime(options, device)
     family, parts, main, metadata = recognise(file, options)
     parts["unet"], weights = _with_ema(main, parts["unet"], options.ema, family)
     if family.with_loras is not None:
         family, parts["unet"] = family.with_loras(family, parts["unet"], [lora for lora, _ in loras])
     tokenizer, t5_tokenizer = tokenizers_of(family, parts, options.tokenizer, options.t5_vocab)
+    if options.prediction is not None:
+        family = with_prediction(family, options.prediction)
+    elif family.predicts is not None and family.v_resolution is not None and not metadata.keys() & PREDICTIONS:
+        predicted, why = family.predicts(parts["unet"])
+        family = with_prediction(family, predicted)
+        log.info("%s: predicts %s %s; `prediction` overrules that", title, family.prediction, why)
+    for hint in family.hints:
+        is_told = "family" in (metadata if hint.lacks else options.added_metadata)
+        if (hint.word in title.lower()) != hint.lacks and not is_told:
+            log.warning("%s", hint.text(family.title))
+    model = kind(
+        name=title if path.is_dir() else path.stem,
+        family=family,
+        schedule=_schedule(family, main, metadata, options.zero_snr),
+        tokenizer=tokenizer,
+        t5_tokenizer=t5_tokenizer,
+        description=title,
+        ema=weights.startswith("EMA"),
+        unet=None,
+        vae=Pixels(family.vae) if isinstance(family.vae, PixelSpec) else None,  # type: ignore[arg-type]
+        text_encoder=None,
+        text_encoder_2=None,
+    )
+    embeddings = [embedding for lora, _ in loras for embedding in lora.embeddings]
+    if check is not None:
+        with errors_of(path), on_meta():
+            outlines: dict[str, Any] = {role: build(spec) for role, spec in family.networks.items()}
+        check(_with_learned(replace(model, **outlines), embeddings, "`lora`"))
     default = family.dtype if device.type == "cuda" else None
     dtypes = pick_dtypes(options.dtype or default, device, family.networks, ("vae",) if family.vae_overflows else ())
     storage, in_blocks = load_device(options, device), options.storage is None
@@ -170,13 +202,6 @@ def load_model(options: LoadOptions, kind: type[M]) -> M:
         role: load_network(spec, parts[role], role.replace("_", " "), storage, dtypes[role], in_blocks)
         for role, spec in family.networks.items()
     }
-    if options.prediction is not None:
-        family = with_prediction(family, options.prediction)
-    elif family.predicts is not None and family.v_resolution is not None and not metadata.keys() & PREDICTIONS:
-        predicted, why = family.predicts(parts["unet"])
-        family = with_prediction(family, predicted)
-        log.info("%s: predicts %s %s; `prediction` overrules that", title, family.prediction, why)
-    schedule = _schedule(family, main, metadata, options.zero_snr)
     if loras and options.storage is None:
         imported(f"{ADAPTERS}.lora:merge_lora")(networks, loras, removable=False)
     step, offloader = prepare(networks, options, device)
@@ -190,26 +215,10 @@ def load_model(options: LoadOptions, kind: type[M]) -> M:
         f"parameters, {dtype_names} on {device}, loaded in {time.perf_counter() - start:.1f} s"
     )
     log.info("%s", description)
-    for hint in family.hints:
-        is_told = "family" in (metadata if hint.lacks else options.added_metadata)
-        if (hint.word in title.lower()) != hint.lacks and not is_told:
-            log.warning("%s", hint.text(family.title))
     if isinstance(family.vae, PixelSpec):
         networks["vae"] = Pixels(family.vae).to(device, unet_dtype)
-    model = kind(
-        name=title if path.is_dir() else path.stem,
-        family=family,
-        schedule=schedule,
-        tokenizer=tokenizer,
-        t5_tokenizer=t5_tokenizer,
-        description=description,
-        offloader=offloader,
-        step=step,
-        ema=weights.startswith("EMA"),
-        **{"text_encoder": None, "text_encoder_2": None} | networks,
-    )
-    embeddings = [embedding for lora, _ in loras for embedding in lora.embeddings]
-    return _with_learned(model, embeddings, "`lora`") if embeddings else model
+    model = replace(model, description=description, offloader=offloader, step=step, **networks)
+    return _with_learned(model, embeddings, "`lora`")
 
 
 def with_embeddings(model: M, sources: Sequence[str | os.PathLike[str]]) -> M:
@@ -220,7 +229,7 @@ def with_embeddings(model: M, sources: Sequence[str | os.PathLike[str]]) -> M:
     """
     open_embeddings = imported(f"{ADAPTERS}.textual_inversion:open_embeddings")
     embeddings = [embedding for source in sources for embedding in open_embeddings(source)]
-    return _with_learned(model, embeddings, "`embedding`") if embeddings else model
+    return _with_learned(model, embeddings, "`embedding`")
 
 
 def with_autoencoder(model: M, source: str | os.PathLike[str]) -> M:
@@ -233,7 +242,9 @@ def with_autoencoder(model: M, source: str | os.PathLike[str]) -> M:
 
 
 def _with_learned(model: M, embeddings: Sequence[Any], option: str) -> M:
-    """Return the model with the vectors of textual inversions."""
+    """Return the model with the vectors of textual inversions; itself without any."""
+    if not embeddings:
+        return model
     kinds = imported(f"{ADAPTERS}.textual_inversion:CLIP")
     encoders = [net for net in (model.text_encoder, model.text_encoder_2) if isinstance(net, kinds)]
     if model.tokenizer is None or not encoders:

@@ -40,16 +40,19 @@ def load_autoencoder(
 
     Raises FileNotFoundError or ValueError, one line that says what to do.
     """
-    torch_device, parts = pick_device(device), split(open_source(source))
-    if "vae" not in parts:
-        raise ValueError(f"{parts.file.path}: holds no autoencoder, only {', '.join(parts)}")
-    tensors = parts["vae"]
-    network: Autoencoder = load_network(
-        autoencoder_spec(tensors), tensors, "vae", torch_device, pick_dtype(dtype, torch_device)
-    )
+    torch_device, (tensors, spec) = pick_device(device), open_autoencoder(source)
+    network: Autoencoder = load_network(spec, tensors, "vae", torch_device, pick_dtype(dtype, torch_device))
     # The matmul precision is set per process: leave it alone.
     prepare({"vae": network}, RuntimeOptions(), torch_device)
     return network
+
+
+def open_autoencoder(source: str | os.PathLike[str] | None) -> tuple[Tensors, Spec]:
+    """Open an autoencoder's weights, and read its spec.  Raises as load_autoencoder does."""
+    parts = split(open_source(source))
+    if "vae" not in parts:
+        raise ValueError(f"{parts.file.path}: holds no autoencoder, only {', '.join(parts)}")
+    return parts["vae"], autoencoder_spec(parts["vae"])
 
 
 def autoencoder_spec(tensors: Tensors) -> Spec:

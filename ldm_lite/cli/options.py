@@ -75,6 +75,9 @@ class CheckedOptions:
     def __post_init__(self) -> None:
         for declared in dataclasses.fields(self):
             name, value, about = declared.name, getattr(self, declared.name), declared.metadata
+            for text in value if isinstance(value, (tuple, list)) else (value,):
+                if isinstance(text, str) and len(text) > MOST_CHARACTERS and "prompt" not in name:
+                    raise ValueError(f"got `{name}` of {len(text):,} characters, wanted at most {MOST_CHARACTERS:,}")
             if value is not None and about["parse"] is not None:
                 value = about["parse"](name, value)
             elif isinstance(declared.default, tuple) and not isinstance(value, tuple):

@@ -23,7 +23,7 @@ from ldm_lite.diffusion.guidance import Guidance, classifier_free, composed
 from ldm_lite.diffusion.schedule import number
 from ldm_lite.tasks.features import Feature
 from ldm_lite.tasks.job import Job
-from ldm_lite.tasks.texts import PromptEncoder, Texts, parts_of
+from ldm_lite.tasks.texts import PromptEncoder, parts_of
 from ldm_lite.text.schedule import Part
 
 Box = tuple[float, float, float, float]  # left, top, right, bottom, in [0,1] of the image
@@ -46,6 +46,9 @@ class Regions(Feature):
             known = {name: value for name, value in vars(job.texts).items() if name in ENCODER_FIELDS}
             self._texts = job.texts, RegionalEncoder(**known, boxes=self.boxes)
         texts, key = self._texts[1], job.key
+        for prompt in set(texts.prompts):  # raises ValueError before anything is encoded
+            weights = [part.weight for part in parts_of(prompt, "a1111")] if texts.cond is None else [1.0]
+            shares(self.boxes, weights, job.shape[1:])
         return dataclasses.replace(job, texts=texts, key=lambda item: (key(item), texts.weights(item)))
 
 
@@ -65,11 +68,6 @@ class RegionalEncoder(PromptEncoder):
                 f"got {len(self.boxes)} `regions` for a prompt of {min(others)} parts, wanted one for each; AND joins "
                 "parts"
             )
-
-    def _guidance(self, job: Any, text: Texts, count: int) -> Guidance:
-        if len(self.boxes) == 1:  # which a prompt of one part does not need
-            shares(self.boxes, (1.0,), job.shape[1:])  # raises ValueError for less than the whole image
-        return super()._guidance(job, text, count)
 
     def _parts(self, prompt: str) -> list[Part]:
         return parts_of(prompt, "a1111")

@@ -110,7 +110,7 @@ def open_gguf(path: Path) -> BlockTensors:
             metadata, entries = _table(file)
             mapped = torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
     except NotImplementedError as error:
-        raise ValueError(f"{path}: {error}") from error
+        raise ValueError(f"{path}: {str(error)[-300:]}") from error
     except (ValueError, struct.error, EOFError, UnicodeDecodeError) as error:
         reason = str(error)[:200]
         raise ValueError(f"{path}: is a truncated or damaged GGUF file ({reason}): download it again") from error

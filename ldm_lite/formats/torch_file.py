@@ -56,7 +56,7 @@ def open_torch(path: Path) -> Tensors:
         raise ValueError(f"{path}: holds no named tensors, wanted a checkpoint")
     for key, value in tensors.items():
         if kind := _odd(value, path.stat().st_size):
-            raise ValueError(f"{path}: {key} is {kind}, wanted an ordinary tensor")
+            raise ValueError(f"{path}: {key:.60} is {kind}, wanted an ordinary tensor")
     return Tensors(path, {key: tuple(value.shape) for key, value in tensors.items()}, tensors.__getitem__)
 
 

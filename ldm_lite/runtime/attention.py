@@ -184,17 +184,22 @@ def head_dim(layer: Any) -> int:
     return known or projection.weight.shape[0] // getattr(layer, "num_heads", 1)
 
 
+def check_name(name: str) -> None:
+    """Raises ValueError if there is no attention of a name."""
+    kind, _, number = name.partition(":")
+    if name not in names() and not (kind == "sliced" and number.isdecimal() and int(number) > 0):
+        raise ValueError(f"unknown attention {name!r:.60}: wanted one of {', '.join(names())}, or sliced:4")
+
+
 def resolve(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> AttentionFn:
     """Return the function with a name, or "sliced:n", after a trial run on this device and dtype.
 
     "mha" and "fastest" are no functions of q, k and v: see use.  Raises ValueError if the name is unknown or does not
     run here.
     """
-    kind, _, number = name.partition(":")
-    if kind == "sliced" and number.isdecimal() and int(number) > 0:
-        return functools.partial(sliced, num_slices=int(number))
-    if name not in _FUNCTIONS:
-        raise ValueError(f"unknown attention {name!r}: wanted one of {', '.join(names())}, or sliced:4")
+    check_name(name)
+    if name.startswith("sliced:"):
+        return functools.partial(sliced, num_slices=int(name.partition(":")[2]))
     function = _FUNCTIONS[name]
     if device.type != "meta" and not _runs(function, device, dtype, head_dim):
         others = ", ".join(available(device, dtype, head_dim))

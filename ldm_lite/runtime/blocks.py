@@ -155,8 +155,8 @@ class Blocks(NamedTuple):
         if len(blocks) * form.values <= WHOLE:
             return form.dequantize(blocks).to(dtype).view(self.shape)
         values = torch.empty(len(blocks), form.values, dtype=dtype, device=blocks.device)
-        for piece, into in zip(blocks.split(PIECE), values.split(PIECE), strict=True):
-            into.copy_(form.dequantize(piece))
+        for start in range(0, len(blocks), PIECE):
+            values[start : start + PIECE] = form.dequantize(blocks[start : start + PIECE])
         return values.view(self.shape)
 
 

@@ -16,7 +16,7 @@ from ldm_lite.runtime.compile import LAUNCH_BOUND, Step, compiled_step
 from ldm_lite.runtime.memory import keep_freed_memory
 from ldm_lite.runtime.offload import Offloader
 from ldm_lite.runtime.patching import follow
-from ldm_lite.runtime.precision import set_matmul_precision
+from ldm_lite.runtime.precision import check_matmul_precision, set_matmul_precision
 from ldm_lite.runtime.tiling import tile
 
 log = logging.getLogger("ldm_lite")
@@ -39,14 +39,9 @@ def prepare(
     Raises ValueError for options that are unknown, exclude each other, or do not fit the UNet.  Other networks that
     cannot run the attention keep PyTorch's, and the log names them.
     """
+    check(options, device)
     compiles = options.compile not in (None, "off")
     moves = options.offload is not None or options.storage is not None
-    if options.compiled is not None and compiles:
-        raise ValueError(f"got compile {options.compile!r} and a compiled package: leave out `compile` or `compiled`")
-    if moves and (compiles or options.compiled is not None):
-        raise ValueError(
-            "compiled code needs its weights in place: leave out `compile` and `compiled`, or `offload` and `storage`"
-        )
     kernels = BY_DEFAULT if options.kernels is None else choose_kernels(options.kernels, device)
     if options.matmul_precision is not None and device.type == "cuda":
         set_matmul_precision(options.matmul_precision)
@@ -78,6 +73,24 @@ def prepare(
     elif unet is not None and device.type == "cuda" and options.compile is None and not moves and PLAIN not in kernels:
         step = compiled_step("graph", unet) if num_parameters(unet) < LAUNCH_BOUND else denoise_step
     return step, Offloader(networks, device, offload=options.offload, storage=options.storage) if moves else None
+
+
+def check(options: RuntimeOptions, device: torch.device) -> None:
+    """Raises ValueError for options that are wrong whatever the networks."""
+    compiles = options.compile not in (None, "off")
+    moves = options.offload is not None or options.storage is not None
+    if options.compiled is not None and compiles:
+        raise ValueError(f"got compile {options.compile!r} and a compiled package: leave out `compile` or `compiled`")
+    if moves and (compiles or options.compiled is not None):
+        raise ValueError(
+            "compiled code needs its weights in place: leave out `compile` and `compiled`, or `offload` and `storage`"
+        )
+    if options.kernels is not None:
+        choose_kernels(options.kernels, device)
+    if options.matmul_precision is not None:
+        check_matmul_precision(options.matmul_precision)
+    if options.attention is not None:
+        attention.check_name(options.attention)
 
 
 def prepare_like(network: nn.Module, other: nn.Module, device: torch.device) -> None:

@@ -2,33 +2,40 @@
 
 import logging
 import math
+import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from PIL import Image
 
 from ldm_lite import generate
+from ldm_lite.checkpoint import hub
 from ldm_lite.checkpoint.model import Model, load_model, with_autoencoder
-from ldm_lite.checkpoint.parts import is_upscaler
+from ldm_lite.checkpoint.parts import is_upscaler, open_autoencoder
 from ldm_lite.cli.command_options import CascadeOptions, StageOptions
 from ldm_lite.cli.options import LoadOptions, SaveOptions, given
 from ldm_lite.cli.output import Saver
 from ldm_lite.cli.progress import memory, step_bar
 from ldm_lite.cli.task_options import Img2imgOptions, InpaintOptions, Txt2imgOptions, UpscaleOptions
 from ldm_lite.cli.version import __version__
+from ldm_lite.control.control import parse
 from ldm_lite.core.denoise import State
-from ldm_lite.image import grid, to_pil
+from ldm_lite.image import grid, read_image, to_pil
 from ldm_lite.tasks import img2img, inpaint, txt2img, upscale, xy
 from ldm_lite.tasks.cascade import cascade, check, embeddings, stages_of
 from ldm_lite.tasks.enlarge import Upscaler, named_results
 from ldm_lite.tasks.existing import Existing
 from ldm_lite.tasks.job import Task, results
 from ldm_lite.text.parameters import parameters
+from ldm_lite.zoo.families import with_vae
 
 log = logging.getLogger("ldm_lite")
 
+# Options that load other networks, and those that a refiner may be the only one to use.
+OF_NETWORKS = ("control", "preprocess", "clip_vision", "refiner", "refiner_start", "hires_esrgan")
+OF_REFINERS = ("aesthetic_score", "negative_aesthetic_score")
 MOST_IN_GRID = 100  # a grid needs all of its images in memory
 
 
@@ -73,12 +80,21 @@ def make(options: Txt2imgOptions, load: LoadOptions, save: SaveOptions, original
         load = replace(load, dtype="fp32")
     if options.compat and load.ema == "auto":
         load = replace(load, ema="original")
-    model = load_model(load, Model)
-    for name, value in (("C", model.vae.spec.embed_dim), ("f", model.vae.spec.factor)):
-        if original.get(name, value) != value:
-            raise ValueError(f"got --{name} {original[name]}, but this checkpoint has {value}: leave it out")
-    if axes := xy.read_axes(type(options), {letter: getattr(save, letter) for letter in "xyz"}):
-        return _plot(axes, module.prepare, options, count, model, saver)
+    axes = xy.read_axes(type(options), {letter: getattr(save, letter) for letter in "xyz"})
+    sheets = _cells(axes, options, count, saver) if axes else []
+
+    def check_outline(model: Model) -> None:
+        for name, value in (("C", model.vae.spec.embed_dim), ("f", model.vae.spec.factor)):
+            if original.get(name, value) != value:
+                raise ValueError(f"got --{name} {original[name]}, but this checkpoint has {value}: leave it out")
+        if save.preview is not None:
+            with_vae(model.family, open_autoencoder(save.preview)[1], save.preview)
+        for cell in [cell for sheet in sheets for cell in sheet] or [options]:
+            _rehearse(module.prepare, model, cell)
+
+    model = load_model(load, Model, check_outline)
+    if axes:
+        return _plot(axes, module.prepare, sheets, model, saver)
     with_grid = not save.skip_grid and (1 < count <= MOST_IN_GRID or options.compat)
     start, in_grid, text, made = time.perf_counter(), [], "", 0
     preview = None if save.preview is None else Preview(model, save.preview, saver.preview)
@@ -105,27 +121,54 @@ def make(options: Txt2imgOptions, load: LoadOptions, save: SaveOptions, original
     log.info("%d image%s in %.1f s; %s", made, "s" * (made != 1), time.perf_counter() - start, memory())
 
 
-def _plot(
-    axes: Mapping[str, xy.Axis],
-    prepare: Callable[[Model, Any], Task],
-    options: Any,
-    count: int,
-    model: Model,
-    saver: Saver,
-) -> None:
-    """Save the images of an X/Y plot, and the plot; one for each value of Z."""
+def _rehearse(prepare: Callable[[Model, Any], Task], model: Model, options: Any) -> None:
+    """Raise what is wrong with a task's options and files, by the outline of a model: before weights are read.
+
+    Networks of other files are not loaded twice: for these it is only checked that they are there.
+    """
+    controls = parse(options.control, options.preprocess) if options.control else []
+    files = [*(control.source for control in controls), options.clip_vision, options.refiner]
+    for source in (*files, getattr(options, "hires_esrgan", None)):
+        if source is not None and hub.repository(source) is None:
+            hub.resolve(source)
+    images = [control.image for control in controls]
+    names = (*OF_NETWORKS, *(OF_REFINERS if options.refiner is not None else ()))
+    plain = {field.name: field.default for field in fields(options) if field.name in names}
+    try:
+        parts = prepare(model, replace(options, **plain)).parts
+        for source in (*images, *(source for part in parts for source in part.sources)):
+            if isinstance(source, (str, os.PathLike)):
+                read_image(source, lambda image: None)
+    except (NotImplementedError, RuntimeError) as error:  # of torch, for what needs the weights
+        log.debug("not all of the options were checked before loading: %s", error)
+
+
+def _cells(axes: Mapping[str, xy.Axis], options: Any, count: int, saver: Saver) -> list[list[Any]]:
+    """Return the options of each image of an X/Y plot, for each value of Z."""
     if count != 1 or options.compat or saver.options.skip_existing:
         raise ValueError(
             "a plot has one image a cell, and makes all of them: leave out `n_iter`, `batch_size`, `from_file`, "
             "`compat` and `skip_existing`"
         )
     x, y, z = (axes.get(letter) for letter in "xyz")
-    places, on_step = xy.cells(x, y) if x or y else [{}], step_bar()
+    places = xy.cells(x, y) if x or y else [{}]
     sheets = [{}] if z is None else [{z.option: value} for value in z.values]
     if len(places) * len(sheets) > xy.MOST_CELLS:
         raise ValueError(f"got a plot of {len(places) * len(sheets)} images, wanted at most {xy.MOST_CELLS}")
-    every = [[xy.changed(options, sheet | cell, *axes.values()) for cell in places] for sheet in sheets]
-    for sheet, jobs in zip(sheets, every, strict=True):
+    return [[xy.changed(options, sheet | cell, *axes.values()) for cell in places] for sheet in sheets]
+
+
+def _plot(
+    axes: Mapping[str, xy.Axis],
+    prepare: Callable[[Model, Any], Task],
+    sheets: list[list[Any]],
+    model: Model,
+    saver: Saver,
+) -> None:
+    """Save the images of an X/Y plot, and the plot; one for each value of Z."""
+    x, y, z = (axes.get(letter) for letter in "xyz")
+    on_step = step_bar()
+    for number, jobs in enumerate(sheets):
         images = []
         for each in jobs:
             made = next(iter(results(prepare(model, each), on_step)))
@@ -133,7 +176,7 @@ def _plot(
             images.append(made.image)
             if not saver.options.skip_save:
                 print(saver.sample(made.image, made.parameters), flush=True)
-        plot = xy.draw(images, x, y, None if z is None else replace(z, values=tuple(sheet.values())))
+        plot = xy.draw(images, x, y, None if z is None else replace(z, values=(z.values[number],)))
         print(saver.grid(plot, plot.info["parameters"]), flush=True)
 
 

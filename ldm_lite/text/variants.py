@@ -173,17 +173,13 @@ class Prompts:
             number = source.randint(least, most)
             if number > MOST_CHARACTERS:
                 raise ValueError(f"a template takes {number} variants, wanted at most {MOST_CHARACTERS}")
-            left, taken = options, list[Template]()
-            weights = (
-                [weight for weight, _ in options] if isinstance(part, Variants) and options is part.options else []
-            )
+            left, taken = [*options], list[Template]()
+            has_weights = isinstance(part, Variants) and options is part.options  # lines of wildcards have no weights
+            weights = [weight for weight, _ in options] if has_weights else []
             for _ in range(number):
                 [place] = source.choices(range(len(left)), weights if any(weights) else None)
-                taken.append(left[place][1])
-                if number > 1:
-                    left = [*left] if left is options else left
-                    left.pop(place)
-                    del weights[place : place + 1]
+                taken.append(left.pop(place)[1])
+                del weights[place : place + 1]
             for i, option in enumerate(taken):
                 yield between if i else ""
                 yield from self._draw(option, source, depth + 1)

@@ -225,6 +225,20 @@ def test_what_a_message_quotes_is_cut_in_the_middle(capsys: pytest.CaptureFixtur
     assert len(error) < 2100
 
 
+@pytest.mark.parametrize("group", [Options, Img2img, LoadOptions, SaveOptions])
+def test_texts_of_options_are_limited(group: type[CheckedOptions]) -> None:
+    """Before they are parsed and quoted: a message of megabytes helps nobody, in Python and from the server either."""
+    for field in dataclasses.fields(group):
+        for value in ("x" * 10**6, ("1", "x" * 10**6), ["x" * 10**6]):
+            message = ""
+            try:
+                group(**{field.name: value})
+            except (ValueError, TypeError) as error:
+                message = str(error)
+            assert len(message) < 300, field.name
+            assert message or "prompt" in field.name, field.name
+
+
 def test_errors_and_log_records_of_a_command_name_flags(capsys: pytest.CaptureFixture[str]) -> None:
     def body() -> None:
         logging.getLogger("ldm_lite").info("loaded; `prediction` overrules that")
