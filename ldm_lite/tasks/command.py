@@ -79,7 +79,7 @@ def make(options: Txt2imgOptions, load: LoadOptions, save: SaveOptions, original
             raise ValueError(f"got --{name} {original[name]}, but this checkpoint has {value}: leave it out")
     if axes := xy.read_axes(type(options), {letter: getattr(save, letter) for letter in "xyz"}):
         return _plot(axes, module.prepare, options, count, model, saver)
-    with_grid = not save.skip_grid and (1 < count <= MOST_IN_GRID or options.compat)
+    with_grid = not save.skip_grid and count <= MOST_IN_GRID and (count > 1 or options.compat)
     start, in_grid, text, made = time.perf_counter(), [], "", 0
     preview = None if save.preview is None else Preview(model, save.preview, saver.preview)
     bar = step_bar()

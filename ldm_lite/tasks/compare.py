@@ -119,12 +119,14 @@ def run(options: CompareOptions, load: LoadOptions) -> None:
     for name in () if options.compare else options.spacings.split(","):
         if name not in SPACINGS:
             raise ValueError(f"unknown spacing {name!r}: wanted one of {', '.join(SPACINGS)}")
-    for name in () if options.compare or options.samplers is None else options.samplers.split(","):
+    for name in () if options.samplers is None else options.samplers.split(","):
         resolve(name)
+    if not (has_matplotlib := importlib.util.find_spec("matplotlib") is not None):
+        log.warning("no chart without matplotlib: pip install matplotlib")
     steps, saver = numbers(options.steps, "`steps`"), Saver(SaveOptions(out=options.out), "samplers")
     model = load_model(load, Model)
     if options.compare:
-        points = quality.measure(model, options, Path(options.results))
+        points = quality.measure(model, options, None if options.results is None else Path(options.results))
         print(quality.table(list(points["points"].values())))
         drawn = partial(quality.chart, points)
     else:
@@ -133,8 +135,7 @@ def run(options: CompareOptions, load: LoadOptions) -> None:
         rows = compare(model, options)
         print(table(rows, steps))
         drawn = partial(chart, model, rows, options)
-    if importlib.util.find_spec("matplotlib") is None:
-        log.warning("no chart without matplotlib: pip install matplotlib")
+    if not has_matplotlib:
         return
     file = io.BytesIO()
     drawn().savefig(file, format="png")

@@ -27,7 +27,7 @@ from ldm_lite.core.denoise import Branch, Call, Constraint, Draw, Inputs, InputS
 from ldm_lite.core.job import Item, Latents, start
 from ldm_lite.core.job import run as run_batches
 from ldm_lite.diffusion.adaptive import AdaptivePlan
-from ldm_lite.diffusion.names import SAMPLERS, make_plan
+from ldm_lite.diffusion.names import SAMPLERS, make_plan, resolve
 from ldm_lite.diffusion.plan import Plan
 from ldm_lite.families.sd1 import SD1
 from ldm_lite.models.unet import UNet, UNetSpec
@@ -72,10 +72,11 @@ TRICKS = (
 )
 
 
-def cases(model: Model) -> list[Case]:
-    """Return the curves: samplers with a fixed number of calls, then tricks."""
-    fixed = [name for name in SAMPLERS if not isinstance(make_plan(name, model.schedule, 20), AdaptivePlan)]
-    return [*(Case(name, name) for name in fixed), *TRICKS]
+def cases(model: Model, samplers: str | None = None) -> list[Case]:
+    """Return the curves: samplers with a fixed number of calls (of those named, with commas between), then tricks."""
+    chosen = list(SAMPLERS) if samplers is None else [resolve(name)[0] for name in samplers.split(",")]
+    fixed = [name for name in chosen if not isinstance(make_plan(name, model.schedule, 20), AdaptivePlan)]
+    return [*(Case(name, name) for name in fixed), *(trick for trick in TRICKS if trick.sampler in chosen)]
 
 
 def job_of(model: Model, options: Txt2imgOptions, case: Case, steps: int) -> Job:
@@ -135,8 +136,8 @@ class Cost:
         return int(counter.get_total_flops())
 
 
-def measure(model: Model, options: CompareOptions, path: Path) -> dict[str, Any]:
-    """Return all points, in the file too: those that it holds are not run again.
+def measure(model: Model, options: CompareOptions, path: Path | None) -> dict[str, Any]:
+    """Return all points, in the file too, if there is one: those that it holds are not run again.
 
     Samplers that add noise converge to no image: their points have a cost and no error.  Raises ValueError for a file
     of another comparison, and without guidance.
@@ -149,12 +150,12 @@ def measure(model: Model, options: CompareOptions, path: Path) -> dict[str, Any]
         raise ValueError("`compare` is about guidance too: take a `scale` other than 1")
     about = {name: getattr(options, name) for name in ("prompt", "spacing", "reference", "seed")}
     about |= {"model": model.name, "scale": scale}
-    kept = read(path, about)
+    kept: dict[str, Any] = {**about, "points": {}} if path is None else read(path, about)
     shape = model.latent_shape(side, side)
     costs = {"calls": Cost(model.family.unet, shape[-1]), "sd1": Cost(SD1.unet, 64)}
     asked = Txt2imgOptions(options.prompt, negative_prompt="", scale=scale, spacing=options.spacing, seed=options.seed)
     truth: Tensor | None = None
-    for case in cases(model):
+    for case in cases(model, options.samplers):
         for steps in numbers(options.steps, "`steps`"):
             key = f"{case.name}/{steps}"
             if "calls" in kept["points"].get(key, {}):
@@ -170,7 +171,8 @@ def measure(model: Model, options: CompareOptions, path: Path) -> dict[str, Any]
                     truth = latents(job_of(model, asked, Case("", "heun"), options.reference))
                 point["error"] = float((latents(job) - truth).norm() / truth.norm())
             kept["points"][key] = {"name": case.name, **kept["points"].get(key, {}), **point}
-            write_whole(path, json.dumps(kept, indent=1) + "\n")
+            if path is not None:
+                write_whole(path, json.dumps(kept, indent=1) + "\n")
     return kept
 
 
