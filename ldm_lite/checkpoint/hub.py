@@ -126,7 +126,7 @@ def _reason(error: Exception, repository: str) -> str:
         error = error.__cause__  # what kept the library from asking the hub
     if isinstance(error, errors.EntryNotFoundError):
         return f"the repository has no such file; its files are listed at {page}/tree/main"
-    if type(error) in (ConnectionRefusedError, TimeoutError, socket.gaierror):
+    if isinstance(error, (ConnectionRefusedError, TimeoutError, socket.gaierror)):
         return f"the hub cannot be reached ({error.strerror or error}): give the path of a file that is here"
     line = next((line for line in str(error).splitlines() if line.strip()), "")
     return line if isinstance(error, ValueError) else f"{type(error).__name__}: {line}"

@@ -7,7 +7,7 @@ text-to-emoji checkpoint to the results, point by point, and then it is drawn to
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -100,6 +100,18 @@ def latents(job: Job) -> Tensor:
     return next(event for event in run_batches(job) if isinstance(event, Latents)).latents.double()
 
 
+def txt2img_options(model: Model, options: CompareOptions) -> Txt2imgOptions:
+    """Return what all runs have in common."""
+    scale = model.family.scale if options.scale is None else options.scale
+    return Txt2imgOptions(options.prompt, negative_prompt="", scale=scale, spacing=options.spacing, seed=options.seed)
+
+
+def against(model: Model, asked: Txt2imgOptions, steps: int) -> Callable[[Job], float]:
+    """Return what tells the relative error of a job's last latents against a run of Heun's method."""
+    truth = latents(job_of(model, asked, Case("", "heun"), steps))
+    return lambda job: float((latents(job) - truth).norm() / truth.norm())
+
+
 class Cost:
     """The multiplications of a run of a UNet, in calls of the whole network on one branch."""
 
@@ -144,17 +156,15 @@ def measure(model: Model, options: CompareOptions, path: Path | None) -> dict[st
     """
     if not isinstance(model.family.unet, UNetSpec) or model.family.unet.vector_dim or model.family.unet.num_classes:
         raise ValueError(f"`compare` is for UNets that read text alone, not for {model.family.title}")
-    side = model.family.resolution
-    scale = model.family.scale if options.scale is None else options.scale
-    if scale == 1:
+    side, asked = model.family.resolution, txt2img_options(model, options)
+    if asked.scale == 1:
         raise ValueError("`compare` is about guidance too: take a `scale` other than 1")
     about = {name: getattr(options, name) for name in ("prompt", "spacing", "reference", "seed")}
-    about |= {"model": model.name, "scale": scale}
+    about |= {"model": model.name, "scale": asked.scale}
     kept: dict[str, Any] = {**about, "points": {}} if path is None else read(path, about)
     shape = model.latent_shape(side, side)
     costs = {"calls": Cost(model.family.unet, shape[-1]), "sd1": Cost(SD1.unet, 64)}
-    asked = Txt2imgOptions(options.prompt, negative_prompt="", scale=scale, spacing=options.spacing, seed=options.seed)
-    truth: Tensor | None = None
+    error_of: Callable[[Job], float] | None = None
     for case in cases(model, options.samplers):
         for steps in numbers(options.steps, "`steps`"):
             key = f"{case.name}/{steps}"
@@ -167,9 +177,8 @@ def measure(model: Model, options: CompareOptions, path: Path | None) -> dict[st
             source = start(dataclasses.replace(job, wrappers=()), list(job.items))[1]
             point = {name: cost.of(job.plan, source, shortcuts) for name, cost in costs.items()} | {"steps": steps}
             if not job.plan.adds_noise.any():
-                if truth is None:
-                    truth = latents(job_of(model, asked, Case("", "heun"), options.reference))
-                point["error"] = float((latents(job) - truth).norm() / truth.norm())
+                error_of = error_of or against(model, asked, options.reference)
+                point["error"] = error_of(job)
             kept["points"][key] = {"name": case.name, **kept["points"].get(key, {}), **point}
             if path is not None:
                 write_whole(path, json.dumps(kept, indent=1) + "\n")
