@@ -35,6 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         folder = ".__main__" if name in ("serve", "train", "bench", "batch") else ""
         status: int = importlib.import_module(f"ldm_lite.{name}{folder}").main(rest)
         return status
+    if name in ("-V", "--version"):
+        print(f"ldm_lite {__version__}")
+        return 0
     if name in ("", "-h", "--help"):
         return console.run(_print)
     near = difflib.get_close_matches(name, COMMANDS, n=1)

@@ -15,7 +15,7 @@ import toy_flow
 import tqdm.auto
 
 import ldm_lite
-from ldm_lite import Pipeline
+from ldm_lite import Pipeline, txt2img
 from ldm_lite.core.denoise import State
 
 ROOT = Path(__file__).parents[1]
@@ -242,3 +242,53 @@ def test_mypy_sees_options_and_what_an_output_is(tmp_path: Path) -> None:
     assert sorted({int(line.split(":")[1]) for line in lines}) == [*range(first, first + len(WRONG))], lines
     for number, (call, wanted) in enumerate(WRONG.items(), first):
         assert any(wanted in line for line in lines if f"script.py:{number}:" in line), f"{call}: {lines}"
+
+
+# ---- options that have no effect ------------------------------------------------------------------------------------
+
+
+def test_what_has_no_effect_is_said(pipe: Pipeline, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ValueError, match="got `fixed_code` and a list of seeds"):
+        pipe.txt2img("a", steps=1, batch_size=2, seed=[1, 2], fixed_code=True)
+    caplog.clear()
+    pipe.txt2img("a", steps=1, guidance_rescale=0.5)
+    assert not caplog.messages
+    pipe.txt2img("a", steps=1, guidance_rescale=0.5, scale=1)
+    assert caplog.messages == ["`guidance_rescale` has no effect without guidance: take a `scale` other than 1"]
+
+
+def test_a_grid_is_of_a_hundred_images_at_most_for_compat_too(
+    small_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It needs all of them in memory."""
+    argv = ["a", "--compat", "--n_iter", "1", "--n_samples", "2", "--steps", "2", "--H", "64", "--W", "64"]
+    for most, grids in ((2, 1), (1, 0)):
+        monkeypatch.setattr("ldm_lite.tasks.command.MOST_IN_GRID", most)
+        out = tmp_path / str(most)
+        assert txt2img.main([*argv, "--ckpt", str(small_path), "--device", "cpu", "--out", str(out)]) == 0
+        assert (len([*out.glob("grid*")]), len([*(out / "samples").iterdir()])) == (grids, 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "warns"),
+    [({}, False), ({"hires": 2}, True), ({"width": 128}, True), ({"seamless": "x"}, True), ({"height": 32}, False)],
+)
+def test_the_small_model_says_once_what_it_was_trained_on(
+    pipe: Pipeline, options: dict[str, Any], warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    pipe.txt2img(["a", "b"], steps=2, **options)
+    messages = [record.getMessage() for record in caplog.records if "was trained on" in record.getMessage()]
+    assert messages == warns * [
+        "small was trained on images of 64 x 64 pixels: larger ones, by `hires` or `extend` too, and `seamless` ones "
+        "are smears; take that size, or a larger model"
+    ]
+
+
+def test_an_extended_image_of_the_small_model_is_warned_of_once(
+    pipe: Pipeline, caplog: pytest.LogCaptureFixture
+) -> None:
+    pipe.inpaint("a", 2 * [torch.zeros(3, 64, 64)], extend="left=64", steps=1)
+    assert len([message for message in caplog.messages if "pixels: larger ones" in message]) == 1
+    caplog.clear()
+    pipe.img2img("a", torch.zeros(3, 64, 64), steps=1)
+    assert not [message for message in caplog.messages if "was trained on" in message]

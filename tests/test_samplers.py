@@ -84,3 +84,17 @@ def test_quality_over_cost_is_kept_and_not_run_again(
     capsys.readouterr()
     assert command.main([*arguments[:-4], "--results", os.fspath(kept), "--steps", "4", "--seed", "2"]) == 2
     assert "holds the results of another comparison" in capsys.readouterr().err
+
+
+def test_quality_of_some_samplers_leaves_no_file_behind(
+    small_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.chdir(tmp_path)
+    arguments = ["--compare", "--ckpt", os.fspath(small_path), "--device", "cpu", "--reference", "3", "--steps", "2"]
+    assert command.main([*arguments, "--samplers", "DDIM,unipc"]) == 0
+    names = [line[:28].strip() for line in capsys.readouterr().out.splitlines()[1:]]
+    assert names == ["ddim", "unipc", "unipc, interval -0.6"]
+    assert not list(tmp_path.iterdir())
+    assert command.main([*arguments, "--samplers", "DDIM,nothing"]) == 2
+    assert "unknown sampler 'nothing'" in capsys.readouterr().err

@@ -15,7 +15,7 @@ from ldm_lite.bench.options import Options, names
 from ldm_lite.bench.ours import configuration
 from ldm_lite.bench.report import AGAIN, RESULTS, Report, Table, Timing, describe_run, from_json
 from ldm_lite.bench.theirs import PEERS
-from ldm_lite.bench.work import SECTIONS, Cell, Cost, Unavailable, cost
+from ldm_lite.bench.work import SECTIONS, Cell, Cost, OutOfTime, Unavailable, cost
 from ldm_lite.bench.worker import Backend, SubprocessBackend
 from ldm_lite.cli.files import read_text
 from ldm_lite.cli.options import numbers
@@ -32,7 +32,8 @@ SHARES = {"step": 2, "decode": 1, "image": 8}  # of the time
 def benchmark(options: Options, on_result: Callable[[Report], None] = lambda report: None) -> Report:
     """Run the benchmark; on_result is called with the report after each new result.
 
-    Cells that could not begin within the minutes are left out with a note.  Raises ValueError for invalid options.
+    When the minutes are over, what runs is stopped, and cells that have not begun are left out with a note.  Raises
+    ValueError for invalid options, and if the minutes are over before anything has begun.
     """
     deadline = time.monotonic() + 60 * options.minutes
     configs = [name.strip() for name in options.configs.split(",") if name.strip()]
@@ -61,11 +62,14 @@ def benchmark(options: Options, on_result: Callable[[Report], None] = lambda rep
         on_result(report)
 
     with contextlib.ExitStack() as processes:
-        reference = processes.enter_context(SubprocessBackend("reference", options))
+        try:
+            reference = processes.enter_context(SubprocessBackend("reference", options, deadline=deadline))
+        except Unavailable as error:
+            raise ValueError(f"the reference cannot run: {error}") from error
         backends: list[Backend] = []
         for name in (*configs, *peers):
             try:
-                backend = processes.enter_context(SubprocessBackend(name, options))
+                backend = processes.enter_context(SubprocessBackend(name, options, deadline=deadline))
             except Unavailable as error:
                 report.notes.append(f"{name} {error}")
                 log.warning("%s %s", name, error)
@@ -149,7 +153,7 @@ class Comparison:
     def measure(self, cell: Cell, deadline: float) -> Table:
         """Compare the backends in a cell and time them in turn.
 
-        Two rounds always run, more only if they end before the deadline.
+        Two rounds run if the benchmark's minutes allow it, more only if they end before the deadline.
         """
         table = self.earlier.get(cell) or Table(cell, *self.cost(cell), 1, {})
         runnable = self._compare(cell, table)
@@ -183,6 +187,9 @@ class Comparison:
             timing = table.timings[backend.name] = Timing()
             try:
                 first = backend.first(cell)
+            except OutOfTime:
+                del table.timings[backend.name]  # a run that goes on does it
+                continue
             except Unavailable as error:
                 timing.unable = str(error)
                 continue
@@ -203,6 +210,8 @@ def _seconds(backend: Backend, cell: Cell, calls: int, timing: Timing) -> float 
     if timing.unable is None:
         try:
             return backend.seconds(cell, calls)
+        except OutOfTime:
+            return None
         except Unavailable as error:
             timing.unable, timing.samples = str(error), []
     return None

@@ -35,7 +35,7 @@ class Options(CheckedOptions):
     seed: int = option(1, "seed of all inputs", within=SEEDS)
     memory: bool = option(False, "measure the options that save memory instead")
     rounds: int = option(10, "most rounds of timing in a cell", within=(1, MOST))
-    minutes: float = option(9.0, "begin nothing after this many minutes; what was measured is kept", within=(0, MOST))
+    minutes: float = option(9.0, "stop after this many minutes; what was measured is kept", within=(0, MOST))
     threads: int | None = option(None, "CPU threads (default: torch's choice)", within=(1, 4096))
     out: str = option("outputs/bench", "folder for results.json, results.md and results.png")
     resume: bool = option(False, "keep the results that the folder holds; measure the missing cells and configurations")

@@ -41,6 +41,10 @@ class Unavailable(Exception):
     """A backend cannot run a cell; the message says why, in one line."""
 
 
+class OutOfTime(Unavailable):
+    """The minutes of the benchmark are over: what ran was stopped."""
+
+
 class Inputs(NamedTuple):
     """The inputs of a batch B, the same in every process and framework."""
 

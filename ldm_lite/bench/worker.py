@@ -5,10 +5,12 @@ A backend runs a cell once, for the comparison, then repeatedly, for timing.
 
 import contextlib
 import gc
+import math
 import multiprocessing
 import signal
 import sys
 import textwrap
+import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, Protocol
@@ -18,7 +20,7 @@ from torch import Tensor
 
 from ldm_lite.bench.measure import clock
 from ldm_lite.bench.options import Options
-from ldm_lite.bench.work import Cell, Unavailable
+from ldm_lite.bench.work import Cell, OutOfTime, Unavailable
 
 
 class FirstCall(NamedTuple):
@@ -118,9 +120,12 @@ def make_backend(name: str, options: Options) -> tuple[str, Backend]:
 class SubprocessBackend:
     """A backend in a process of its own, which ends with the `with` block."""
 
-    def __init__(self, name: str, options: Options, make: Make = make_backend) -> None:
-        """name is a configuration or a peer.  Raises Unavailable if it cannot run here."""
-        self.name = name
+    def __init__(self, name: str, options: Options, make: Make = make_backend, deadline: float = math.inf) -> None:
+        """name is a configuration or a peer.  At the deadline, of time.monotonic, the process is ended.
+
+        Raises Unavailable if it cannot run here, or in time.
+        """
+        self.name, self._deadline = name, deadline
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(name, options, theirs, make))
@@ -139,8 +144,12 @@ class SubprocessBackend:
 
     def _answer(self, *question: object) -> Any:
         try:
-            if question:
+            if question and time.monotonic() < self._deadline:
                 self._connection.send(question)
+            left = max(0.0, self._deadline - time.monotonic())
+            if left == 0 or not self._connection.poll(None if left == math.inf else left):
+                self._process.kill()
+                raise OutOfTime("stopped: --minutes are over")
             answer = self._connection.recv()
         except (EOFError, OSError):
             self._process.join(10)

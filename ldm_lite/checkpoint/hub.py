@@ -3,6 +3,9 @@
 import logging
 import os
 import re
+import socket
+import urllib.parse
+import urllib.request
 from pathlib import Path
 
 from ldm_lite.core.pipeline import bundled
@@ -66,6 +69,7 @@ def files(repository: str) -> list[str]:
     from huggingface_hub import HfApi, snapshot_download
 
     try:
+        _check_reachable()
         return HfApi().list_repo_files(repository)
     except Exception as error:  # the library raises many kinds
         try:
@@ -86,10 +90,27 @@ def download(repository: str, file: str, kind: str = "model") -> Path:
     from huggingface_hub import hf_hub_download
 
     try:
+        try:
+            _check_reachable()
+        except OSError as error:
+            try:
+                return Path(hf_hub_download(repository, file, repo_type=kind, local_files_only=True))
+            except Exception:
+                raise error from None
         return Path(hf_hub_download(repository, file, repo_type=kind))
     except Exception as error:  # the library raises many kinds
         message = f"{repository}/{file}: no such file, and the download from the hub failed: "
         raise FileNotFoundError(message + _reason(error, repository)) from error
+
+
+def _check_reachable() -> None:
+    """Raises OSError if the hub cannot be reached: the library would say so after five tries, in 40 seconds."""
+    from huggingface_hub import constants
+
+    address = urllib.parse.urlsplit(constants.ENDPOINT)
+    if not constants.HF_HUB_OFFLINE and address.scheme not in urllib.request.getproxies():
+        port = address.port or (80 if address.scheme == "http" else 443)
+        socket.create_connection((address.hostname or "", port), timeout=10).close()
 
 
 def _reason(error: Exception, repository: str) -> str:
@@ -105,5 +126,7 @@ def _reason(error: Exception, repository: str) -> str:
         error = error.__cause__  # what kept the library from asking the hub
     if isinstance(error, errors.EntryNotFoundError):
         return f"the repository has no such file; its files are listed at {page}/tree/main"
+    if isinstance(error, (ConnectionRefusedError, TimeoutError, socket.gaierror)):
+        return f"the hub cannot be reached ({error.strerror or error}): give the path of a file that is here"
     line = next((line for line in str(error).splitlines() if line.strip()), "")
     return line if isinstance(error, ValueError) else f"{type(error).__name__}: {line}"

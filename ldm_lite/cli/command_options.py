@@ -56,7 +56,9 @@ class CompareOptions(CheckedOptions):
     """What to compare."""
 
     prompt: str = option("a red apple on a blue background", "prompt of all runs", positional=True, common=True)
-    samplers: str | None = option(None, "comma-separated names (default: all)", common=True)
+    samplers: str | None = option(
+        None, "comma-separated names (default: all); with --compare the tricks with these too", common=True
+    )
     steps: str = option("5,10,20,40,80", "comma-separated step counts", common=True)
     spacing: str = option(
         "karras", "timestep spacing of all samplers: only then do they solve the same equation", common=True
@@ -69,7 +71,9 @@ class CompareOptions(CheckedOptions):
     compare: bool = option(
         False, "quality over cost, of samplers and of the tricks that save evaluations, as one chart", common=True
     )
-    results: str = option("quality.json", "with --compare: where results are kept; what it holds is not run again")
+    results: str | None = option(
+        None, "with --compare: a file to keep results in; what it holds is not run again", metavar="FILE"
+    )
     debug: bool = option(False, "show the traceback of an error")
 
 

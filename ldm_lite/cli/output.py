@@ -28,6 +28,7 @@ class Saver:
         self.options = options
         self.out = Path(f"outputs/{command}-samples" if options.out is None else os.path.expanduser(options.out))
         self.single = self.out.suffix.lower() == ".png"
+        self._next: dict[str, int] = {}  # by the folder of a kind of images: the number of the next one
         if options.skip_existing and (self.single or options.skip_save or command in ("cascade", "reconstruct")):
             raise ValueError(
                 "`skip_existing` is for folders of images that txt2img, img2img, inpaint and upscale save: leave it out"
@@ -53,14 +54,20 @@ class Saver:
         return self._save("-grid", "", "grid-{:04}.png", image, {"parameters": text})
 
     def _save(self, suffix: str, folder: str, name: str, image: Image, texts: Mapping[str, str]) -> Path:
-        if self.single:
-            stem = self.out.stem + suffix
-            return _save(lambda i: self.out.with_stem(f"{stem}-{i}" if i else stem), image, texts)
-        prefix, taken = name.partition("{")[0], []
-        for path in (self.out / folder).glob(f"{prefix}[0-9]*.png"):
-            if re.fullmatch("[0-9]{1,9}", number := path.stem.removeprefix(prefix)):
-                taken.append(int(number))
-        return _save(lambda i: self.out / folder / name.format(i), image, texts, max(taken, default=-1) + 1)
+        prefix, stem = name.partition("{")[0], self.out.stem + suffix
+        if name not in self._next:  # the folder is listed once: others may write to it, but never under one name
+            paths = () if self.single else (self.out / folder).glob(f"{prefix}[0-9]*.png")
+            numbers = [path.stem.removeprefix(prefix) for path in paths]
+            taken = [int(number) for number in numbers if re.fullmatch("[0-9]{1,9}", number)]
+            self._next[name] = max(taken, default=-1) + 1
+
+        def path_of(number: int) -> Path:
+            if self.single:
+                return self.out.with_stem(f"{stem}-{number}" if number else stem)
+            return self.out / folder / name.format(number)
+
+        path, self._next[name] = _save(path_of, image, texts, self._next[name])
+        return path
 
     def preview(self, image: Image) -> None:
         """Save a preview as preview.png, replacing the last one."""
@@ -87,8 +94,11 @@ def read_key(path: Path) -> str | None:
     return None
 
 
-def _save(name: Callable[[int], Path], image: Image, texts: Mapping[str, str], start: int = 0) -> Path:
-    """Write a PNG, completely or not at all, under the first free one of name(start), name(start + 1), ..."""
+def _save(name: Callable[[int], Path], image: Image, texts: Mapping[str, str], start: int) -> tuple[Path, int]:
+    """Write a PNG, completely or not at all, under the first free one of name(start), name(start + 1), ...
+
+    Return its path, and the number after its own.
+    """
     info = PngInfo()
     for kind, text in texts.items():
         info.add_text(kind, text)
@@ -103,13 +113,13 @@ def _save(name: Callable[[int], Path], image: Image, texts: Mapping[str, str], s
             while True:
                 try:
                     os.link(temporary, path)  # unlike rename, fails if the name is taken
-                    return path
+                    return path, start + 1
                 except FileExistsError:
                     start += 1
                     path = name(start)
                 except OSError:  # a file system without hard links
                     if _rename(temporary, path):
-                        return path
+                        return path, start + 1
                     start += 1
                     path = name(start)
         finally:

@@ -4,6 +4,7 @@ import dataclasses
 import difflib
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar, overload
 
@@ -91,18 +92,19 @@ def resolve(name: str) -> tuple[str, str | None]:
     """
     if _normal(name).startswith("webui_"):
         return from_webui(name.strip()[len("webui ") :].replace("_", " "), {"Schedule type": "Automatic"})
-    whole, _, settings = name.removesuffix(OURS).partition(":")
-    words, spacing, known = _normal(whole), None, _spellings()
-    if words not in known:
-        for key in sorted(SPACINGS, key=len, reverse=True):
-            if words.endswith("_" + _normal(key)):
-                words, spacing = words.removesuffix("_" + _normal(key)), key + (f":{settings}" if settings else "")
-                break
-    if words not in known:
-        near = [known[spelling] for spelling in difflib.get_close_matches(words, known, n=3, cutoff=0.4)]
-        hint = f"did you mean {' or '.join(dict.fromkeys(near))}? " if near else ""
-        raise ValueError(f"unknown sampler {name!r}: {hint}wanted one of {', '.join(SAMPLERS)}")
-    return known[words], spacing
+    whole, colon, settings = name.removesuffix(OURS).partition(":")
+    words, known = _normal(whole), _spellings()
+    if words in known:  # settings are those of its own spacing
+        own = _parameters(known[words], SAMPLERS[known[words]])["spacing"].default
+        return known[words], f"{own}:{settings}" if colon else None
+    for key in sorted(SPACINGS, key=len, reverse=True):
+        if words.endswith("_" + _normal(key)) and words.removesuffix("_" + _normal(key)) in known:
+            return known[words.removesuffix("_" + _normal(key))], key + colon + settings
+    both = itertools.product(SAMPLERS, SPACINGS)
+    names = {_normal(f"{key}_{spacing}"): label(f"{key}_{spacing}") for key, spacing in both} | known
+    near = dict.fromkeys(names[spelling] for spelling in difflib.get_close_matches(words, names, n=3, cutoff=0.4))
+    hint = f"did you mean {' or '.join(near)}? " if near else ""
+    raise ValueError(f"unknown sampler {name!r:.100}: {hint}wanted one of {', '.join(SAMPLERS)}")
 
 
 def _spellings() -> dict[str, str]:

@@ -1,6 +1,7 @@
 """guidance_rescale and dynamic_threshold: the guided output with less contrast."""
 
 import dataclasses
+import logging
 import math
 
 from ldm_lite.core.denoise import Adjust, InputSource
@@ -15,6 +16,8 @@ class Rescale(Feature):
     def change_job(self, job: Job) -> Job:
         """Raises ValueError for prompts of several parts."""
         options, device = job.options, job.model.device
+        if options.guidance_rescale and job.guidance == 1:
+            self.log(logging.WARNING, "`guidance_rescale` has no effect without guidance: take a `scale` other than 1")
         adjust: tuple[Adjust, ...] = ()
         if options.guidance_rescale:
             job.refuse_parts("takes no `guidance_rescale`: leave it out")

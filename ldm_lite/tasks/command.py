@@ -95,7 +95,7 @@ def make(options: Txt2imgOptions, load: LoadOptions, save: SaveOptions, original
     model = load_model(load, Model, check_outline)
     if axes:
         return _plot(axes, module.prepare, sheets, model, saver)
-    with_grid = not save.skip_grid and (1 < count <= MOST_IN_GRID or options.compat)
+    with_grid = not save.skip_grid and count <= MOST_IN_GRID and (count > 1 or options.compat)
     start, in_grid, text, made = time.perf_counter(), [], "", 0
     preview = None if save.preview is None else Preview(model, save.preview, saver.preview)
     bar = step_bar()

@@ -7,23 +7,18 @@ import importlib.util
 import inspect
 import io
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from PIL import Image
-from torch import Tensor
 
-from ldm_lite import generate
 from ldm_lite.checkpoint.model import Model, load_model
 from ldm_lite.cli.command_options import CompareOptions
 from ldm_lite.cli.options import LoadOptions, SaveOptions, numbers
 from ldm_lite.cli.output import Saver
-from ldm_lite.conditioning.prompts import encode_prompts, guided
-from ldm_lite.core.tasks import noise_of
-from ldm_lite.diffusion.guidance import Guidance
 from ldm_lite.diffusion.names import SAMPLERS, make_plan, resolve
 from ldm_lite.diffusion.schedule import SPACINGS
 from ldm_lite.tasks import quality
@@ -46,34 +41,21 @@ class Comparison:
     errors: dict[int, float]  # by the number of steps; empty if the sampler adds noise or solves another equation
 
 
-def compare(model: Model, options: CompareOptions, on_run: Callable[[], None] = lambda: None) -> list[Comparison]:
-    """Run every sampler at every number of steps; on_run is called after each.  Raises ValueError for unknown names."""
+def compare(model: Model, options: CompareOptions) -> list[Comparison]:
+    """Run every sampler at every number of steps.  Raises ValueError for unknown names."""
     names = list(SAMPLERS) if options.samplers is None else [resolve(name)[0] for name in options.samplers.split(",")]
-    side = model.family.resolution
-    noise = noise_of([options.seed], model.latent_shape(side, side))()
-    scale = model.family.scale if options.scale is None else options.scale
-    guidance = guided(model, encode_prompts(model, [options.prompt]), encode_prompts(model, [""]), scale)
-    truth, rows = _last_latents(model, guidance, noise, "heun", options.reference, options.spacing), []
-    on_run()
+    asked, rows = quality.txt2img_options(model, options), []
+    error_of = quality.against(model, asked, options.reference)
     for name in names:
         plan = make_plan(name, model.schedule, 20)
         # With noise there is no single solution, and LCM solves another equation.
-        errors = {}
-        for steps in [] if plan.adds_noise.any() else numbers(options.steps, "`steps`"):
-            latents = _last_latents(model, guidance, noise, name, steps, options.spacing)
-            errors[steps] = float((latents - truth).norm() / truth.norm())
-            on_run()
+        counts = [] if plan.adds_noise.any() else numbers(options.steps, "`steps`")
+        case = quality.Case(name, name)
+        errors = {steps: error_of(quality.job_of(model, asked, case, steps)) for steps in counts}
         spacing = inspect.signature(SAMPLERS[name]).parameters["spacing"].default
         about = (SAMPLERS[name].__doc__ or "").splitlines()[0]
         rows.append(Comparison(name, len(plan.t), bool(plan.adds_noise.any()), spacing, about, errors))
     return rows
-
-
-def _last_latents(model: Model, guidance: Guidance, noise: Tensor, sampler: str, steps: int, spacing: str) -> Tensor:
-    plan = make_plan(sampler, model.schedule, steps, spacing=spacing)
-    # DDIM and PLMS start from unit noise, the others from the noise of their first level.
-    start = noise / plan.initial * plan.level[0, 1]
-    return generate.denoise(model, start, guidance, plan).double()
 
 
 def table(rows: Sequence[Comparison], steps: Sequence[int]) -> str:
@@ -119,12 +101,14 @@ def run(options: CompareOptions, load: LoadOptions) -> None:
     for name in () if options.compare else options.spacings.split(","):
         if name not in SPACINGS:
             raise ValueError(f"unknown spacing {name!r}: wanted one of {', '.join(SPACINGS)}")
-    for name in () if options.compare or options.samplers is None else options.samplers.split(","):
+    for name in () if options.samplers is None else options.samplers.split(","):
         resolve(name)
+    if not (has_matplotlib := importlib.util.find_spec("matplotlib") is not None):
+        log.warning("no chart without matplotlib: pip install matplotlib")
     steps, saver = numbers(options.steps, "`steps`"), Saver(SaveOptions(out=options.out), "samplers")
     model = load_model(load, Model)
     if options.compare:
-        points = quality.measure(model, options, Path(options.results))
+        points = quality.measure(model, options, None if options.results is None else Path(options.results))
         print(quality.table(list(points["points"].values())))
         drawn = partial(quality.chart, points)
     else:
@@ -133,8 +117,7 @@ def run(options: CompareOptions, load: LoadOptions) -> None:
         rows = compare(model, options)
         print(table(rows, steps))
         drawn = partial(chart, model, rows, options)
-    if importlib.util.find_spec("matplotlib") is None:
-        log.warning("no chart without matplotlib: pip install matplotlib")
+    if not has_matplotlib:
         return
     file = io.BytesIO()
     drawn().savefig(file, format="png")

@@ -46,6 +46,7 @@ from ldm_lite.text.tokenizer import check_length
 log = logging.getLogger("ldm_lite")
 
 MOST_BYTES = 2**28  # of a file of prompts
+SMALL_PX = 256  # models for smaller images do nothing else
 Options = TypeVar("Options", bound=Txt2imgOptions)
 OnStep = Callable[[State], object]
 Wrapper = Callable[[InputSource, Any], InputSource]  # (inputs, job) -> inputs
@@ -140,6 +141,7 @@ class Task:
     plan: Plan | None = None  # of an image of the model's own size; None: no steps
     image_scale: float | None = None
     parts: Iterable[Part] = ()
+    _warned: list[bool] = field(default_factory=list)  # the same of all copies
 
     def items(self, place: int = 0) -> list[Item]:
         """Return the images of the place-th input, counted from 0."""
@@ -165,6 +167,18 @@ class Task:
         seed = self.options.variation_seed
         return 0 if seed is None or not self.options.variation_strength else seed + self.counted(item.number)
 
+    def _warn_of_size(self, shape: tuple[int, int, int]) -> None:
+        """Log once what small models, as the bundled one, do at sizes that they were not trained on, or seamless."""
+        side, factor = self.model.family.resolution, self.model.vae.spec.factor
+        is_other = max(shape[1:]) * factor > 1.5 * side or self.options.seamless is not None
+        if side < SMALL_PX and is_other and not self._warned:
+            self._warned.append(True)
+            log.warning(
+                "%s was trained on images of %d x %d pixels: larger ones, by `hires` or `extend` too, and `seamless` "
+                "ones are smears; take that size, or a larger model",
+                *(self.model.name, side, side),
+            )
+
     @cached_property
     def texts(self) -> PromptEncoder:
         """What encodes the prompts of all images."""
@@ -185,6 +199,7 @@ class Task:
     ) -> Job:
         """Return the job of images of a latent shape (C,h,w), changed by the features but one; others may be slots."""
         texts, options, count = texts or self.texts, self.options, len(self.prompts)
+        self._warn_of_size(shape)
         batch_size, of_all = options.images_at_a_time, settings_of(self.model, options, plan, self.image_scale)
         job = Job(
             model=self.model,
@@ -267,6 +282,8 @@ def check(options: Options) -> tuple[Options, list[Feature]]:
     Raises ValueError and TypeError for options that are wrong whatever the model.
     """
     options, features = check_features(options)
+    if options.fixed_code and not isinstance(options.seed, int):
+        raise ValueError("got `fixed_code` and a list of seeds: it starts every batch from one seed's noise; give one")
     if options.plan is not None:
         if not isinstance(options.plan, Plan):
             raise TypeError(f"got {type(options.plan).__name__} as `plan`, wanted a Plan, as Pipeline.plan makes it")

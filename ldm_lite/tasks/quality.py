@@ -7,7 +7,7 @@ text-to-emoji checkpoint to the results, point by point, and then it is drawn to
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,7 @@ from ldm_lite.core.denoise import Branch, Call, Constraint, Draw, Inputs, InputS
 from ldm_lite.core.job import Item, Latents, start
 from ldm_lite.core.job import run as run_batches
 from ldm_lite.diffusion.adaptive import AdaptivePlan
-from ldm_lite.diffusion.names import SAMPLERS, make_plan
+from ldm_lite.diffusion.names import SAMPLERS, make_plan, resolve
 from ldm_lite.diffusion.plan import Plan
 from ldm_lite.families.sd1 import SD1
 from ldm_lite.models.unet import UNet, UNetSpec
@@ -72,10 +72,11 @@ TRICKS = (
 )
 
 
-def cases(model: Model) -> list[Case]:
-    """Return the curves: samplers with a fixed number of calls, then tricks."""
-    fixed = [name for name in SAMPLERS if not isinstance(make_plan(name, model.schedule, 20), AdaptivePlan)]
-    return [*(Case(name, name) for name in fixed), *TRICKS]
+def cases(model: Model, samplers: str | None = None) -> list[Case]:
+    """Return the curves: samplers with a fixed number of calls (of those named, with commas between), then tricks."""
+    chosen = list(SAMPLERS) if samplers is None else [resolve(name)[0] for name in samplers.split(",")]
+    fixed = [name for name in chosen if not isinstance(make_plan(name, model.schedule, 20), AdaptivePlan)]
+    return [*(Case(name, name) for name in fixed), *(trick for trick in TRICKS if trick.sampler in chosen)]
 
 
 def job_of(model: Model, options: Txt2imgOptions, case: Case, steps: int) -> Job:
@@ -97,6 +98,18 @@ def job_of(model: Model, options: Txt2imgOptions, case: Case, steps: int) -> Job
 def latents(job: Job) -> Tensor:
     """Return the last latents (B,C,h,w) of a job of one batch, float64."""
     return next(event for event in run_batches(job) if isinstance(event, Latents)).latents.double()
+
+
+def txt2img_options(model: Model, options: CompareOptions) -> Txt2imgOptions:
+    """Return what all runs have in common."""
+    scale = model.family.scale if options.scale is None else options.scale
+    return Txt2imgOptions(options.prompt, negative_prompt="", scale=scale, spacing=options.spacing, seed=options.seed)
+
+
+def against(model: Model, asked: Txt2imgOptions, steps: int) -> Callable[[Job], float]:
+    """Return what tells the relative error of a job's last latents against a run of Heun's method."""
+    truth = latents(job_of(model, asked, Case("", "heun"), steps))
+    return lambda job: float((latents(job) - truth).norm() / truth.norm())
 
 
 class Cost:
@@ -135,26 +148,24 @@ class Cost:
         return int(counter.get_total_flops())
 
 
-def measure(model: Model, options: CompareOptions, path: Path) -> dict[str, Any]:
-    """Return all points, in the file too: those that it holds are not run again.
+def measure(model: Model, options: CompareOptions, path: Path | None) -> dict[str, Any]:
+    """Return all points, in the file too, if there is one: those that it holds are not run again.
 
     Samplers that add noise converge to no image: their points have a cost and no error.  Raises ValueError for a file
     of another comparison, and without guidance.
     """
     if not isinstance(model.family.unet, UNetSpec) or model.family.unet.vector_dim or model.family.unet.num_classes:
         raise ValueError(f"`compare` is for UNets that read text alone, not for {model.family.title}")
-    side = model.family.resolution
-    scale = model.family.scale if options.scale is None else options.scale
-    if scale == 1:
+    side, asked = model.family.resolution, txt2img_options(model, options)
+    if asked.scale == 1:
         raise ValueError("`compare` is about guidance too: take a `scale` other than 1")
     about = {name: getattr(options, name) for name in ("prompt", "spacing", "reference", "seed")}
-    about |= {"model": model.name, "scale": scale}
-    kept = read(path, about)
+    about |= {"model": model.name, "scale": asked.scale}
+    kept: dict[str, Any] = {**about, "points": {}} if path is None else read(path, about)
     shape = model.latent_shape(side, side)
     costs = {"calls": Cost(model.family.unet, shape[-1]), "sd1": Cost(SD1.unet, 64)}
-    asked = Txt2imgOptions(options.prompt, negative_prompt="", scale=scale, spacing=options.spacing, seed=options.seed)
-    truth: Tensor | None = None
-    for case in cases(model):
+    error_of: Callable[[Job], float] | None = None
+    for case in cases(model, options.samplers):
         for steps in numbers(options.steps, "`steps`"):
             key = f"{case.name}/{steps}"
             if "calls" in kept["points"].get(key, {}):
@@ -166,11 +177,11 @@ def measure(model: Model, options: CompareOptions, path: Path) -> dict[str, Any]
             source = start(dataclasses.replace(job, wrappers=()), list(job.items))[1]
             point = {name: cost.of(job.plan, source, shortcuts) for name, cost in costs.items()} | {"steps": steps}
             if not job.plan.adds_noise.any():
-                if truth is None:
-                    truth = latents(job_of(model, asked, Case("", "heun"), options.reference))
-                point["error"] = float((latents(job) - truth).norm() / truth.norm())
+                error_of = error_of or against(model, asked, options.reference)
+                point["error"] = error_of(job)
             kept["points"][key] = {"name": case.name, **kept["points"].get(key, {}), **point}
-            write_whole(path, json.dumps(kept, indent=1) + "\n")
+            if path is not None:
+                write_whole(path, json.dumps(kept, indent=1) + "\n")
     return kept
 
 

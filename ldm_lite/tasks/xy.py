@@ -5,11 +5,12 @@ import math
 import re
 import typing
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 from PIL import Image, ImageDraw, ImageFont
 
+from ldm_lite.cli.options import changed as with_changes
 from ldm_lite.cli.task_options import Txt2imgOptions
 from ldm_lite.diffusion.schedule import number
 from ldm_lite.image import MOST_PIXELS
@@ -133,19 +134,17 @@ def cells(x: Axis | None, y: Axis | None) -> list[dict[str, Any]]:
 def changed(options: Txt2imgOptions, cell: Mapping[str, Any], *axes: Axis | None) -> Txt2imgOptions:
     """The options of one cell.  Raises ValueError if what REPLACE looks for is in no prompt, and as options do."""
     values = {name: value for name, value in cell.items() if name != REPLACE}
-    made = replace(options, **values)
+    options = with_changes(options, **values)
     for axis in axes:
         if axis is None or axis.option != REPLACE:
             continue
-        before, after, found = axis.values[0], cell[REPLACE], False
-        for name in ("prompt", "negative_prompt"):
-            text = getattr(made, name)
-            if isinstance(text, str) and before in text:
-                changes: dict[str, Any] = {name: text.replace(before, after)}
-                made, found = replace(made, **changes), True
-        if not found:
+        before, after = axis.values[0], cell[REPLACE]
+        texts = {name: getattr(options, name) for name in ("prompt", "negative_prompt")}
+        texts = {name: text.replace(before, after) for name, text in texts.items() if before in (text or "")}
+        if not texts:
             raise ValueError(f"the prompt does not have {before[:60]!r}, the first value to `{REPLACE}`")
-    return made
+        options = with_changes(options, **texts)
+    return options
 
 
 # ---- the picture ----------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import torch
 from ldm_lite.bench.benchmark import Comparison, gate
 from ldm_lite.bench.measure import alternating, calls_in_sample, spread
 from ldm_lite.bench.report import AGAIN, Table, Timing
-from ldm_lite.bench.work import Cell, Cost, Unavailable
+from ldm_lite.bench.work import Cell, Cost, OutOfTime, Unavailable
 from ldm_lite.bench.worker import FirstCall
 
 STEP = Cell("step", "fp32", 1)
@@ -100,6 +100,28 @@ def test_who_cannot_is_left_out_and_says_why() -> None:
 def test_two_rounds_are_always_done_and_no_more_after_the_deadline() -> None:
     table = compare(Fake("a", []), rounds=10).measure(STEP, time.monotonic() - 1)
     assert len(table.timings["a"].samples) == 2
+
+
+def test_what_was_stopped_keeps_what_was_measured() -> None:
+    """And is measured in a run that goes on."""
+
+    class Stops(Fake):
+        def first(self, cell: Cell) -> FirstCall:
+            if self.name == "late":
+                raise OutOfTime("--minutes are over")
+            return super().first(cell)
+
+        def seconds(self, cell: Cell, calls: int) -> float:
+            if len(self.turns) > 2:
+                raise OutOfTime("--minutes are over")
+            return super().seconds(cell, calls)
+
+    comparison = compare(Stops("a", []), Stops("late", []), rounds=5)
+    table = comparison.measure(STEP, time.monotonic())
+    assert list(table.timings) == ["a"]
+    assert table.timings["a"].samples
+    assert table.timings["a"].unable is None
+    assert [backend.name for backend in replace(comparison, earlier={STEP: table})._missing(STEP)][-1] == "late"
 
 
 def test_what_does_not_fit_into_the_time_is_a_note() -> None:

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ import torch
 
 from ldm_lite.bench.options import Options
 from ldm_lite.bench.theirs import PEERS, PeerWorkload
-from ldm_lite.bench.work import Cell, Unavailable
+from ldm_lite.bench.work import Cell, OutOfTime, Unavailable
 from ldm_lite.bench.worker import Backend, FirstCall, InProcessBackend, SubprocessBackend, make_backend
 
 CELL = Cell("step", "fp32", 1)
@@ -39,6 +40,30 @@ def make(name: str, options: Options) -> tuple[str, Backend]:
     if name != "fake":
         raise Unavailable("is not installed (x): pip install x")
     return "a fake", Fake()
+
+
+class Endless(Fake):
+    def seconds(self, cell: Cell, calls: int) -> float:
+        time.sleep(600)
+        return 0.0
+
+
+def make_endless(name: str, options: Options) -> tuple[str, Backend]:
+    return "endless", Endless()
+
+
+@pytest.mark.slow
+def test_at_the_deadline_what_runs_is_stopped() -> None:
+    """While it computes, while its process starts, and afterwards."""
+    with SubprocessBackend("fake", OPTIONS, make_endless, deadline=time.monotonic() + 60) as backend:
+        assert backend.first(CELL).seconds == 2.0
+        backend._deadline = start = time.monotonic() + 0.2
+        for _ in range(2):
+            with pytest.raises(OutOfTime, match="--minutes are over"):
+                backend.seconds(CELL, 1)
+        assert time.monotonic() - start < 30
+    with pytest.raises(OutOfTime):
+        SubprocessBackend("fake", OPTIONS, make_endless, deadline=time.monotonic() + 0.01)
 
 
 def test_an_error_of_a_kernel_is_that_backends() -> None:

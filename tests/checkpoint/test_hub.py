@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -217,3 +218,30 @@ def test_names_that_are_not_repositories(tmp_path: Path, monkeypatch: pytest.Mon
     )
     for name in (None, "a", "a/b/c", "a/b.ckpt", "models/sd", "./b", "~/b", "/b", "a/", tmp_path):
         assert hub.repository(name) is None
+
+
+@pytest.mark.parametrize("name", ["owner/repository/file.safetensors", "owner/repository"])
+def test_a_hub_that_cannot_be_reached_is_said_at_once(
+    name: str, cache: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The library tries five times, for 40 seconds."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        closed = f"http://127.0.0.1:{free.getsockname()[1]}"
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", closed)
+    monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("it tries again"))
+    with pytest.raises(FileNotFoundError, match=r"the hub cannot be reached .*: give the path of a file that is here"):
+        ldm_lite.load(name)
+    assert "Retry" not in capfd.readouterr().err
+
+
+def test_a_hub_that_cannot_be_reached_leaves_the_cached_files(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    first = hub.resolve("owner/repo/file.ckpt")
+    publish(save(tmp_path_factory.mktemp("saved"), "lcm"))
+    pipe = open_source("owner/pipe")
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    assert hub.resolve("owner/repo/file.ckpt") == first
+    again = open_source("owner/pipe")
+    assert (again.path, again.shapes) == (pipe.path, pipe.shapes)

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 import ldm_lite
+from ldm_lite import __main__ as package
 from ldm_lite import txt2img
 from ldm_lite.__main__ import COMMANDS
 from ldm_lite.batch.options import BatchOptions
@@ -374,6 +375,11 @@ def test_help_is_shown_beside_flags_that_are_wrong(capsys: pytest.CaptureFixture
     with pytest.raises(SystemExit, match="0"):
         flags.parse(["an apple", "--stepz", "3", "--help"], "txt2img", "", (Options,))
     assert capsys.readouterr().out.startswith("usage: ")
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert package.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"ldm_lite {ldm_lite.__version__}\n"
 
 
 # ---- spellings ------------------------------------------------------------------------------------------------------

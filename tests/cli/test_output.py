@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from PIL import Image
@@ -30,6 +31,25 @@ def test_names_that_are_no_numbers_do_not_matter(tmp_path: Path) -> None:
     assert saver.sample(PICTURE, "").name == "00005.png"
     (tmp_path / "grid-²².png").touch()
     assert saver.grid(PICTURE, "").name == "grid-0000.png"
+
+
+@pytest.mark.parametrize("out", ["", "a.png"])
+def test_a_folder_is_listed_once(out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for each image, which took quadratic time; what others write meanwhile stays."""
+    first = Saver(SaveOptions(out=os.fspath(tmp_path / out)), "txt2img")
+    names = [first.sample(PICTURE, "").name for _ in range(3)]
+    saver, tried = Saver(SaveOptions(out=os.fspath(tmp_path / out)), "txt2img"), list[str]()
+    link = os.link
+    monkeypatch.setattr(os, "link", lambda a, b: (tried.append(Path(b).name), link(a, b)))
+    lists = mock.Mock(side_effect=Path.glob)
+    monkeypatch.setattr(Path, "glob", lambda self, pattern: lists(self, pattern))
+    names += [saver.sample(PICTURE, "").name]
+    tried.clear()
+    names += [saver.sample(PICTURE, "").name for _ in range(3)]
+    assert tried == names[-3:]
+    assert lists.call_count <= 1
+    names += [first.sample(PICTURE, "").name, saver.sample(PICTURE, "").name]
+    assert len({*names}) == len(names) == 9
 
 
 WRITER = """

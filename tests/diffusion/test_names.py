@@ -98,6 +98,20 @@ def test_an_unknown_name_lists_the_nearest(sd: Pipeline, name: str, near: str) -
     assert ", ".join(SAMPLERS) in str(error.value)
 
 
+def test_the_nearest_name_may_have_a_spacing(sd: Pipeline) -> None:
+    with pytest.raises(ValueError, match=r"did you mean DPM\+\+ 2M Karras or "):
+        sd.plan("DPM++ 2M Karas", 10)
+
+
+def test_settings_behind_a_sampler_are_those_of_its_own_spacing(sd: Pipeline) -> None:
+    assert resolve("heun:discard") == ("heun", "linspace:discard")
+    assert sd.plan("heun:discard", 5).t.tolist() == sd.plan("heun", 5, spacing="linspace:discard").t.tolist()
+    assert sd.plan("heun:discard", 5).t.tolist() != sd.plan("heun", 5).t.tolist()
+    for name in ("euler:rho=5", "ddim:eta=1", "euler:"):
+        with pytest.raises(ValueError, match=r"rho|eta|wanted"):
+            sd.plan(name, 5)
+
+
 def test_a_name_like_nothing_lists_all(sd: Pipeline) -> None:
     with pytest.raises(ValueError, match=r"unknown sampler '###': wanted one of ddim, plms, euler, .*ddpm, "):
         sd.plan("###", 10)
