@@ -397,7 +397,8 @@ def router(engine: Engine) -> APIRouter:
 
 async def _respond(request: Request, state: State, asked: ImagesRequest) -> dict[str, Any]:
     ticket, ignored = await reading(request, _submit, state, asked)
-    sent = asked.model_dump(exclude={"init_images", "mask", "alwayson_scripts"})
+    left_out = ("init_images", "mask", "alwayson_scripts", "override_settings")
+    sent = {name: getattr(asked, name) for name in type(asked).model_fields if name not in left_out}
     del asked  # whose pictures would stay in memory while it waits
     with state.shown(ticket):
         await ended(request, ticket, state.engine.limits.timeout)
