@@ -23,6 +23,7 @@ from torch import Tensor
 from ldm_lite import generate
 from ldm_lite.checkpoint import model as loading
 from ldm_lite.checkpoint.model import with_autoencoder
+from ldm_lite.checkpoint.reader import open_source
 from ldm_lite.cli.options import LoadOptions
 from ldm_lite.cli.task_options import Img2imgOptions, InpaintOptions, Txt2imgOptions, UpscaleOptions
 from ldm_lite.conditioning.prompts import FROM_FILES, OPTIONAL, PromptOptions, count_chunks, encode_prompts
@@ -93,7 +94,7 @@ def load_model(options: LoadOptions) -> Pipeline:
 
 def check_checkpoint(options: LoadOptions) -> None:
     """Read the header of a checkpoint.  Raises FileNotFoundError, ValueError if it is none of a known family."""
-    loading.recognise(loading.open_source(options.ckpt), options)
+    loading.recognise(open_source(options.ckpt), options)
 
 
 def with_exact_batches(model: Pipeline) -> Pipeline | None:

@@ -1,15 +1,18 @@
 """Load the server: many clients at once, valid and invalid requests, each image compared with a serial run.
 
     python scripts/load_serve.py --clients 200 --seconds 120
-    python scripts/load_serve.py --clients 50 --seconds 40 --kill      # killed and started again half way
+    python scripts/load_serve.py --clients 50 --seconds 60 --kill      # stopped, killed, and started again each time
 
 Starts `python -m ldm_lite.serve` with the bundled model on a free port, in an empty folder that is also the folder for
-temporary files, and reports statuses, times and images a second, then those of one client alone.  Fails if an answer is
-not what its request deserves, if an image differs from the pipeline's, or if the server leaves a file.
+temporary files, and reports statuses, times and images a second, then those of one client alone; beside them the times
+of /healthz and the memory.  Some clients are hostile: they send what takes time and memory, or nothing.  Fails if an
+answer is not what its request deserves, if an image differs from the pipeline's, or if the server leaves a file.
 """
 
 import argparse
 import base64
+import contextlib
+import functools
 import http.client
 import io
 import json
@@ -31,6 +34,7 @@ from PIL import Image
 import ldm_lite
 
 OPENAI, A1111 = "/v1/images/generations", "/sdapi/v1/txt2img"
+MOST_HELD = 20  # connections that a hostile client holds open
 COLORS, THINGS = ("red", "blue", "green", "yellow"), ("apple", "car", "heart", "star")
 INVALID: list[tuple[str, Any]] = [
     (OPENAI, {"prompt": "x", "size": "65536x65536"}),
@@ -41,6 +45,36 @@ INVALID: list[tuple[str, Any]] = [
     (A1111, {"prompt": "x", "restore_faces": True}),
     ("/sdapi/v1/img2img", {"init_images": ["AAAA"]}),
 ]
+HOST = "HTTP/1.1\r\nHost: localhost\r\n"
+UNFINISHED = [  # what is sent of requests whose rest does not come
+    "",
+    "GET /healthz HTTP/1.1\r\nX: ",
+    f"POST {A1111} {HOST}Content-Length: 10000\r\n\r\n{{",
+    f"GET /openapi.json {HOST}\r\n" * 50,  # whose answers are not read
+]
+
+
+@functools.cache
+def hostile() -> list[tuple[str, Any]]:
+    """Requests that take much more than they are worth, if they are let."""
+    file = io.BytesIO()
+    Image.new("RGBA", (4096, 4096)).save(file, "PNG")
+    large = base64.b64encode(file.getvalue()).decode()
+    file = io.BytesIO()
+    Image.new("RGB", (2048, 2048)).save(file, "JPEG", progressive=True)
+    content = file.getvalue()
+    scans = content[:-2] + content[content.rfind(b"\xff\xda") : -2] * 1000 + content[-2:]
+    return [
+        ("/sdapi/v1/extra-batch-images", b'{"imageList":[' + b"0," * 2**20 + b"0]}"),
+        ("/sdapi/v1/img2img", {"init_images": [0] * 1000}),
+        ("/sdapi/v1/img2img", {"init_images": [large], "mask": large, "steps": 1}),
+        ("/sdapi/v1/png-info", {"image": base64.b64encode(scans).decode()}),
+        (A1111, {"prompt": " AND ".join("x" * 400)}),
+        (A1111, {"prompt": "BREAK " * 3000}),
+        (A1111, {"prompt": "x", "sampler_name": "e" * 2**20}),
+        (OPENAI, {"prompt": "x", "n": 16, "steps": 150, "size": "1024x1024"}),
+        ("/sdapi/v1/img2img", {"init_images": [large], "width": 65528}),
+    ]
 
 
 class Server:
@@ -57,7 +91,9 @@ class Server:
         command = [sys.executable, "-m", "ldm_lite.serve", "--port", str(self.port), "--device", "cpu"]
         root = str(Path(__file__).resolve().parent.parent)
         environment = os.environ | {"TMPDIR": str(self.folder), "PYTHONPATH": root, "PYTHONDONTWRITEBYTECODE": "1"}
-        self.process = subprocess.Popen([*command, "--max-queue", "1000"], cwd=self.folder, env=environment)
+        command += ["--max-queue", "1000", "--max-connections", "2000"]
+        # Its log has a line for each request.
+        self.process = subprocess.Popen(command, cwd=self.folder, env=environment, stderr=subprocess.DEVNULL)
         while self.ask("/healthz", None)[0] != 200:
             if self.process.poll() is not None:
                 raise SystemExit("the server has not started")
@@ -75,6 +111,16 @@ class Server:
             return 0, None
         finally:
             connection.close()
+
+    @property
+    def memory(self) -> float:
+        """MiB that the process has."""
+        try:
+            return (
+                int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+            )
+        except OSError:
+            return 0.0
 
     def leave(self, path: str, content: Any) -> None:
         """Send a request and go."""
@@ -104,6 +150,7 @@ class Load:
             for path, more in ((OPENAI, {}), (A1111, a1111))
         }
         self.counts, self.seconds = Counter[str](), list[float]()
+        self.health, self.memory = list[float](), list[float]()
         self.down, self._lock = False, threading.Lock()
 
     def client(self, number: int, until: float) -> None:
@@ -119,6 +166,29 @@ class Load:
                 self.note("left", 200, (200,))
             else:
                 self.valid(choice.randrange(len(self.requests)), choice.choice((OPENAI, A1111)))
+
+    def attack(self, number: int, until: float) -> None:
+        """Send what is hostile, and hold connections open."""
+        choice, held = random.Random(-number), list[socket.socket]()
+        while time.monotonic() < until:
+            path, content = choice.choice(hostile())
+            self.note("hostile", self.server.ask(path, content)[0], (408, 413, 422, 429, 503))
+            with contextlib.suppress(OSError):
+                held.append(socket.create_connection(("127.0.0.1", self.server.port), timeout=5))
+                held[-1].sendall(choice.choice(UNFINISHED).encode())
+            if len(held) > MOST_HELD:
+                held.pop(0).close()
+
+    def watch(self, until: float) -> None:
+        """Ask how the server is, and look at its memory."""
+        while time.monotonic() < until:
+            start, down = time.monotonic(), self.down
+            status, _ = self.server.ask("/healthz", None)
+            if not (down or self.down):
+                self.note("health", status, (200,))
+                self.health.append(time.monotonic() - start)
+                self.memory.append(self.server.memory)
+            time.sleep(0.1)
 
     def valid(self, place: int, path: str) -> None:
         """Ask for an image, and compare it."""
@@ -136,23 +206,25 @@ class Load:
 
     def note(self, kind: str, status: int, right: tuple[int, ...]) -> None:
         """Count an answer; without a server none is wrong."""
-        fine = status in right or (status == 0 and self.down)
+        fine = status in right or (status in (0, 503) and self.down)
         with self._lock:
             self.counts[f"{kind}: {status or 'no server'}"] += 1
             self.counts["wrong"] += not fine
         if status == 0:
             time.sleep(0.5)  # before it asks again
 
-    def run(self, clients: int, seconds: float, kill: bool = False) -> dict[str, float]:
+    def run(self, clients: int, seconds: float, kill: bool = False, attackers: int = 0) -> dict[str, float]:
         """Run so many clients; return images a second, and the median and 95th percentile of their seconds."""
         start, self.seconds = time.monotonic(), []
         threads = [threading.Thread(target=self.client, args=(i, start + seconds)) for i in range(clients)]
+        threads += [threading.Thread(target=self.attack, args=(i, start + seconds)) for i in range(attackers)]
+        threads.append(threading.Thread(target=self.watch, args=(start + seconds,)))
         for thread in threads:
             thread.start()
-        if kill:
-            time.sleep(seconds / 2)
+        for number in (signal.SIGTERM, signal.SIGKILL) if kill else ():
+            time.sleep(seconds / 3)
             self.down = True
-            self.server.process.send_signal(signal.SIGKILL)
+            self.server.process.send_signal(number)
             self.server.process.wait()
             self.server.start()
             time.sleep(1)
@@ -171,13 +243,17 @@ def measure(clients: int, seconds: float, steps: int, kill: bool) -> tuple[dict[
         server = Server(Path(folder))
         try:
             load = Load(server, steps)
-            together = load.run(clients, seconds, kill)
+            together = load.run(clients, seconds, kill, attackers=max(1, clients // 10))
+            health, memory = sorted(load.health), load.memory
             alone = load.run(1, min(20.0, seconds / 2))
         finally:
             server.process.terminate()
             status = server.process.wait()
-        files = [str(path) for path in Path(folder).rglob("*") if path.is_file()]  # Gradio makes empty folders
-    return {"together": together, "alone": alone, "answers": dict(load.counts), "files": files, "exit": status}, load
+        files = [str(path) for path in Path(folder).rglob("*") if path.is_file()]
+    report: dict[str, Any] = {"together": together, "alone": alone, "answers": dict(load.counts), "files": files}
+    report |= {"exit": status, "health p95 ms": 1000 * health[int(0.95 * len(health))]}
+    third = memory[len(memory) // 3]
+    return report | {"MiB": {"first": memory[0], "third": third, "most": max(memory), "last": memory[-1]}}, load
 
 
 def main() -> int:

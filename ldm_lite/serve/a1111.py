@@ -8,6 +8,7 @@ fields that are not heeded are named in the answer's info, under "ignored".
 import contextlib
 import functools
 import json
+import math
 import os
 import re
 import secrets
@@ -397,7 +398,8 @@ def router(engine: Engine) -> APIRouter:
 
 async def _respond(request: Request, state: State, asked: ImagesRequest) -> dict[str, Any]:
     ticket, ignored = await reading(request, _submit, state, asked)
-    sent = asked.model_dump(exclude={"init_images", "mask", "alwayson_scripts"})
+    left_out = ("init_images", "mask", "alwayson_scripts", "override_settings")
+    sent = {name: getattr(asked, name) for name in type(asked).model_fields if name not in left_out}
     del asked  # whose pictures would stay in memory while it waits
     with state.shown(ticket):
         await ended(request, ticket, state.engine.limits.timeout)
@@ -636,8 +638,8 @@ def _detected(engine: Engine, asked: DetectRequest) -> list[str]:
     for picture in pictures:
         image = open_base64(picture, "controlnet_input_images", engine.limits.max_pixels)
         ratio = max(asked.controlnet_processor_res, 1) / min(image.size)
-        size = max(1, round(image.width * ratio)), max(1, round(image.height * ratio))
-        engine.check_size(*size)
+        ratio = min(ratio, math.sqrt(engine.limits.max_pixels / (image.width * image.height)))
+        size = max(1, int(image.width * ratio)), max(1, int(image.height * ratio))
         answers.append(encoded(to_image(Control("", image, preprocess=way).pixels(size)[0].clamp(0, 1) * 2 - 1)))
     return answers
 

@@ -40,6 +40,7 @@ MOST_MARKS = 2**16  # commas and brackets of a body
 MOST_ITEMS = 1024  # of a list or an object
 MOST_DEPTH = 32
 MOST_TEXT = 2**16  # characters of a text
+MOST_NAME = 200  # characters of a field's name
 # The fields that hold pictures, which are longer, at any depth.
 PICTURES = {"image", "images", "init_images", "init_img", "mask", "data", "input_image", "mask_image"}
 PICTURES |= {"controlnet_input_images", "controlnet_images", "controlnet_masks"}
@@ -205,7 +206,10 @@ def _check_bounds(content: Any) -> None:
         elif isinstance(value, list | dict):
             wrong = len(value) > MOST_ITEMS and f"at most {MOST_ITEMS} values"
             wrong = wrong or (depth > MOST_DEPTH and f"at most {MOST_DEPTH} levels")
-            named = value.items() if isinstance(value, dict) else ((name, each) for each in value)
+            named = value.items() if isinstance(value, dict) else [(name, each) for each in value]
+            wrong = wrong or (
+                any(len(key) > MOST_NAME for key, _ in named) and f"names of at most {MOST_NAME} characters"
+            )
             left += [(each, key, depth + 1) for key, each in named] if not wrong else []
         else:
             wrong = isinstance(value, int) and abs(value) >= 2**64 and "a number of 64 bits"
@@ -278,7 +282,7 @@ def open_bytes(content: bytes, name: str, most: int) -> Image.Image:
             image = image.convert("RGBA")
         image = image if image.mode in ("L", "LA", "RGB", "RGBA") else to_rgb(image)
         size = max(1, int(ratio * image.width)), max(1, int(ratio * image.height))
-        return image.resize(size, Image.Resampling.LANCZOS, reducing_gap=3)
+        return image.resize(size, Image.Resampling.BOX)  # a quarter of the time of Lanczos
 
     return decode_image(_Timed(content), name, loaded, MOST_READ * most)
 

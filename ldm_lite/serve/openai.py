@@ -164,7 +164,8 @@ def _hole(image: Image.Image) -> Image.Image | None:
 
 async def _respond(request: Request, ticket: Ticket, asked: ImageRequest, event: str, timeout: float) -> Response:
     if asked.stream:
-        return StreamingResponse(_events(ticket, asked, event), media_type="text/event-stream")
+        head = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # nginx does not wait for more
+        return StreamingResponse(_events(ticket, asked, event), media_type="text/event-stream", headers=head)
     await ended(request, ticket, timeout)
     images = [await _encoded(result.image, asked) for result in ticket.results]
     data = [

@@ -245,10 +245,10 @@ class Engine:
             waiting = [*(other for other in self.queue if other.state == QUEUED), ticket]
             dropped = []
             while sum(other.count for other in waiting) > images or sum(other.size for other in waiting) > most:
-                held = Counter[str]()
+                held = dict.fromkeys((other.client for other in waiting), 0.0)
                 for other in waiting:
                     held[other.client] += other.count / images + other.size / most
-                greediest = ticket.client if held[ticket.client] >= max(held.values()) else max(held, key=held.get)
+                greediest = max(held, key=lambda client: (held[client], client == ticket.client))
                 dropped.append(next(other for other in reversed(waiting) if other.client == greediest))
                 waiting.remove(dropped[-1])
             full = Full(

@@ -1,5 +1,6 @@
 """Runs the application with uvicorn until a signal comes, with limits for slow and for many connections."""
 
+import ctypes
 import logging
 import socket
 import threading
@@ -24,6 +25,7 @@ IDLE = 15.0  # seconds that a connection has for the head of a request
 STALLED = 30.0  # seconds in which a client has to take some of an answer
 LEAST_RATE = 2**10  # bytes a second of it
 LOOK = 1.0  # seconds between two looks at a connection
+TRIM = 5.0  # seconds after which freed memory goes back to the system
 
 
 class _Connection(H11Protocol):
@@ -120,6 +122,14 @@ def log_lines() -> None:
     logging.getLogger("ldm_lite.access").setLevel(logging.INFO)
 
 
+def _trim() -> None:
+    """Give freed memory back from time to time: glibc keeps what its many threads have freed."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    while trim is not None:
+        time.sleep(TRIM)
+        trim(0)
+
+
 def serve(options: ServeOptions, load: LoadOptions, key: str | None) -> None:
     """Load the model and answer requests until a signal comes; then finish what runs.
 
@@ -141,4 +151,5 @@ def serve(options: ServeOptions, load: LoadOptions, key: str | None) -> None:
         if key is None and host not in ("127.0.0.1", "::1"):
             log.warning("anyone who reaches %s can use the server: `api_key=KEY` limits that", place)
         log_lines()
+        threading.Thread(target=_trim, daemon=True).start()
         _Server(config(make_app(engine, options, key), options), engine).run(sockets=[listening])

@@ -1,5 +1,6 @@
 """Canny's edges against OpenCV's (the goldens)."""
 
+import time
 from pathlib import Path
 
 import numpy as np
@@ -38,3 +39,17 @@ def test_a_flat_image_has_no_edges_and_a_step_has_one() -> None:
 def test_thresholds_in_the_wrong_order_are_refused() -> None:
     with pytest.raises(ValueError, match="got canny thresholds 200 and 100, wanted the lower one first"):
         canny(np.zeros((4, 4, 3), np.uint8), "canny:200:100")
+
+
+def test_a_winding_edge_takes_no_longer_than_its_length() -> None:
+    """A weak edge that is connected to a strong one by all of its length was followed image by image."""
+    from ldm_lite.control.canny import _grown
+
+    weak = np.zeros((301, 300), bool)
+    weak[::2] = True
+    weak[1::4, -1] = weak[3::4, 0] = True  # from row to row, at alternate ends
+    strong = np.zeros_like(weak)
+    strong[0, 0] = True
+    start = time.monotonic()
+    assert np.array_equal(_grown(strong, weak), weak)
+    assert time.monotonic() - start < 5

@@ -21,7 +21,6 @@ from serving import Running, library_of
 
 import ldm_lite
 
-pytestmark = pytest.mark.extra
 pytest.importorskip("uvicorn")
 pytest.importorskip("fastapi")
 pytest.importorskip("prometheus_client")
@@ -233,6 +232,35 @@ def test_the_clients_with_rectified_flow(flow_path: Path, small_path: Path, tmp_
         assert f"ldm_lite_images_total {server.engine.totals['images']}.0" in numbers
     finally:
         server.close()
+
+
+@pytest.mark.parametrize("name", ["gpt-image-1", "dall-e-3", "dall-e-2", "small.safetensors"])
+def test_the_names_that_clients_give_by_default(server: Running, name: str) -> None:
+    asked = {"prompt": "x", "size": "32x32", "steps": 1, "seed": 1}
+    status, answer = server.ask(OPENAI, asked | {"model": name})
+    assert status == 200
+    assert answer["data"] == server.ask(OPENAI, asked)[1]["data"]
+    assert server.ask(f"/v1/models/{name}")[1]["id"] == name
+
+
+def form_of(**fields: bytes) -> tuple[bytes, dict[str, str]]:
+    parts = (
+        b'--x\r\nContent-Disposition: form-data; name="%s"%s\r\n\r\n%s\r\n'
+        % (name.encode(), b'; filename="a.png"' if name in ("image", "mask") else b"", content)
+        for name, content in fields.items()
+    )
+    return b"".join(parts) + b"--x--", {"Content-Type": "multipart/form-data; boundary=x"}
+
+
+def test_what_is_transparent_is_white_as_for_the_command(server: Running, small_path: Path) -> None:
+    clear = picture((0, 0, 0, 0), "RGBA")
+    body, head = form_of(prompt=b"x", steps=b"4", seed=b"1", strength=b"0.3", image=clear, mask=clear)
+    status, answer = server.ask("/v1/images/edits", body, **head)
+    assert status == 200, answer
+    pipe = ldm_lite.load(small_path, device="cpu")
+    white, mask = Image.new("RGB", (32, 32), "white"), Image.new("L", (32, 32), 255)
+    [wanted] = pipe.inpaint("x", white, mask, steps=4, seed=1, strength=0.3)
+    assert opened(answer["data"][0]["b64_json"]).tobytes() == wanted.tobytes()
 
 
 # ---- what is refused ------------------------------------------------------------------------------------------------

@@ -18,7 +18,6 @@ from ldm_lite import Pipeline
 from ldm_lite.cli.task_options import Txt2imgOptions
 from ldm_lite.serve.queue import RUNNING, Ticket
 
-pytestmark = pytest.mark.extra
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 pytest.importorskip("prometheus_client")

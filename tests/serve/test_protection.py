@@ -1,0 +1,531 @@
+"""What the server is protected against: bodies, pictures, prompts and clients that cost more than they should."""
+
+import base64
+import io
+import json
+import logging
+import socket
+import threading
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from PIL import Image
+from serving import Full, Running, engine_of, finished, library_of, submit
+
+pytest.importorskip("fastapi")
+pytest.importorskip("uvicorn")
+pytest.importorskip("prometheus_client")
+
+from ldm_lite.cli.task_options import Img2imgOptions, InpaintOptions, Txt2imgOptions
+from ldm_lite.serve import http, queue, server
+from ldm_lite.serve.http import Refused, open_bytes, validated
+from ldm_lite.serve.queue import CLIENT
+
+OPENAI, TXT2IMG, IMG2IMG = "/v1/images/generations", "/sdapi/v1/txt2img", "/sdapi/v1/img2img"
+EXTRAS = "/sdapi/v1/extra-batch-images"
+SMALL: dict[str, Any] = {"prompt": "x", "steps": 2, "width": 32, "height": 32}
+
+
+@pytest.fixture(scope="module")
+def running(library: Any) -> Iterator[Running]:
+    made = Running(library)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def start(library: Any) -> Iterator[Callable[..., Running]]:
+    made: list[Running] = []
+
+    def run(**given: Any) -> Running:
+        made.append(Running(library, **given))
+        return made[-1]
+
+    yield run
+    for each in made:
+        each.close()
+
+
+@pytest.fixture
+def as_client() -> Iterator[Callable[[str], Any]]:
+    token = CLIENT.set("")
+    yield CLIENT.set
+    CLIENT.reset(token)
+
+
+def picture(side: int = 32, kind: str = "PNG", mode: str = "RGB", **more: Any) -> bytes:
+    file = io.BytesIO()
+    Image.new(mode, (side, side)).save(file, kind, **more)
+    return file.getvalue()
+
+
+def b64(content: bytes) -> str:
+    return base64.b64encode(content).decode()
+
+
+# ---- bodies ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", ["0", "[]", "{}", '""', "1.5", "null", '{"a":0}'])
+@pytest.mark.parametrize(("path", "name"), [(EXTRAS, "imageList"), (IMG2IMG, "init_images"), (TXT2IMG, "other")])
+def test_a_list_of_wrong_values_takes_no_memory(value: str, path: str, name: str, running: Running) -> None:
+    """An error was built for each of them, a kilobyte each; these bodies have up to the MiB that is allowed."""
+    count = 500_000 // (len(value) + 1)
+    body = f'{{"{name}":[{",".join([value] * count)}]}}'.encode()
+    tracemalloc.start()
+    try:
+        assert running.refused(path, body)[0] == 422
+        assert tracemalloc.get_traced_memory()[1] < 10 * len(body)
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"prompt": ["x"] * 2000},
+        {"prompt": "x", "other": ["x"] * 2000},
+        {"prompt": "x", "other": {str(i): 0 for i in range(2000)}},
+        {"prompt": "x", "alwayson_scripts": {"a": {"args": [0] * 2000}}},
+        {"prompt": "x", "k" * 1000: 1},
+        {"prompt": "x", "sampler_name": "e" * 100_000, "sampler": "e" * 100_000},
+        {"prompt": "x", "other": ["e" * 100_000]},
+        {"prompt": "x", "other": {"a": "e" * 100_000}},
+        {"prompt": "x", "other": json.loads("[" * 40 + "]" * 40)},
+        {"prompt": "x", "other": 10**30},
+    ],
+    ids=lambda content: str(content)[:40],
+)
+def test_what_is_too_long_or_too_deep_is_named(content: dict[str, Any], running: Running) -> None:
+    for path in (OPENAI, TXT2IMG):
+        status, message = running.refused(path, content)
+        assert status == 422
+        assert "wanted" in message
+
+
+def test_a_wrong_value_is_not_sent_back(running: Running) -> None:
+    for path, name in ((TXT2IMG, "steps"), (OPENAI, "steps"), (IMG2IMG, "init_images")):
+        status, message = running.refused(path, {"prompt": "x", name: {"a-secret-value": "a-secret-value"}})
+        assert status == 422
+        assert name in message
+        assert "secret" not in message
+    _, answer = running.ask(TXT2IMG, SMALL | {"unknown": "a-secret-value"})
+    assert "secret" not in json.dumps(answer)
+    assert json.loads(answer["info"])["ignored"] == ["unknown"]
+
+
+def test_pictures_may_be_long_at_any_depth() -> None:
+    long = "A" * 200_000
+    unit = {"controlnet": {"args": [{"image": {"image": long, "mask": long}}]}}
+    assert validated(http.Body, {"init_images": [long], "alwayson_scripts": unit})
+    with pytest.raises(Refused, match="prompt: wanted at most 65536 characters"):
+        validated(http.Body, {"prompt": long})
+
+
+def test_a_body_that_does_not_come_gets_408(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "READING", 0.2)
+    with socket.create_connection(("127.0.0.1", running.port), timeout=20) as client:
+        client.sendall(f"POST {TXT2IMG} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{{".encode())
+        assert client.recv(1000).startswith(b"HTTP/1.1 408 ")
+
+
+def test_bodies_that_come_at_once_have_a_limit(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client has half of the room for them: here 4 bytes."""
+    monkeypatch.setattr(http, "ROOM", 1 / 2**18)
+    status, message = running.refused(TXT2IMG, SMALL)
+    assert (status, message) == (503, "too many requests are being read: try again later")
+    monkeypatch.undo()
+    assert running.ask(TXT2IMG, SMALL)[0] == 200
+
+
+def test_a_large_body_is_not_read_for_a_full_queue(start: Callable[..., Running], monkeypatch: Any) -> None:
+    server = start(max_queue=1)
+    monkeypatch.setattr(type(server.engine), "waiting", 1)
+    monkeypatch.setattr(server.engine, "queue", [submit(engine_of(server.engine.library), "txt2img", SMALL)])
+    server.engine.queue[0].client = "127.0.0.1"
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as client:  # the body does not come
+        client.sendall(f"POST {TXT2IMG} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000\r\n\r\n".encode())
+        assert client.recv(1000).startswith(b"HTTP/1.1 429 ")
+    server.engine.queue.clear()
+
+
+# ---- pictures -------------------------------------------------------------------------------------------------------
+
+
+def test_a_large_picture_is_reduced_when_it_is_read() -> None:
+    for mode in ("RGB", "RGBA", "L", "P", "1", "I;16"):
+        image = open_bytes(picture(200, mode=mode), "image", 100 * 100)
+        assert image.size == (200, 200)
+        image = open_bytes(picture(300, mode=mode), "image", 100 * 100)
+        assert image.size == (200, 200)
+    with pytest.raises(ValueError, match="wanted at most"):
+        open_bytes(picture(500), "image", 100 * 100)
+
+
+def test_decoding_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A progressive JPEG with scans upon scans: 33 bytes took 2 ms each."""
+    content = picture(512, "JPEG", progressive=True)
+    scan = content[content.rfind(b"\xff\xda") : -2]
+    monkeypatch.setattr(http, "DECODING", 0.2)
+    start = time.monotonic()
+    with pytest.raises(ValueError, match=r"image: (is not an image that can be read|.*scans)"):
+        open_bytes(content[:-2] + scan * (3 * 10**6 // len(scan)) + content[-2:], "image", 2**20)
+    assert time.monotonic() - start < 5
+
+
+def test_pictures_that_wait_have_a_limit(library: Any) -> None:
+    """Of bytes: 1 MiB; a picture of 512 x 512 has 0.75."""
+    engine = engine_of(library, max_waiting=1)
+    given = {"prompt": "x", "init_img": (Image.new("RGB", (512, 512)),), "width": 32, "height": 32}
+    submit(engine, "img2img", given)
+    with pytest.raises(Full, match=r"the queue is full: 1 requests wait, at most 256 images and 1 MiB may"):
+        submit(engine, "img2img", given)
+    with pytest.raises(Full):
+        submit(engine, "inpaint", given | {"init_img": (Image.new("1", (8, 8)),), "mask": given["init_img"]})
+
+
+def test_health_is_answered_while_all_threads_read(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, go = threading.Semaphore(0), threading.Event()
+
+    def hang(*args: Any) -> Any:
+        begun.release()
+        assert go.wait(60)
+        raise ValueError("the end")
+
+    monkeypatch.setattr("ldm_lite.serve.a1111.open_base64", hang)
+    threads = [threading.Thread(target=running.ask, args=("/sdapi/v1/png-info", {"image": ""})) for _ in range(60)]
+    for thread in threads:
+        thread.start()
+    for _ in range(http.READERS // 2):  # a client has no more
+        assert begun.acquire(timeout=20)
+    assert running.ask("/healthz")[0] == 200
+    assert running.ask("/sdapi/v1/progress")[0] == 200
+    assert not begun.acquire(blocking=False)
+    go.set()
+    for thread in threads:
+        thread.join()
+
+
+# ---- what is asked for ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"prompt": " AND ".join("x" * 400)}, r"got 401 branches in each step, for 400 parts .* \(`max_branches`\)"),
+        ({"prompt": " AND ".join("x" * 10)}, r"got 11 branches .* wanted at most 10 \(`max_branches`\)"),
+        ({"hires": 2.0, "hires_prompt": " AND ".join("x" * 400)}, "got 401 branches"),
+        ({"prompt": "BREAK " * 3000}, "got about 3240 chunks of 75 tokens in a text of the prompt, wanted at most 300"),
+        ({"prompt": "{" + "{a|b}" * 30 + "}", "dynamic": "all", "prompt_syntax": "plain"}, "makes more than 10000"),
+        ({"prompt": "{" + "{a|b}" * 6 + "}", "dynamic": "all"}, "got 64 images, wanted at most 16"),
+        ({"n_iter": 10**9}, "got 1000000000 images, wanted at most 16"),
+        (
+            {"width": 1024, "height": 1024, "steps": 150, "batch_size": 16},
+            r"got 16 images x 2 branches x 1024 x 1024 pixels x 150 steps, 5,033 millions, wanted .* \(`max_work`\)",
+        ),
+        ({"width": 512, "height": 512, "hires": 2.0, "steps": 150, "batch_size": 8}, r"and 1024 x 1024 x 150, 3,146"),
+        ({"width": 8, "height": 65536}, "16384 a side"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_a_request_has_one_budget(library: Any, more: dict[str, Any], message: str) -> None:
+    """Checked before anything is built: it takes neither time nor memory."""
+    engine = engine_of(library)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match=message):
+            submit(engine, "txt2img", SMALL | {"prompt_syntax": "a1111"} | more)
+        assert tracemalloc.get_traced_memory()[1] < 2**23
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"width": 65528},
+        {"height": 65528},
+        {"width": 2000, "height": 2000},
+        {"resolution": 65536},
+        {"extend": "left=65536,top=65536"},
+        {"extend": "left= 60000", "width": 64, "height": 64},
+    ],
+    ids=str,
+)
+def test_the_size_of_a_picture_that_is_made_larger_is_known_before(library: Any, more: dict[str, Any]) -> None:
+    """A width alone passed, and 65528 x 65528 pixels were made before they were counted."""
+    kind = InpaintOptions if "extend" in more else Img2imgOptions
+    task = "inpaint" if "extend" in more else "img2img"
+    options = kind(prompt="x", init_img=(Image.new("RGB", (64, 64)),), **more)
+    with pytest.raises(ValueError, match="pixels, wanted at most"):
+        engine_of(library).submit(task, options)
+
+
+def test_images_of_many_branches_share_no_batch(library: Any) -> None:
+    """A batch of 8 has 16 branches, whatever the images."""
+    engine = engine_of(library)
+    many = [submit(engine, "txt2img", SMALL | {"prompt": "a AND b AND c", "prompt_syntax": "a1111"}) for _ in range(8)]
+    units = engine._gather()
+    assert len(units) == 4
+    assert many[0].branches == 4
+    assert len(engine_of(library)._gather()) == 0
+
+
+def test_too_many_loras(library: Any, running: Running) -> None:
+    assert "got 40 LoRAs, wanted at most 32" in running.refused(TXT2IMG, SMALL | {"prompt": "<lora:a:1>" * 40})[1]
+
+
+# ---- clients --------------------------------------------------------------------------------------------------------
+
+
+def test_clients_take_turns(library: Any, as_client: Callable[[str], Any]) -> None:
+    """The first request of a client comes before the second of each other."""
+    engine, order = engine_of(library), list[str]()
+    tickets = []
+    for client, count in (("a", 4), ("b", 2), ("c", 1)):
+        as_client(client)
+        for number in range(count):  # of other sizes, so that none go together
+            steps = 2 + len(tickets)
+            tickets.append(submit(engine, "txt2img", SMALL | {"prompt": f"{client}{number}", "steps": steps}))
+    for ticket in tickets:
+        name = str(ticket.options.prompt)
+        ticket.listen(lambda ticket=ticket, name=name: order.append(name) if ticket.ended else None)  # type: ignore[misc]
+    assert [tickets[place].position for place in (0, 4, 6)] == [0, 1, 2]
+    engine.start()
+    finished(*tickets)
+    engine.close()
+    assert set(order[:3]) == {"a0", "b0", "c0"}
+    assert order[-1] == "a3"
+
+
+def test_a_client_that_holds_the_queue_makes_room_for_others(library: Any, as_client: Callable[[str], Any]) -> None:
+    engine = engine_of(library, max_queue=4)
+    as_client("greedy")
+    first = [submit(engine, "txt2img", SMALL) for _ in range(4)]
+    with pytest.raises(Full):
+        submit(engine, "txt2img", SMALL)
+    as_client("other")
+    other = submit(engine, "txt2img", SMALL)
+    assert [ticket.state for ticket in first] == ["queued"] * 3 + ["failed"]
+    assert isinstance(first[3].error, Full)
+    second = submit(engine, "txt2img", SMALL)
+    with pytest.raises(Full):  # both hold two
+        submit(engine, "txt2img", SMALL)
+    assert other.state == second.state == "queued"
+
+
+def test_ipv6_clients_are_told_by_their_network() -> None:
+    from ldm_lite.serve.app import client_of
+
+    assert client_of({"client": ("10.0.0.1", 5)}) == "10.0.0.1"
+    assert client_of({"client": ("2001:db8::1", 5)}) == client_of({"client": ("2001:db8::2:3", 5)})
+    assert client_of({"client": ("2001:db8:1::1", 5)}) != client_of({"client": ("2001:db8:2::1", 5)})
+    assert client_of({"client": None}) == ""
+
+
+def test_a_forwarded_address_is_a_proxys_alone(start: Callable[..., Running], caplog: Any) -> None:
+    for given, wanted in (({}, "127.0.0.1"), ({"proxy": "127.0.0.1"}, "9.9.9.9")):
+        server = start(**given)
+        with caplog.at_level(logging.INFO, logger="ldm_lite.access"):
+            server.ask("/healthz", **{"X-Forwarded-For": "9.9.9.9"})
+        assert caplog.messages[-1].startswith(f"{wanted} GET /healthz 200")
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST ", b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nX: "])
+def test_a_connection_without_a_request_is_closed(sent: bytes, running: Running, monkeypatch: Any) -> None:
+    monkeypatch.setattr(server, "IDLE", 0.1)
+    monkeypatch.setattr(server, "LOOK", 0.05)
+    with socket.create_connection(("127.0.0.1", running.port), timeout=20) as client:
+        client.sendall(sent)
+        with pytest.raises(ConnectionResetError):
+            raise ConnectionResetError if client.recv(1) == b"" else AssertionError
+
+
+def test_an_answer_that_nobody_takes_is_dropped(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "STALLED", 0.2)
+    monkeypatch.setattr(server, "LOOK", 0.05)
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+        client.connect(("127.0.0.1", running.port))
+        client.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n" * 200)
+        limit = time.monotonic() + 20
+        while running.server.server_state.connections:
+            assert time.monotonic() < limit
+            time.sleep(0.02)
+
+
+def test_connections_have_a_limit_and_those_that_ask_nothing_make_room(start: Callable[..., Running]) -> None:
+    server = start(max_connections=8)
+    idle = [socket.create_connection(("127.0.0.1", server.port), timeout=20) for _ in range(4)]
+    assert server.ask("/healthz")[0] == 200
+    assert idle[0].recv(1) == b""  # the oldest is closed
+    more = [socket.create_connection(("127.0.0.1", server.port), timeout=20) for _ in range(20)]
+    assert server.ask("/healthz")[0] == 200
+    assert len(server.server.server_state.connections) <= 5
+    for each in (*idle, *more):
+        each.close()
+
+
+def test_heads_have_a_limit(running: Running) -> None:
+    client = socket.create_connection(("127.0.0.1", running.port), timeout=20)
+    with client, pytest.raises((ConnectionResetError, BrokenPipeError)):
+        client.sendall(b"GET / HTTP/1.1\r\n" + (b"X: " + b"a" * 2**16 + b"\r\n") * 500)
+
+
+def test_forms_are_read_in_threads_too(running: Running) -> None:
+    """A body of CRs is the slowest for the parser."""
+    form = (
+        b'--x\r\nContent-Disposition: form-data; name="image"; filename="a"\r\n\r\n'
+        + b"\r" * 900_000
+        + b"\r\n--x--\r\n"
+    )
+    status, _ = running.refused("/v1/images/edits", form, **{"Content-Type": "multipart/form-data; boundary=x"})
+    assert status == 422
+
+
+# ---- models and devices ---------------------------------------------------------------------------------------------
+
+
+def test_a_swap_is_for_a_file_that_opens_and_others_are_remembered(small_path: Any, tmp_path: Any) -> None:
+    (tmp_path / "broken.safetensors").write_bytes(b"x" * 100)
+    (tmp_path / "cut.safetensors").write_bytes(small_path.read_bytes()[:-1000])
+    library = library_of(small_path, models=str(tmp_path))
+    engine, model = engine_of(library, models=str(tmp_path)), library.model
+    tickets = [submit(engine, "txt2img", SMALL, model=name) for name in ("broken", "cut")]
+    engine.start()
+    for ticket in tickets:
+        with pytest.raises(ValueError, match=r"safetensors"):
+            finished(ticket)
+    assert library.model is model  # it was never freed
+    assert engine.totals["swaps"] == 0
+    for name in ("broken", "cut"):
+        with pytest.raises(ValueError, match=r"safetensors"):
+            submit(engine, "txt2img", SMALL, model=name)
+    (tmp_path / "cut.safetensors").write_bytes(small_path.read_bytes())
+    assert finished(submit(engine, "txt2img", SMALL, model="cut"))
+    engine.close()
+
+
+def test_requests_for_one_model_run_one_after_the_other(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alternating names would be a swap for each."""
+    engine, order = engine_of(library), list[str]()
+    monkeypatch.setattr(library, "check", lambda name, loras: name)
+    tickets = [submit(engine, "txt2img", SMALL | {"steps": 2 + i}) for i in range(6)]
+    for place, ticket in enumerate(tickets):
+        ticket.model = ("other", "small")[place % 2]
+
+    def use(name: str, loras: Any) -> None:
+        order.append(name)
+        library.loaded = name
+
+    monkeypatch.setattr(library, "use", use)
+    monkeypatch.setattr(queue, "STAY", 1000.0)
+    engine.start()
+    finished(*tickets)
+    engine.close()
+    library.loaded = "small"
+    assert order == ["other"]
+    assert engine.totals["swaps"] == 1
+
+
+def test_a_model_is_not_kept_for_ever(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of(library)
+    first, _ = (submit(engine, "txt2img", SMALL | {"steps": 2 + i}) for i in range(2))
+    first.model = "other"
+    used = list[str]()
+    monkeypatch.setattr(library, "use", lambda name, loras: used.append(name))
+    monkeypatch.setattr(queue, "STAY", -1.0)
+    engine._gather()
+    assert used == ["other"]
+
+
+def test_while_models_are_swapped_requests_are_taken(small_path: Any) -> None:
+    library = library_of(small_path)
+    library.unload()
+    assert library.ready("small") is None
+    running = Running(library)
+    try:
+        assert running.ask("/sdapi/v1/sd-models")[0] == 200
+        assert running.ask(TXT2IMG, SMALL)[0] == 200  # it is loaded again
+        assert running.ask("/sdapi/v1/unload-checkpoint", {})[0] == 200
+        limit = time.monotonic() + 20
+        while library.loaded:
+            assert time.monotonic() < limit
+            time.sleep(0.01)
+        assert running.ask(OPENAI, {"prompt": "x", "size": "32x32", "steps": 1})[0] == 200
+    finally:
+        running.close()
+
+
+def test_a_device_that_has_failed_ends_the_server(start: Callable[..., Running], monkeypatch: Any, caplog: Any) -> None:
+    server = start()
+    monkeypatch.setattr(type(server.engine.library), "works", lambda self: False)
+
+    def fail(*args: Any) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(server.engine, "_denoise", fail)
+    with caplog.at_level(logging.ERROR, logger="ldm_lite"):
+        assert server.refused(TXT2IMG, SMALL) == (500, "an error of the server: its log says more")
+    assert "illegal memory access" in caplog.text
+    assert "Traceback" in caplog.text
+    assert server.refused("/healthz", None)[0] == 503
+    assert server.refused(TXT2IMG, SMALL)[0] == 503
+
+
+def test_nothing_is_kept_of_requests_that_ended(running: Running) -> None:
+    import gc
+
+    for _ in range(3):
+        assert running.ask(TXT2IMG, SMALL)[0] == 200
+        assert running.ask(IMG2IMG, SMALL | {"steps": 0})[0] == 422
+    limit = time.monotonic() + 20
+    while sum(isinstance(each, queue.Ticket) and each._engine is running.engine for each in gc.get_objects()) > 1:
+        assert time.monotonic() < limit
+        gc.collect()
+
+
+# ---- the log --------------------------------------------------------------------------------------------------------
+
+
+def test_each_request_is_a_line_of_the_log(running: Running, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="ldm_lite.access"):
+        running.ask("/healthz")
+        running.refused(TXT2IMG, {"prompt": 5})
+        running.ask("/a%0ab%1b" + "c" * 500)
+    lines = [record.getMessage() for record in caplog.records if record.name == "ldm_lite.access"]
+    assert lines[0].startswith("127.0.0.1 GET /healthz 200 0.")
+    assert lines[1].startswith(f"127.0.0.1 POST {TXT2IMG} 422 ")
+    assert "/a\\nb\\x1bccc" in lines[2]
+    assert len(lines[2]) < 300
+
+
+def test_the_log_says_everything_again_with_its_time(monkeypatch: Any, capsys: Any) -> None:
+    log = logging.getLogger("ldm_lite")
+    monkeypatch.setattr(log, "handlers", [])
+    level = log.level
+    try:
+        server.log_lines()
+        for _ in range(2):
+            log.warning("the same\n with `max_body=1`")
+        logging.getLogger("ldm_lite.access").info("a request")
+        try:
+            raise KeyError("ours")
+        except KeyError as error:
+            queue.report(error)
+            queue.report(error)  # once for each error
+    finally:
+        log.setLevel(level)
+        logging.getLogger("ldm_lite.access").setLevel(logging.NOTSET)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line[25:] for line in lines[:2]] == ["warning: the same\\n with --max-body 1"] * 2
+    assert lines[2].endswith("+0000 a request") or lines[2].endswith(" a request")
+    assert sum("KeyError: 'ours'" in line for line in lines) == 2  # the line, and the end of its traceback
+    assert any(line.startswith("Traceback") for line in lines)
+
+
+def test_txt2img_options_are_not_changed_by_a_folder_without_embeddings(library: Any) -> None:
+    assert library.embeddings_in(Txt2imgOptions(prompt="a red cat")) == ()
