@@ -64,7 +64,7 @@ class DoRA(LowRank):
     def forward(self, x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None) -> Tensor:
         with torch.no_grad():
             up, down = (layer.get_parameter("weight").flatten(1) for layer in (self.lora_up, self.lora_down))
-            norm = (weight + self.scale * up @ down).norm(dim=1)
+            norm = (weight.to(up.dtype) + self.scale * up @ down).norm(dim=1)
         factor = self.dora_scale.flatten() / norm
         factor, shape = (factor[:, None, None], (-1, 1, 1)) if self.dora_scale.ndim == 4 else (factor, (-1,))
         base = out if bias is None else out - bias.view(shape)
@@ -147,7 +147,8 @@ class Place(NamedTuple):
     def weight(self) -> Tensor:
         """(out,in), or (out,in,1,1) of a convolution."""
         name = "weight" if self.rows is None else "in_proj_weight"
-        return self.layer.get_parameter(name)[self.rows or slice(None)]
+        weight: Tensor = getattr(self.layer, name)  # while it runs perhaps no parameter: see Offloader.differentiable
+        return weight[self.rows or slice(None)]
 
     @property
     def bias(self) -> Tensor | None:

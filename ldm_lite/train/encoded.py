@@ -239,14 +239,17 @@ def open_all(options: TrainOptions, model: Pipeline, reads_text: bool) -> Data:
             return encoded(options, dataset, model.vae, name)
         return dataset
 
-    train = latents(dataset, "latents")
+    with model.phase("vae"):
+        train = latents(dataset, "latents")
     prior = validation = empty = None
     if options.class_data is not None:
-        prior = latents(open_dataset(options, model, options.class_data), "latents-class")
+        with model.phase("vae"):
+            prior = latents(open_dataset(options, model, options.class_data), "latents-class")
     if options.held_out_fraction is not None:
         train, validation = held_out(train, options.held_out_fraction, options.seed)
     elif options.validation is not None:
-        validation = latents(open_dataset(options, model, options.validation), "latents-validation")
+        with model.phase("vae"):
+            validation = latents(open_dataset(options, model, options.validation), "latents-validation")
         if validation.shards is None:
             raise ValueError("`validation` needs finite data: give a folder of images")
     folder = None if options.held_out_fraction is not None else options.validation
@@ -363,7 +366,9 @@ def check_encoded(options: TrainOptions, model: Pipeline, dataset: EncodedDatase
         raise ValueError("`tokens` has no effect on text that was encoded beforehand: leave it out")
     if about["context"] is None or model.text_encoder is None:
         raise ValueError(f"{where}: holds no text embeddings: encode the data again, or train the text encoder too")
-    if about.get("text_encoder") != digest(*model.text_encoders):
+    if model.offloader is not None and model.offloader.storage is not None:
+        log.info("%s: the text encoder cannot be compared in 8 bits: take the one that encoded", where)
+    elif about.get("text_encoder") != digest(*model.text_encoders):
         raise ValueError(f"{where}: was encoded by another text encoder than this model's: encode the data again")
     if (model.family.conditioner == "sdxl" or model.schedule.is_flow) and about.get("y") is None:
         raise ValueError(f"{where}: holds no y.npy, which {model.family.title} reads too: encode the data again")

@@ -134,7 +134,7 @@ class DiffusionLoss:
     def __post_init__(self) -> None:
         assert isinstance(self.model.vae, AutoencoderKL)
         self._vae = self.model.vae
-        self._device = next(self.model.unet.parameters()).device
+        self._device = self.model.device
         alpha_bar = torch.tensor(self.model.schedule.alpha_bar, dtype=torch.float64)
         self._a, self._s = (value.sqrt().float().to(self._device) for value in (alpha_bar, 1 - alpha_bar))
 
@@ -169,7 +169,9 @@ class DiffusionLoss:
 
     def _noised(self, batch: Batch, draws: Draws, quantiles: Tensor | None = None) -> Noised:
         """Add noise of random levels to a batch's latents, or that of given quantiles of these."""
-        mean, logvar = moments_of(self._vae, batch.pixels, self._device)
+        is_encoded = batch.pixels.dtype != torch.uint8
+        with contextlib.nullcontext() if is_encoded else self.model.phase("vae"):
+            mean, logvar = moments_of(self._vae, batch.pixels, self._device)
         z, noise = (draws.normal(mean.shape[1:]).to(mean.device) for _ in range(2))
         family, schedule = self.model.family, self.model.schedule
         x0 = family.scale_factor * (mean + (logvar / 2).exp() * z - family.shift_factor)
@@ -192,11 +194,13 @@ class DiffusionLoss:
     def _run(self, model: Pipeline, noised: Noised, text: Mapping[str, Tensor], hint: Tensor | None) -> Tensor:
         """Return the network's prediction."""
         inputs: dict[str, Any] = {name: value.to(self._device) for name, value in text.items()}
+        if "context" in inputs:
+            inputs["context"] = inputs["context"].to(model.dtype)
         if self.control is not None:
             assert hint is not None
             embedded = self.control.embed_hint(hint.to(self._device).float() / 255)
             inputs["residuals"] = self.control(noised.x, noised.t, inputs["context"], embedded, inputs.get("y"))
-        return model.unet(noised.x, noised.t, **inputs)
+        return model.unet(noised.x.to(model.dtype), noised.t, **inputs)
 
     def _errors(self, out: Tensor, target: Tensor, mask: Tensor | None) -> Tensor:
         """Return the mean squared errors (B,), weighted by the mask at each position."""
@@ -270,7 +274,7 @@ def read(
     With `empty`, that of no caption, the embeddings are the batch's own.  A network that reads the guidance scale is
     given 1, as kohya does.
     """
-    device = next(model.unet.parameters()).device
+    device = model.device
     if empty is not None and batch.context is not None:
         encoded = {"context": batch.context, "y": batch.y}
         text = {
@@ -280,7 +284,8 @@ def read(
         }
     else:
         captions = [None if drop else caption for caption, drop in zip(batch.captions, dropped.tolist(), strict=True)]
-        text = encode_captions(model, captions, with_gradients=True)
+        with model.phase(*(role for role in model.networks if role not in ("unet", "vae"))):
+            text = encode_captions(model, captions, with_gradients=True)
     return network_inputs(model, text, batch.sizes)
 
 

@@ -133,7 +133,10 @@ class OptimiserOptions(CheckedOptions):
         False, "torchrun: divide weights, their averages and gradients among the processes (FSDP2), for large models"
     )
     checkpointing: bool = option(
-        False, "recompute activations in the backward pass, to save memory: needed for large networks", common=True
+        False,
+        "recompute activations in the backward pass, to save memory: needed for large networks",
+        "--gradient_checkpointing",
+        common=True,
     )
 
 
@@ -150,6 +153,11 @@ class TrainOptions(DataOptions, LearnedOptions, OptimiserOptions):
         common=True,
     )
     save_every: int = option(1000, "steps between checkpoints", within=(1, MOST))
+    sample_every: int | None = option(
+        None,
+        "steps between sample grids, a multiple of --save-every; 0 for none (default: --save-every)",
+        within=(0, MOST),
+    )
     samples: str | None = option(
         None, "prompts of the sample grid, separated by | (default: the data's first captions)"
     )
@@ -167,6 +175,10 @@ class TrainOptions(DataOptions, LearnedOptions, OptimiserOptions):
             return None
 
 
+PRECISIONS = {
+    "fp32": "float32", "float32": "float32", "fp16": "float16", "float16": "float16",
+    "bf16": "bfloat16", "bfloat16": "bfloat16",
+}  # fmt: skip
 # What is trained -> steps, learning rate, decay of the EMA.
 DEFAULTS = {
     "diffusion": (10_000, 1e-5, 0.999), "lora": (2_000, 1e-4, 0.0), "lcm": (2_000, 1e-4, 0.95),
@@ -186,12 +198,17 @@ def resolved(options: TrainOptions) -> TrainOptions:
 
 def check(options: TrainOptions, load: LoadOptions) -> None:
     """Raise ValueError, one line, for an option that this run does not use, or for data given twice or not at all."""
-    for name in ("offload", "storage", "compile", "compiled"):
+    is_whole = options.stage == "diffusion" and options.lora_rank is None
+    for name in ("compile", "compiled", *("offload", "storage") * is_whole):
         if getattr(load, name) not in (None, "off"):
-            instead = ", or use `compile_network`" if name == "compile" else ""
-            raise ValueError(f"`{name}` has no effect on training: leave it out{instead}")
-    if load.dtype not in (None, "fp32", "float32"):
-        raise ValueError(f"got `dtype={load.dtype}`, but weights are trained in float32: leave it out")
+            of, instead = " of a whole model" * (name in ("offload", "storage")), ", or use `compile_network`"
+            raise ValueError(f"`{name}` has no effect on training{of}: leave it out{instead * (name == 'compile')}")
+    if load.dtype is not None and load.dtype not in PRECISIONS:
+        raise ValueError(f"got `dtype={load.dtype}`, wanted fp32, bf16 or fp16: what is trained is float32 in any case")
+    if load.storage is not None and options.lora_kind == "dora":
+        raise ValueError("`lora_kind=dora` measures weights, which `storage` rounds: leave one of them out")
+    if options.sample_every and options.sample_every % options.save_every:
+        raise ValueError(f"got `sample_every` {options.sample_every}, wanted a multiple of `save_every`")
     if options.lora_rank is not None and options.stage != "diffusion":
         raise ValueError("`lora_rank` trains a LoRA for the diffusion model: leave out `stage`")
     if unknown := sorted(set(options.log_to) - {"tensorboard", "wandb"}):
@@ -241,7 +258,18 @@ def check(options: TrainOptions, load: LoadOptions) -> None:
 _OF_A_CALL = ("out", "resume", "config", "debug")  # they do not change what a run computes
 # What a resumed run may have otherwise than before.
 MAY_CHANGE = {
-    *("steps", "minutes", "lr", "warmup", "weight_decay", "clip", "save_every", "samples", "validate_every"),
+    *(
+        "steps",
+        "minutes",
+        "lr",
+        "warmup",
+        "weight_decay",
+        "clip",
+        "save_every",
+        "samples",
+        "sample_every",
+        "validate_every",
+    ),
     *("workers", "compile_network", "shard", "checkpointing", "log_to"),
 }
 _INPUTS = ("data", "class_data", "renderer")  # of which digests are compared, not names

@@ -57,17 +57,17 @@ class Trainer:
         loss: Loss,
         options: TrainOptions,
         folder: Path,
-        bf16: bool = False,
+        precision: torch.dtype | None = None,
         inputs: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """The networks of `loss` are trained in place: the parameters that require gradients, or all if none does.
 
-        bf16: the loss is computed in bfloat16 where autocast does so.  inputs: digests of what the run starts from, by
-        option; a resumed run must have the same.  Raises ValueError for more processes than images of a batch.
+        precision: what autocast computes in, None for float32.  inputs: what tells the run's inputs, by option; a
+        resumed run must have the same.  Raises ValueError for more processes than images of a batch.
         """
         options = resolved(options)
         self.settings = settings_of(options) | dict(inputs)
-        self.loss, self.options, self.folder, self.bf16 = loss, options, folder, bf16
+        self.loss, self.options, self.folder, self.precision = loss, options, folder, precision
         self.steps, self.lr, self.ema_decay = options.steps or 0, options.lr or 0.0, options.ema_decay or 0.0
         if options.batch < distributed.world_size():
             raise ValueError(
@@ -78,11 +78,13 @@ class Trainer:
             if not any(p.requires_grad for p in network.parameters()):
                 network.requires_grad_(True)
             network.train()
-        self.ema = {name: copy.deepcopy(net).requires_grad_(False).eval() for name, net in loss.networks.items()}
+        self.ema = loss.networks  # if there is none
+        if self.ema_decay:
+            self.ema = {name: copy.deepcopy(net).requires_grad_(False).eval() for name, net in loss.networks.items()}
         self.averages = PowerAverages(loss.networks) if options.ema_lengths else None
         self.validation: Validation | None = None
         if options.shard:
-            for network in (*loss.networks.values(), *self.ema.values()):
+            for network in {*loss.networks.values(), *self.ema.values()}:
                 distributed.shard(network)
         self.parameters = [p for network in loss.networks.values() for p in network.parameters()]
         self.device = self.parameters[0].device
@@ -92,6 +94,8 @@ class Trainer:
         if weighting:  # which is far from the networks in scale: EDM2 trains both at 1e-2
             groups.append({"params": weighting, "peak": 1e-2, "weight_decay": 0.0})
         self.optimizer = make_optimizer(options.optimizer, groups, self.lr, options.weight_decay)
+        # Gradients of float16 would vanish.
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=precision == torch.float16)
         self.log = Log(folder)
         self._losses: list[float] = []  # of the steps since the log's last row
         self._last: Batch | None = None  # the batch of the last good step
@@ -109,7 +113,10 @@ class Trainer:
             "networks": {name: network.state_dict() for name, network in self.loss.networks.items()},
             "average": {name: network.state_dict() for name, network in self.ema.items()},
             "optimizer": self.optimizer.state_dict(),
+            "scaler": self.scaler.state_dict(),
         }
+        if self.ema is self.loss.networks:
+            del state["average"]
         if self.averages is not None:
             state["averages"] = self.averages.state()
         state = tree_map_only(Tensor, distributed.gather, state)
@@ -126,16 +133,18 @@ class Trainer:
         with opened_state(path, self.device) as state:
             before = dict(state["settings"])
             changed = {name: value for name, value in self.settings.items() if before.get(name, value) != value}
-            if fixed := sorted(changed.keys() - MAY_CHANGE):
+            if fixed := [name for name in changed if name not in MAY_CHANGE]:
                 raise ValueError(f"`{fixed[0]}` was {before[fixed[0]]!r:.60}, now it is {changed[fixed[0]]!r:.60}")
             for name, network in self.loss.networks.items():
                 load_weights(network, state["networks"][name])
-                load_weights(self.ema[name], state["average"][name])
+                if self.ema_decay:
+                    load_weights(self.ema[name], state["average"][name])
             if self.averages is not None:
                 for average, stored in zip(self.averages.networks, state["averages"], strict=True):
                     for name, network in average.items():
                         load_weights(network, stored[name])
             restore(self.optimizer, state["optimizer"])
+            self.scaler.load_state_dict(state.get("scaler", {}))
             self._losses = [float(loss) for loss in state["losses"]]
             self.step = self.saved = state["step"]
         if self.step > self.steps:
@@ -200,13 +209,14 @@ class Trainer:
         """Add the validation loss of the EMA to the log, if it is due."""
         if self.validation is None or (self.step % self.validation.every and self.step < self.steps):
             return
-        with using(self.loss.networks, self.ema), self._kernels(), self._autocast():
+        with using(self.loss.networks, self.ema), self._kernels(), self.autocast():
             value = self.validation()
         if distributed.rank() == 0:
             self.log.add({"step": self.step, "validation": value})
 
-    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        return torch.autocast(self.device.type, torch.bfloat16) if self.bf16 else contextlib.nullcontext()
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """Within the block networks compute as in a step."""
+        return torch.autocast(self.device.type, self.precision) if self.precision else contextlib.nullcontext()
 
     def _save_all(self, on_save: Callable[[int], None] | None, last: bool) -> bool:
         """Save the state and call on_save.  Returns whether both worked; if not at the last step, raises OSError."""
@@ -249,10 +259,11 @@ class Trainer:
             batch = next(data)
             part = len(batch.numbers) / (options.batch * options.accumulate)
             with distributed.without_exchange(self._module) if left else contextlib.nullcontext(), self._kernels():
-                with self._autocast():
+                with self.autocast():
                     loss = part * self._module(batch, Draws(options.seed, batch.numbers))
-                (distributed.world_size() * loss).backward()  # whose gradients' mean is taken
+                self.scaler.scale(distributed.world_size() * loss).backward()  # whose gradients' mean is taken
             total += loss.detach()
+        self.scaler.unscale_(self.optimizer)
         norm = nn.utils.clip_grad_norm_(self.parameters, options.clip)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         value, size = torch.stack([distributed.all_reduce_sum(total), norm]).tolist()
@@ -262,10 +273,12 @@ class Trainer:
             if self._skipped > MOST_SKIPPED:
                 raise self._stopped(f"{why}, as in the {MOST_SKIPPED} before", on_save)
             log.warning("%s, which is left out", why)
+            self.scaler.update()
             self.optimizer.zero_grad(set_to_none=True)
             return []
         self._last, self._skipped = batch, 0
-        self.optimizer.step()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         self._update_ema()
         if self.averages is not None:
@@ -277,12 +290,14 @@ class Trainer:
 
         In float32 both passes take 0.4 to 0.7 of plain attention's time, and the maps are never in memory.
         """
-        slow = self.device.type == "cpu" and self.bf16
+        slow = self.device.type == "cpu" and self.precision == torch.bfloat16
         return sdpa_kernel(SDPBackend.MATH) if slow else contextlib.nullcontext()
 
     @torch.no_grad()
     def _update_ema(self) -> None:
         """Update the EMA with decay min(ema_decay, (1 + step) / (10 + step)): it follows faster at first."""
+        if self.ema is self.loss.networks:
+            return
         decay = min(self.ema_decay, (1 + self.step) / (10 + self.step))
         for name, network in self.loss.networks.items():
             torch._foreach_lerp_(list(self.ema[name].parameters()), list(network.parameters()), 1 - decay)
@@ -307,7 +322,7 @@ class Trainer:
             return 0.0
         compiled = any(network._compiled_call_impl is not None for network in self.loss.networks.values())
         # Compiled code is for steps with gradients: without them everything would be compiled once more.
-        with torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext():
+        with torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext(), self.autocast():
             loss = self.loss(self._last, Draws(self.options.seed, self._last.numbers))
         return float(distributed.all_reduce_sum(loss)) / distributed.world_size()
 
@@ -372,6 +387,9 @@ class PowerAverages:
 @torch.no_grad()  # not in the block itself
 def using(networks: Mapping[str, nn.Module], averages: Mapping[str, nn.Module]) -> Iterator[None]:
     """Within the block networks hold the parameters of others of the same kind, such as their averages."""
+    if averages is networks:
+        yield
+        return
     parameters = [parameter for network in networks.values() for parameter in network.parameters()]
     values = [parameter for name in networks for parameter in averages[name].parameters()]
     before = [parameter.clone() for parameter in parameters]

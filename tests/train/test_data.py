@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from training import load_options, losses, options, train
 
 import ldm_lite
@@ -21,6 +21,7 @@ from ldm_lite.batch import __main__ as batch_command
 from ldm_lite.checkpoint.digest import digest
 from ldm_lite.core.vae import AutoencoderKL
 from ldm_lite.train import batches, encoded
+from ldm_lite.train import losses as losses_of_training
 from ldm_lite.train.batches import Batch, Draws, Order, Slice
 from ldm_lite.train.data import Dataset, Example, TarShards, open_data
 from ldm_lite.train.losses import DiffusionLoss
@@ -232,14 +233,14 @@ def test_training_from_encoded_data_runs_neither_autoencoder_nor_text_encoder(
 
     def watched(self: DiffusionLoss, batch: Batch, draws: Draws) -> Tensor:
         assert batch.pixels.dtype == torch.float16
-        networks: list[nn.Module] = [self._vae, *self.model.text_encoders]
-        kept.extend(p.device.type for network in networks for p in network.parameters())
+        kept.append(self.model.offloader is not None)
         return step(self, batch, draws)
 
     monkeypatch.setattr(DiffusionLoss, "__call__", watched)
     monkeypatch.setattr(AutoencoderKL, "encode", None)
+    monkeypatch.setattr(losses_of_training, "encode_captions", None)
     train(options(data, tmp_path / "encoded", **LORA), load_options(small_path))
-    assert set(kept) == {"meta"}
+    assert set(kept) == {True}, "they wait on the CPU"
     assert losses(tmp_path / "encoded") == pytest.approx(losses(tmp_path / "images"), rel=1e-3)
     assert not (tmp_path / "encoded" / "latents").exists()
     assert list((tmp_path / "encoded").glob("samples*"))

@@ -250,7 +250,7 @@ def test_images_that_vanish_and_an_empty_folder_to_continue(
 
     argv = ["--data", tmp_path / "data", "--ckpt", small_path, "--out", tmp_path / "out", "--batch", "2", "--resume"]
     command_line = [*map(os.fspath, argv), "--workers", "0", "--device", "cpu", "--steps", "1"]
-    monkeypatch.setattr(run, "save", lambda *args: None)
+    monkeypatch.setattr(run, "sample", lambda *args: None)
     assert command.main(command_line) == 0
     assert "out: holds no state to continue from, a new run begins" in capsys.readouterr().err
     shutil.rmtree(tmp_path / "out" / "latents")
