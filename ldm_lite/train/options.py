@@ -104,6 +104,10 @@ class OptimiserOptions(CheckedOptions):
         common=True,
     )
     warmup: float = option(0.05, "steps of the linear warm-up; below 1: their share of all steps", within=(0, MOST))
+    lr_schedule: str = option(
+        "cosine", "learning rate after the warm-up", "--lr_scheduler", choices=("constant", "linear", "cosine")
+    )
+    lr_cycles: int = option(1, "times that the cosine begins again at the peak", within=(1, MOST))
     optimizer: str = option(
         "adamw",
         "adamw8bit and prodigy, which finds the learning rate, need the extra [optimizers]",
@@ -239,6 +243,7 @@ def check(options: TrainOptions, load: LoadOptions) -> None:
         (options.renderer is not None, "with `renderer`", "caption buckets masked"),
         (not has_class, "without `class_data` or `class_prompt`", "prior_weight"),
         (options.validation is None, "without `validation`", "validate_every"),
+        (options.lr_schedule != "cosine", "without `lr_schedule=cosine`", "lr_cycles"),
     ):
         for name in names.split():
             if getattr(options, name) != defaults[name] and unused:
@@ -258,20 +263,9 @@ def check(options: TrainOptions, load: LoadOptions) -> None:
 _OF_A_CALL = ("out", "resume", "config", "debug")  # they do not change what a run computes
 # What a resumed run may have otherwise than before.
 MAY_CHANGE = {
-    *(
-        "steps",
-        "minutes",
-        "lr",
-        "warmup",
-        "weight_decay",
-        "clip",
-        "save_every",
-        "samples",
-        "sample_every",
-        "validate_every",
-    ),
-    *("workers", "compile_network", "shard", "checkpointing", "log_to"),
-}
+    "steps", "minutes", "lr", "lr_schedule", "lr_cycles", "warmup", "weight_decay", "clip", "save_every", "sample_every",
+    "samples", "validate_every", "workers", "compile_network", "shard", "checkpointing", "log_to",
+}  # fmt: skip
 _INPUTS = ("data", "class_data", "renderer")  # of which digests are compared, not names
 
 

@@ -252,8 +252,9 @@ class Trainer:
         Nothing changes if the loss or a gradient is not finite.  Raises ValueError if that is so again and again.
         """
         options = self.options
+        factor = learning_rate(self.step, options.warmup, self.steps, options.lr_schedule, options.lr_cycles)
         for group in self.optimizer.param_groups:
-            group["lr"] = group.get("peak", self.lr) * learning_rate(self.step, options.warmup, self.steps)
+            group["lr"] = group.get("peak", self.lr) * factor
         total = torch.zeros((), device=self.device)  # of this process
         for left in reversed(range(options.accumulate)):
             batch = next(data)
@@ -327,15 +328,20 @@ class Trainer:
         return float(distributed.all_reduce_sum(loss)) / distributed.world_size()
 
 
-def learning_rate(step: int, warmup: float, steps: int) -> float:
-    """Return the factor of the peak learning rate: linear warm-up, then half a cosine down to 0.
+def learning_rate(step: int, warmup: float, steps: int, schedule: str = "cosine", cycles: int = 1) -> float:
+    """Return the factor of the peak learning rate: linear warm-up, then 1, or down to 0 in a line or half cosines.
 
     A warm-up below 1 is a share of all steps.
     """
     warmup = math.ceil(warmup * steps) if warmup < 1 else warmup
     if step < warmup:
         return (step + 1) / warmup
-    return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
+    done = (step - warmup) / max(1, steps - warmup)
+    return {
+        "constant": 1.0,
+        "linear": 1 - done,
+        "cosine": 0.5 * (1 + math.cos(math.pi * (done * cycles % 1 if done < 1 else 1))),
+    }[schedule]
 
 
 FOLDER = "averages"
