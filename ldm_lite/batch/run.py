@@ -45,7 +45,7 @@ def run(options: BatchOptions, defaults: CheckedOptions, load: LoadOptions) -> P
                 f"{out}: holds {beyond[0]}, but {table.path} has {table.shards} shards of {table.size} rows: "
                 "take another `out`, or delete that shard and its file in parts/"
             )
-        task.store.clean(lambda number: number % of == which)
+        task.store.clean(which, of)
         _make(task, range(which, table.shards, of))
         missing = sum(not task.store.is_done(number) for number in range(table.shards))
         if missing:

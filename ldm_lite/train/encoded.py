@@ -312,7 +312,7 @@ def open_scenes(options: TrainOptions, resolution: int) -> RenderedScenes:
 def encoded(options: TrainOptions, dataset: Dataset, vae: nn.Module, name: str = "latents") -> Dataset:
     """Encode finite data's latents into the run's folder, or take those there if data and autoencoder are the same.
 
-    A shard is written beside its name and renamed, and a run that was stopped goes on after the last one.
+    A shard is written beside its name and renamed, and a run that was stopped makes those that are missing.
     """
     if isinstance(dataset, Buckets):
         names = [f"{name}/{'x'.join(map(str, part.size))}" for part in dataset.parts if isinstance(part, ImageFolder)]
@@ -328,28 +328,31 @@ def encoded(options: TrainOptions, dataset: Dataset, vae: nn.Module, name: str =
     code = hashlib.sha256(repr((identity(options, dataset, of_file), how)).encode()).hexdigest()[:32]
     about = {"data": code, "vae": encoder_digest(vae)}
     folder, count, device = Path(options.out) / name, sum(dataset.shards), next(vae.parameters()).device
+    num_shards, origin, key = -(-count // SHARD), folder / ORIGIN, json.dumps(about, sort_keys=True)
+    if distributed.rank() == 0 and not (origin.is_file() and read_text(origin) == key):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        write_whole(origin, key)
+    missing = distributed.broadcast([number for number in range(num_shards) if not (folder / f"{number:05}").is_dir()])
+    if missing:
+        log.info("encoding %d images", min(count, len(missing) * SHARD))
+
+    @torch.no_grad()
+    def encode(first: int, end: int) -> Iterator[Row]:
+        with reported_workers():
+            for batch in in_order(dataset, options.batch, options.workers, first, end):
+                moments = torch.cat(moments_of(vae, batch.pixels, device), dim=1).cpu()
+                tensors = {name: getattr(batch, name) for name in KINDS if name != "moments"}
+                yield from rows(batch.captions, {"moments": moments, **tensors})
+
+    # Each process makes its share, so that none waits long for another.
+    for number in missing[distributed.rank() :: distributed.world_size()]:
+        first, end = number * SHARD, min((number + 1) * SHARD, count)
+        with replacing(folder / f"{number:05}") as part:
+            part.mkdir()
+            write_shard(part, encode(first, end), end - first)
+    distributed.barrier()
     if distributed.rank() == 0:
-        origin, key = folder / ORIGIN, json.dumps(about, sort_keys=True)
-        if not origin.is_file() or read_text(origin) != key:
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir(parents=True)
-            write_whole(origin, key)
-        done = next(number for number in itertools.count() if not (folder / f"{number:05}").is_dir())
-
-        @torch.no_grad()
-        def encode() -> Iterator[Row]:
-            log.info("encoding %d images", count - done * SHARD)
-            with reported_workers():
-                for batch in in_order(dataset, options.batch, options.workers, done * SHARD):
-                    moments = torch.cat(moments_of(vae, batch.pixels, device), dim=1).cpu()
-                    tensors = {name: getattr(batch, name) for name in KINDS if name != "moments"}
-                    yield from rows(batch.captions, {"moments": moments, **tensors})
-
-        examples = encode()
-        for number in range(done, -(-count // SHARD)):
-            with replacing(folder / f"{number:05}") as part:
-                part.mkdir()
-                write_shard(part, examples, min(SHARD, count - number * SHARD))
         write_index(folder, count, SHARD, about)
     distributed.barrier()
     return open_encoded(folder)

@@ -263,8 +263,8 @@ def check(options: TrainOptions, load: LoadOptions) -> None:
 _OF_A_CALL = ("out", "resume", "config", "debug")  # they do not change what a run computes
 # What a resumed run may have otherwise than before.
 MAY_CHANGE = {
-    "steps", "minutes", "lr", "lr_schedule", "lr_cycles", "warmup", "weight_decay", "clip", "save_every", "sample_every",
-    "samples", "validate_every", "workers", "compile_network", "shard", "checkpointing", "log_to",
+    "steps", "minutes", "lr", "lr_schedule", "lr_cycles", "warmup", "weight_decay", "clip", "save_every",
+    "sample_every", "samples", "validate_every", "workers", "compile_network", "shard", "checkpointing", "log_to",
 }  # fmt: skip
 _INPUTS = ("data", "class_data", "renderer")  # of which digests are compared, not names
 

@@ -337,11 +337,8 @@ def learning_rate(step: int, warmup: float, steps: int, schedule: str = "cosine"
     if step < warmup:
         return (step + 1) / warmup
     done = (step - warmup) / max(1, steps - warmup)
-    return {
-        "constant": 1.0,
-        "linear": 1 - done,
-        "cosine": 0.5 * (1 + math.cos(math.pi * (done * cycles % 1 if done < 1 else 1))),
-    }[schedule]
+    cosine = 0.5 * (1 + math.cos(math.pi * (done * cycles % 1 if done < 1 else 1)))
+    return {"constant": 1.0, "linear": 1 - done, "cosine": cosine}[schedule]
 
 
 FOLDER = "averages"

@@ -20,7 +20,7 @@ import ldm_lite
 from ldm_lite.batch import __main__ as batch_command
 from ldm_lite.checkpoint.digest import digest
 from ldm_lite.core.vae import AutoencoderKL
-from ldm_lite.train import batches, encoded
+from ldm_lite.train import batches, data, distributed, encoded
 from ldm_lite.train import losses as losses_of_training
 from ldm_lite.train.batches import Batch, Draws, Order, Slice
 from ldm_lite.train.data import Dataset, Example, TarShards, open_data
@@ -341,9 +341,9 @@ def test_a_runs_latents_are_made_once_and_finished_after_a_kill(
     given, firsts = options(folder, tmp_path), list[int]()
     in_order = batches.in_order
 
-    def noted(dataset: Dataset, batch: int, workers: int, first: int) -> object:
+    def noted(dataset: Dataset, batch: int, workers: int, first: int, end: int) -> object:
         firsts.append(first)
-        return in_order(dataset, batch, workers, first)
+        return in_order(dataset, batch, workers, first, end)
 
     monkeypatch.setattr(encoded, "in_order", noted)
     images = open_data(folder, pipe.family.resolution)
@@ -353,7 +353,26 @@ def test_a_runs_latents_are_made_once_and_finished_after_a_kill(
     (tmp_path / "latents" / "index.json").unlink()
     (tmp_path / "latents" / "00001").rename(tmp_path / "latents" / ".00001.part")
     assert pairs(encoded.encoded(given, images, pipe.vae)) == whole
-    assert firsts == [0, 4]
+    assert firsts == [0, 4, 4]
     renamed = replace(images, items=tuple((path, f"a {caption}") for path, caption in images.items))  # type: ignore[type-var,attr-defined]
     assert pairs(encoded.encoded(given, renamed, pipe.vae)) != whole
-    assert firsts == [0, 4, 0]
+    assert firsts == [0, 4, 4, 0, 4]
+
+
+def test_each_process_encodes_its_share(
+    folder: Path, small_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One at a time here, each with the missing shards that the first one has told; all files are those of one."""
+    monkeypatch.setattr(encoded, "SHARD", 2)
+    vae, images = ldm_lite.load(small_path, device="cpu").vae, data.open_folder(folder, 64)
+    encoded.encoded(options(folder, tmp_path / "one"), images, vae)
+    monkeypatch.setattr(distributed, "world_size", lambda: 2)
+    monkeypatch.setattr(distributed, "barrier", lambda: None)
+    monkeypatch.setattr(distributed, "broadcast", lambda answer: [0, 1, 2])
+    for rank, there in ((0, ["00000", "00002"]), (1, ["00000", "00001", "00002"])):
+        monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)
+        encoded.encoded(options(folder, tmp_path / "two"), images, vae)
+        assert [path.name for path in sorted((tmp_path / "two" / "latents").glob("0*"))] == there
+    for path in (tmp_path / "one").rglob("*"):
+        if path.is_file():
+            assert (tmp_path / "two" / path.relative_to(tmp_path / "one")).read_bytes() == path.read_bytes()
