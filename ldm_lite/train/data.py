@@ -20,8 +20,9 @@ from numpy.typing import NDArray
 from PIL import ExifTags, Image
 from torch import Tensor
 
-from ldm_lite.cli.files import open_file, read_text
+from ldm_lite.cli.files import open_file, read_json, read_text
 from ldm_lite.cli.options import MOST_CHARACTERS
+from ldm_lite.cli.writing import write_whole
 from ldm_lite.image import MOST_BYTES, SUFFIXES, decode_image, list_images, open_image, read_image, to_rgb, upright
 
 MOST_CAPTION = 2**20  # bytes
@@ -350,13 +351,8 @@ class TarShards:
 
     def example(self, index: int) -> Example:
         """Return pixels (3,R,R) uint8 and the caption.  Raises ValueError, one line, for a broken image; OSError."""
-        shard = int(np.searchsorted(self._ends, index, side="right"))
-        path, state = self.tars[shard]
-        name, image, text, is_json = _members(path, state)[index - int(self._ends[shard])]
-        where = f"{path}, {name}"
-        with open_file(path) as file:
-            caption = _read(file, text, where).decode("utf-8-sig", errors="replace")
-            pixels = decode_image(io.BytesIO(_read(file, image, where)), where, to_rgb)
+        where, content, text, is_json = self.content(index)
+        caption, pixels = text.decode("utf-8-sig", errors="replace"), decode_image(io.BytesIO(content), where, to_rgb)
         if is_json:
             try:
                 caption = caption_in(json.loads(caption), where)
@@ -366,6 +362,15 @@ class TarShards:
         size = (self.resolution, self.resolution)
         cut, corner = crop(pixels, size)
         return Example(to_tensor(cut), caption.strip(), sizes=sizes_of(pixels, corner, size))
+
+    def content(self, index: int) -> tuple[str, bytes, bytes, bool]:
+        """Return an example's name, image, caption, and whether that is JSON.  Raises ValueError, OSError."""
+        shard = int(np.searchsorted(self._ends, index, side="right"))
+        path, state = self.tars[shard]
+        name, image, text, is_json = _members(path, state)[index - int(self._ends[shard])]
+        where = f"{path}, {name}"
+        with open_file(path) as file:
+            return where, _read(file, image, where), _read(file, text, where), is_json
 
 
 _Place = tuple[int, int]  # offset and size of a file in a tar
@@ -408,20 +413,25 @@ def _read(file: BinaryIO, place: _Place, where: str) -> bytes:
     return content
 
 
-def open_data(path: Path, resolution: int) -> ImageFolder | TarShards:
+def open_data(path: Path, resolution: int, counts: Path | None = None) -> ImageFolder | TarShards:
     """Open captioned images: a folder (see open_folder), or WebDataset shards, a .tar file or a folder of them.
 
-    Raises ValueError, one line, if these are none, or a caption is missing; OSError.
+    `counts` is a file in which the numbers of images of the tars are kept, so that one process alone counts.  Raises
+    ValueError, one line, if these are none, or a caption is missing; OSError.
     """
     paths = sorted(path.glob("*.tar")) if path.is_dir() else [path] * (path.suffix == ".tar")
     if not paths:
         return open_folder(path, resolution)
     stats = [tar.stat() for tar in paths]
     tars = tuple((tar, (stat.st_size, stat.st_mtime_ns)) for tar, stat in zip(paths, stats, strict=True))
-    counts = tuple(len(_members(*tar)) for tar in tars)
-    if not sum(counts):
+    known = read_json(counts, 2**30) if counts is not None and counts.exists() else {}
+    keys = [f"{tar.absolute()} {state}" for tar, state in tars]
+    shards = {key: known[key] if key in known else len(_members(*tar)) for key, tar in zip(keys, tars, strict=True)}
+    if not sum(shards.values()):
         raise ValueError(f"{paths[0]}: holds no images ({', '.join(SUFFIXES)})")
-    return TarShards(tars, counts, resolution)
+    if counts is not None and shards != known:
+        write_whole(counts, json.dumps(shards), unique=True)
+    return TarShards(tars, tuple(shards.values()), resolution)
 
 
 # ---- renderers ------------------------------------------------------------------------------------------------------

@@ -17,7 +17,6 @@ of its own data.  A folder holds, for example i in row i % shard of folder i // 
 import contextlib
 import functools
 import hashlib
-import itertools
 import json
 import logging
 import math
@@ -79,18 +78,23 @@ class EncodedDataset:
     about: dict[str, Any]  # index.json
     written: int  # when, in ns
 
-    @property
+    @functools.cached_property
     def shards(self) -> tuple[int, ...]:
-        """Number of examples in each shard."""
+        """Number of examples in each shard: as many in all but the last, or less those that could not be encoded."""
         whole, rest = divmod(self.about["examples"], self.about["shard"])
-        return (self.about["shard"],) * whole + (rest,) * (rest > 0)
+        return tuple(self.about.get("counts") or (self.about["shard"],) * whole + (rest,) * (rest > 0))
+
+    @functools.cached_property
+    def _ends(self) -> NDArray[np.int64]:
+        return np.cumsum(self.shards)
 
     def example(self, index: int) -> Example:
         """Return moments (2C,h,w), the caption and, if there are, its embeddings (T,D).
 
         Raises ValueError, one line, if a file is damaged, or not finite there; OSError.
         """
-        shard, row = divmod(index, self.about["shard"])
+        shard = int(np.searchsorted(self._ends, index, side="right"))
+        row = index - int(self._ends[shard]) + self.shards[shard]
         path = self.folder / f"{shard:05}" / "captions.jsonl"
         captions = _captions(path, self.written)
         if len(captions) != self.shards[shard]:
@@ -124,6 +128,10 @@ def open_encoded(folder: Path) -> EncodedDataset:
         if not (name != "moments" and about.get(name) is None)
         and not (isinstance(about.get(name), list) and len(about[name]) == count and _whole(about[name]))
     ]
+    counts = about.get("counts", [about.get("examples")])
+    is_list = isinstance(counts, list) and all(type(count) is int and count >= 0 for count in counts)
+    if not bad and not (is_list and sum(counts) == about["examples"]):
+        bad.append("counts")
     if bad:
         raise ValueError(f"{path}: its {bad[0]} cannot be {about.get(bad[0])!r:.50}: encode the examples again")
     return EncodedDataset(folder, about, path.stat().st_mtime_ns)
@@ -144,31 +152,44 @@ def rows(captions: Sequence[str], tensors: Mapping[str, Tensor | None]) -> Itera
 
 
 def write_shard(folder: Path, examples: Iterable[Row], count: int) -> None:
-    """Write the files of the next `count` examples, one value after the other: a full disk is an OSError then."""
+    """Write the files of up to `count` examples, one value after the other: a full disk is an OSError then."""
+
+    def begin(file: BinaryIO, name: str, shape: tuple[int, ...]) -> None:
+        file.seek(0)  # numpy leaves room for any number of examples
+        header = {"descr": KINDS[name][0], "fortran_order": False, "shape": shape}
+        np.lib.format.write_array_header_1_0(file, header)
+
     captions = list[str]()
     with contextlib.ExitStack() as stack:
         files: dict[str, BinaryIO] = {}
-        for arrays, caption in itertools.islice(examples, count):
+        shapes: dict[str, tuple[int, ...]] = {}
+        for arrays, caption in examples:
             for name, value in arrays.items():
                 if name not in files:
                     files[name] = stack.enter_context(open(folder / f"{name}.npy", "wb"))
-                    header = {"descr": KINDS[name][0], "fortran_order": False, "shape": (count, *value.shape)}
-                    np.lib.format.write_array_header_1_0(files[name], header)
+                    shapes[name] = value.shape
+                    begin(files[name], name, (count, *value.shape))
                 files[name].write(value.tobytes())
             captions.append(json.dumps(caption) + "\n")
-    assert len(captions) == count
+        for name in files if len(captions) < count else ():
+            begin(files[name], name, (len(captions), *shapes[name]))
     (folder / "captions.jsonl").write_text("".join(captions), encoding="utf-8")
     for path in folder.iterdir():
         flush(path)
 
 
-def write_index(folder: Path, examples: int, shard: int, about: Mapping[str, Any]) -> Path:
-    """Write the index of a folder whose shards, of `shard` examples, are there; return its path.  Raises OSError."""
-    paths = {name: folder / "00000" / f"{name}.npy" for name in KINDS}
+def write_index(folder: Path, examples: int, shard: int, about: Mapping[str, Any], counts: Sequence[int] = ()) -> Path:
+    """Write the index of a folder whose shards are there, of `shard` examples or `counts`; return its path.
+
+    Raises OSError.
+    """
+    first = next((number for number, count in enumerate(counts) if count), 0)
+    paths = {name: folder / f"{first:05}" / f"{name}.npy" for name in KINDS}
     shapes = {
         name: list(np.load(path, mmap_mode="r").shape[1:]) if path.is_file() else None for name, path in paths.items()
     }
     index = {"format": FORMAT, "examples": examples, "shard": shard, **shapes, **about}
+    index |= {"counts": list(counts)} if counts else {}
     write_whole(folder / INDEX, json.dumps(index, indent=1), unique=True)
     return folder / INDEX
 
@@ -291,7 +312,10 @@ def open_dataset(options: TrainOptions, model: Pipeline, path: str | None) -> Da
         step = factor * max(1, round(resolution / 8 / factor))
         return in_buckets(images, step) if options.buckets else images
     else:
-        dataset = open_data(folder, resolution)
+        for is_first in (True, False):  # one process counts the images of tars
+            if (distributed.rank() == 0) is is_first:
+                dataset = open_data(folder, resolution, Path(options.out) / "tars.json")
+            distributed.barrier()
     if options.stage == "control":
         raise ValueError(f"{path}: is no folder of images, with NAME.hint.png beside each, which `stage=control` needs")
     for name in ("caption", "buckets", "masked"):

@@ -157,6 +157,7 @@ class TrainOptions(DataOptions, LearnedOptions, OptimiserOptions):
         common=True,
     )
     save_every: int = option(1000, "steps between checkpoints", within=(1, MOST))
+    keep: int = option(0, "also keep the checkpoints of so many saves, by their steps", within=(0, MOST))
     sample_every: int | None = option(
         None,
         "steps between sample grids, a multiple of --save-every; 0 for none (default: --save-every)",
@@ -263,7 +264,7 @@ def check(options: TrainOptions, load: LoadOptions) -> None:
 _OF_A_CALL = ("out", "resume", "config", "debug")  # they do not change what a run computes
 # What a resumed run may have otherwise than before.
 MAY_CHANGE = {
-    "steps", "minutes", "lr", "lr_schedule", "lr_cycles", "warmup", "weight_decay", "clip", "save_every",
+    "steps", "minutes", "lr", "lr_schedule", "lr_cycles", "warmup", "weight_decay", "clip", "save_every", "keep",
     "sample_every", "samples", "validate_every", "workers", "compile_network", "shard", "checkpointing", "log_to",
 }  # fmt: skip
 _INPUTS = ("data", "class_data", "renderer")  # of which digests are compared, not names

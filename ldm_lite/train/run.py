@@ -7,6 +7,7 @@ import hashlib
 import importlib.util
 import logging
 import os
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -136,6 +137,12 @@ def train(
                     network.load_state_dict(average[role])
                     ema[role] = network.to(model.device)
                 write_checkpoint(checkpoint_path(options), options, model, ema, step)
+                path = checkpoint_path(options)
+                if options.keep:
+                    with replacing(path.with_stem(f"{path.stem}-{step:07}")) as part:
+                        shutil.copyfile(path, part)
+                    for older in sorted(folder.glob(f"{path.stem}-*{path.suffix}"))[: -options.keep]:
+                        older.unlink()
                 if trainer.averages is not None:
                     trainer.averages.store(folder, step)
                 plot_losses(folder)

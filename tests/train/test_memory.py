@@ -124,3 +124,15 @@ def test_samples_that_cannot_be_drawn_do_not_end_the_run(
         train(options(folder, out, **given | {"steps": 3, "sample_every": every}), load_options(small_path))
         assert sorted(path.name for path in out.glob("samples*")) == wanted
     assert os.listdir(tmp_path)
+
+
+def test_older_checkpoints_are_kept(folder: Path, small_path: Path, tmp_path: Path) -> None:
+    """The last ones, each under the number of its step; without `keep` one alone."""
+    given = LORA | {"steps": 5, "save_every": 1}
+    train(options(folder, tmp_path / "two", **given, keep=2), load_options(small_path))
+    names = sorted(path.name for path in (tmp_path / "two").glob("*.safetensors"))
+    assert names == ["lora-0000004.safetensors", "lora-0000005.safetensors", "lora.safetensors"]
+    last, older = ((tmp_path / "two" / name).read_bytes() for name in (names[1], names[0]))
+    assert last == (tmp_path / "two" / "lora.safetensors").read_bytes() != older
+    train(options(folder, tmp_path / "one", **given), load_options(small_path))
+    assert [path.name for path in (tmp_path / "one").glob("*.safetensors")] == ["lora.safetensors"]
