@@ -442,7 +442,12 @@ class RenderedScenes:
     """Scenes that a Python file draws: its scenes(resolution, ...) returns a function index -> (PIL image, caption)."""
 
     draw: Callable[[int], tuple[Image.Image, str]]
+    source: tuple[Path, int, dict[str, Any], int | None]  # arguments of open_renderer
     size: int | None = None  # of them; None: a new one each time
+
+    def __reduce__(self) -> Any:
+        """To other processes goes the file, which they import: functions in functions cannot be sent."""
+        return open_renderer, self.source
 
     @property
     def shards(self) -> tuple[int] | None:
@@ -460,11 +465,12 @@ class RenderedScenes:
 
 def open_renderer(path: Path, resolution: int, arguments: dict[str, Any], size: int | None = None) -> RenderedScenes:
     """Import a Python file and call its scenes().  Raises ValueError if there is no such file or function."""
-    spec = importlib.util.spec_from_file_location(path.stem, path) if path.is_file() else None
+    name = f"ldm_lite renderer {path.stem}"  # which no other module has
+    spec = importlib.util.spec_from_file_location(name, path) if path.is_file() else None
     if spec is None or spec.loader is None:
         raise ValueError(f"{path}: is not a Python file, wanted one with a function scenes(resolution, ...)")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # so that worker processes can unpickle its objects
+    sys.modules[name] = module  # where its dataclasses look for it
     try:
         spec.loader.exec_module(module)
     except Exception as error:
@@ -472,6 +478,6 @@ def open_renderer(path: Path, resolution: int, arguments: dict[str, Any], size: 
     if not hasattr(module, "scenes"):
         raise ValueError(f"{path}: has no function scenes(resolution, ...)")
     try:
-        return RenderedScenes(module.scenes(resolution, **arguments), size)
+        return RenderedScenes(module.scenes(resolution, **arguments), (path, resolution, arguments, size), size)
     except TypeError as error:
         raise ValueError(f"{path}: scenes() does not take these options: {error}") from error

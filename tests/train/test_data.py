@@ -4,6 +4,8 @@ import io
 import json
 import os
 import re
+import subprocess
+import sys
 import tarfile
 from collections import Counter
 from collections.abc import Callable
@@ -357,6 +359,37 @@ def test_a_runs_latents_are_made_once_and_finished_after_a_kill(
     renamed = replace(images, items=tuple((path, f"a {caption}") for path, caption in images.items))  # type: ignore[type-var,attr-defined]
     assert pairs(encoded.encoded(given, renamed, pipe.vae)) != whole
     assert firsts == [0, 4, 4, 0, 4]
+
+
+CODE = """
+import multiprocessing, random, sys
+from pathlib import Path
+from ldm_lite.train.batches import Slice, batches
+from ldm_lite.train.data import open_renderer
+if __name__ == "__main__":
+    multiprocessing.set_start_method(sys.argv[2])
+    scenes = open_renderer(Path(sys.argv[1]), 8, {"level": 7}, 6)
+    assert sys.modules["random"] is random
+    for batch in batches(scenes, 0, Slice(2, range(2), 0, 2), 1):
+        print(batch.captions, int(batch.pixels.max()))
+"""
+
+
+@pytest.mark.parametrize("method", ["forkserver", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_a_renderer_in_processes_that_are_not_forked(method: str, tmp_path: Path) -> None:
+    """As Python 3.14 starts them: its functions cannot be pickled; and it has the name of a module of Python's own."""
+    (tmp_path / "random.py").write_text(
+        "from dataclasses import dataclass\nfrom PIL import Image\n"
+        "@dataclass\nclass Scene:\n    level: int\n"
+        "def scenes(resolution, level):\n"
+        "    return lambda i: (Image.new('RGB', (resolution,) * 2, (Scene(level).level,) * 3), 'grey')\n"
+    )
+    place = tmp_path / "code"
+    place.mkdir()
+    (place / "main.py").write_text(CODE)
+    command = [sys.executable, str(place / "main.py"), str(tmp_path / "random.py"), method]
+    out = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+    assert out.stdout == "['grey', 'grey'] 7\n" * 2, out.stderr
 
 
 def test_each_process_encodes_its_share(
