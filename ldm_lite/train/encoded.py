@@ -48,7 +48,7 @@ from ldm_lite.train.data import (
     RenderedScenes,
     TarShards,
     beside,
-    held_out,
+    divided,
     in_buckets,
     open_data,
     open_folder,
@@ -262,13 +262,13 @@ def open_all(options: TrainOptions, model: Pipeline, reads_text: bool) -> Data:
 
     with model.phase("vae"):
         train = latents(dataset, "latents")
-    prior = validation = empty = None
+    prior = empty = None
     if options.class_data is not None:
         with model.phase("vae"):
-            prior = latents(open_dataset(options, model, options.class_data), "latents-class")
-    if options.held_out_fraction is not None:
-        train, validation = held_out(train, options.held_out_fraction, options.seed)
-    elif options.validation is not None:
+            of_class = open_dataset(options, model, options.class_data)
+            prior, _ = divided(latents(of_class, "latents-class"), of_class, None, options.seed)
+    train, validation = divided(train, dataset, options.held_out_fraction, options.seed)
+    if options.held_out_fraction is None and options.validation is not None:
         with model.phase("vae"):
             validation = latents(open_dataset(options, model, options.validation), "latents-validation")
         if validation.shards is None:
@@ -306,11 +306,11 @@ def open_dataset(options: TrainOptions, model: Pipeline, path: str | None) -> Da
         dataset: Dataset = open_encoded(folder)
     elif folder.is_dir() and not any(folder.glob("*.tar")):
         caption = options.class_prompt if path == options.class_data else options.caption
-        images = replace(open_folder(folder, resolution, caption), masked=options.masked)
+        images = replace(open_folder(folder, resolution, caption), masked=options.masked, flip=options.flip)
         images = with_hints(images) if options.stage == "control" else images
         factor = model.vae.spec.factor * getattr(model.family.unet, "patch", 1)
         step = factor * max(1, round(resolution / 8 / factor))
-        return in_buckets(images, step) if options.buckets else images
+        return in_buckets(images, step, options.bucket_no_upscale) if options.buckets else images
     else:
         for is_first in (True, False):  # one process counts the images of tars
             if (distributed.rank() == 0) is is_first:
@@ -318,7 +318,7 @@ def open_dataset(options: TrainOptions, model: Pipeline, path: str | None) -> Da
             distributed.barrier()
     if options.stage == "control":
         raise ValueError(f"{path}: is no folder of images, with NAME.hint.png beside each, which `stage=control` needs")
-    for name in ("caption", "buckets", "masked"):
+    for name in ("caption", "buckets", "masked", "flip"):
         if getattr(options, name):
             raise ValueError(f"{path}: is no folder of images, which `{name}` is for: leave it out")
     return dataset
@@ -348,7 +348,7 @@ def encoded(options: TrainOptions, dataset: Dataset, vae: nn.Module, name: str =
     def of_file(path: Path) -> object:
         return str(path), path.stat().st_size, path.stat().st_mtime_ns
 
-    how = [getattr(dataset, name, None) for name in ("size", "resolution", "masked", "hinted")]
+    how = [getattr(dataset, name, None) for name in ("size", "resolution", "masked", "hinted", "flip")]
     code = hashlib.sha256(repr((identity(options, dataset, of_file), how)).encode()).hexdigest()[:32]
     about = {"data": code, "vae": encoder_digest(vae)}
     folder, count, device = Path(options.out) / name, sum(dataset.shards), next(vae.parameters()).device
@@ -389,8 +389,9 @@ def check_encoded(options: TrainOptions, model: Pipeline, dataset: EncodedDatase
         raise ValueError(f"{where}: was encoded by another autoencoder than this model's: encode the data again")
     if not reads_text:
         return
-    if options.tokens is not None:
-        raise ValueError("`tokens` has no effect on text that was encoded beforehand: leave it out")
+    for name in ("tokens", "shuffle_caption"):
+        if getattr(options, name):
+            raise ValueError(f"`{name}` has no effect on text that was encoded beforehand: leave it out")
     if about["context"] is None or model.text_encoder is None:
         raise ValueError(f"{where}: holds no text embeddings: encode the data again, or train the text encoder too")
     if model.offloader is not None and model.offloader.storage is not None:

@@ -130,6 +130,10 @@ class DiffusionLoss:
     empty: Mapping[str, Tensor] | None = None  # no caption, encoded: batches bring their text, no encoder runs
     prior: Prior | None = None
     control: ControlNet | None = None  # which is trained, with the model frozen
+    noise_offset: float = 0.0  # of each channel's own noise
+    timesteps: tuple[int, int] = (0, 1000)  # the first that is learned, and the first after them
+    flow_sampling: str = "logit_normal"  # or "uniform"
+    flow_shift: float | None = None  # in place of sampling's
 
     def __post_init__(self) -> None:
         assert isinstance(self.model.vae, AutoencoderKL)
@@ -173,18 +177,29 @@ class DiffusionLoss:
         with contextlib.nullcontext() if is_encoded else self.model.phase("vae"):
             mean, logvar = moments_of(self._vae, batch.pixels, self._device)
         z, noise = (draws.normal(mean.shape[1:]).to(mean.device) for _ in range(2))
+        if self.noise_offset:
+            noise = noise + self.noise_offset * draws.normal((noise.shape[1], 1, 1)).to(noise.device)
         family, schedule = self.model.family, self.model.schedule
+        low, high = (bound / 1000 for bound in self.timesteps)
         x0 = family.scale_factor * (mean + (logvar / 2).exp() * z - family.shift_factor)
         if schedule.is_flow:
-            logits = draws.normal().double() if quantiles is None else torch.special.ndtri(quantiles.double())
-            sized = self.model.sized((x0.shape[1], x0.shape[2], x0.shape[3])).schedule
-            levels = [sized.between(1000 * float(place) - 1) for place in torch.sigmoid(logits)]
+            if self.flow_sampling == "uniform":
+                places = draws.uniform().double() if quantiles is None else quantiles.double()
+            else:
+                logits = draws.normal().double() if quantiles is None else torch.special.ndtri(quantiles.double())
+                places = torch.sigmoid(logits)
+            sized, shift = self.model.sized((x0.shape[1], x0.shape[2], x0.shape[3])).schedule, self.flow_shift
+            places = low + (high - low) * places
+            if shift is None:
+                levels = [sized.between(1000 * float(place) - 1) for place in places]
+            else:
+                levels = [sized.at_noise(float(s)) for s in shift * places / (1 + (shift - 1) * places)]
             times = torch.tensor([[level.t, 1 - level.s, level.s] for level in levels], dtype=torch.float32)
             t, a, s = times.to(self._device).unbind(1)
         else:
-            num = len(self._a)
+            first, num = round(low * len(self._a)), round((high - low) * len(self._a))
             t = draws.integers(num) if quantiles is None else (quantiles * num).long().clamp(max=num - 1)
-            t = t.to(self._device)
+            t = (first + t).to(self._device)
             a, s = self._a[t], self._s[t]
         snr, a, s = (a / s).square(), a[:, None, None, None], s[:, None, None, None]
         targets = {"eps": lambda: noise, "v": lambda: a * noise - s * x0, "x0": lambda: x0}

@@ -6,6 +6,7 @@ import functools
 import hashlib
 import importlib.util
 import logging
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -42,6 +43,7 @@ from ldm_lite.train.additions import (
     control_file,
     embedding_file,
     kohya_file,
+    load_lora,
     new_control,
 )
 from ldm_lite.train.data import first_captions
@@ -91,6 +93,11 @@ def train(
         base = hashlib.sha256(repr((digest(*model.networks.values()), schedule)).encode()).hexdigest()[:32]
         changes_text = "text_encoder" in trained_networks(options, model) or options.stage == "embedding"
         data = open_all(options, model, not changes_text)
+        if options.epochs is not None:
+            if data.train.shards is None:
+                raise ValueError("`epochs` needs finite data: give `scenes`, or `steps` in place of it")
+            steps = math.ceil(options.epochs * sum(data.train.shards) / (options.batch * options.accumulate))
+            options = replace(options, steps=steps)
         # With an offloader what no step uses waits on the CPU, and with `offload` the text encoders for their turn.
         texts = [] if data.empty is not None or (load.offload and not changes_text) else list(text_encoders(model))
         stack.enter_context(model.phase("unet", *texts, *["vae"] * (not data.encoded and load.offload is None)))
@@ -224,6 +231,8 @@ def check_model(options: TrainOptions, model: Pipeline) -> None:
         if fixed or options.tokens is not None:
             raise ValueError(f"{title}: leave out `min_snr`, `weighting` and `tokens`, which are for CLIP and betas")
         return
+    if options.flow_shift is not None or options.flow_sampling != "logit_normal":
+        raise ValueError(f"{title}: leave out `flow_shift` and `flow_sampling`, which are for rectified flows")
     if family.unet.guidance_dim is not None and options.lora_rank is None and options.stage == "diffusion":
         raise ValueError(f"{title}: is distilled: train a LoRA of it, or the model it was distilled from")
     if options.stage == "control" and not isinstance(model.unet, UNet):
@@ -269,7 +278,10 @@ def make_loss(options: TrainOptions, model: Pipeline, empty: Mapping[str, Tensor
         control = new_control(model)
         networks = {"control": control}
     elif options.lora_rank is not None:
-        lora = LoRA(networks, options.lora_rank, options.lora_alpha, options.lora_kind, options.lokr_factor)
+        shape = options.lora_kind, options.lokr_factor, options.lora_conv, options.lora_dropout
+        lora = LoRA(networks, options.lora_rank, options.lora_alpha, *shape)
+        if options.lora_weights is not None:
+            load_lora(lora, Path(options.lora_weights))
         networks = {"lora": lora.to(model.device)}
     else:
         for network in networks.values():
@@ -283,7 +295,10 @@ def make_loss(options: TrainOptions, model: Pipeline, empty: Mapping[str, Tensor
         weighting = of_x0(options.weighting or "min_snr", model.schedule.prediction, options.min_snr or 5.0)
     if options.lcm:
         return ConsistencyLoss(model, networks, empty=empty, guidance=options.lcm_guidance)
-    return DiffusionLoss(model, networks, options.caption_dropout, weighting, empty, control=control)
+    return DiffusionLoss(
+        model, networks, options.caption_dropout, weighting, empty, None, control, options.noise_offset,
+        (options.min_timestep, options.max_timestep), options.flow_sampling, options.flow_shift,
+    )  # fmt: skip
 
 
 def _prior(options: TrainOptions, model: Pipeline, attached: AttachedLoRA | None) -> Prior | None:

@@ -11,7 +11,8 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -90,10 +91,23 @@ class Trainer:
         self.device = self.parameters[0].device
         weighting = list(loss.networks.get("weighting", nn.Module()).parameters())
         ids = {id(p) for p in weighting}
+        text = (
+            []
+            if options.text_lr is None
+            else [
+                parameter
+                for role, network in loss.networks.items()
+                for name, parameter in network.named_parameters()
+                if role.startswith("text_encoder") or name.startswith("lora_te")
+            ]
+        )
+        ids |= {id(parameter) for parameter in text}
         groups: list[dict[str, Any]] = [{"params": [p for p in self.parameters if id(p) not in ids]}]
+        groups += [{"params": text, "peak": options.text_lr}] if text else []
         if weighting:  # which is far from the networks in scale: EDM2 trains both at 1e-2
             groups.append({"params": weighting, "peak": 1e-2, "weight_decay": 0.0})
-        self.optimizer = make_optimizer(options.optimizer, groups, self.lr, options.weight_decay)
+        betas = options.beta1, options.beta2
+        self.optimizer = make_optimizer(options.optimizer, groups, self.lr, options.weight_decay, betas)
         # Gradients of float16 would vanish.
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=precision == torch.float16)
         self.log = Log(folder)
@@ -258,6 +272,12 @@ class Trainer:
         total = torch.zeros((), device=self.device)  # of this process
         for left in reversed(range(options.accumulate)):
             batch = next(data)
+            if options.shuffle_caption:
+                captions = zip(batch.captions, batch.numbers, strict=True)
+                shuffled = [shuffle(text, options.keep_tokens, [6, options.seed, number]) for text, number in captions]
+                batch = replace(batch, captions=shuffled)
+            if options.lora_dropout:
+                torch.manual_seed(options.seed * 2**32 + batch.numbers[0])
             part = len(batch.numbers) / (options.batch * options.accumulate)
             with distributed.without_exchange(self._module) if left else contextlib.nullcontext(), self._kernels():
                 with self.autocast():
@@ -326,6 +346,13 @@ class Trainer:
         with torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext(), self.autocast():
             loss = self.loss(self._last, Draws(self.options.seed, self._last.numbers))
         return float(distributed.all_reduce_sum(loss)) / distributed.world_size()
+
+
+def shuffle(caption: str, kept: int, seed: Sequence[int]) -> str:
+    """Return a caption with its parts, between commas, in a random order but for the first ones."""
+    parts = [part.strip() for part in caption.split(",")]
+    order = np.random.default_rng(seed).permutation(len(parts[kept:]))
+    return ", ".join(parts[:kept] + [parts[kept:][i] for i in order])
 
 
 def learning_rate(step: int, warmup: float, steps: int, schedule: str = "cosine", cycles: int = 1) -> float:
@@ -408,7 +435,6 @@ def using(networks: Mapping[str, nn.Module], averages: Mapping[str, nn.Module]) 
 # ---- optimisers -----------------------------------------------------------------------------------------------------
 
 PACKAGES = {"adamw8bit": ("bitsandbytes", "optim.AdamW8bit"), "prodigy": ("prodigyopt", "Prodigy")}
-BETAS = (0.9, 0.99)
 
 
 class _AdamW(torch.optim.AdamW):
@@ -437,7 +463,9 @@ class _AdamW(torch.optim.AdamW):
         return result
 
 
-def make_optimizer(name: str, groups: list[dict[str, Any]], lr: float, weight_decay: float) -> torch.optim.Optimizer:
+def make_optimizer(
+    name: str, groups: list[dict[str, Any]], lr: float, weight_decay: float, betas: tuple[float, float] = (0.9, 0.99)
+) -> torch.optim.Optimizer:
     """Return the optimiser of a name for groups of parameters.
 
     "adamw8bit" keeps its averages in 8 bits (Dettmers et al. 2022), "prodigy" finds the learning rate, of which `lr` is
@@ -445,7 +473,7 @@ def make_optimizer(name: str, groups: list[dict[str, Any]], lr: float, weight_de
     """
     if name == "adamw":
         fused = groups[0]["params"][0].device.type in ("cuda", "cpu")
-        return _AdamW(groups, lr=lr, betas=BETAS, weight_decay=weight_decay, fused=fused)
+        return _AdamW(groups, lr=lr, betas=betas, weight_decay=weight_decay, fused=fused)
     package, path = PACKAGES[name]
     try:
         optimizer: Any = importlib.import_module(package)
@@ -453,7 +481,7 @@ def make_optimizer(name: str, groups: list[dict[str, Any]], lr: float, weight_de
         raise ValueError(f'`optimizer={name}` needs {package}: pip install "ldm_lite[optimizers]"') from error
     for part in path.split("."):
         optimizer = getattr(optimizer, part)
-    return optimizer(groups, lr=lr, betas=BETAS, weight_decay=weight_decay)
+    return optimizer(groups, lr=lr, betas=betas, weight_decay=weight_decay)
 
 
 def restore(optimizer: torch.optim.Optimizer, stored: dict[str, Any]) -> None:
