@@ -54,18 +54,21 @@ def evaluate(options: EvaluateOptions) -> dict[str, float]:
     if options.reference is not None:
         # Heusel et al. 2017 (FID); Kynkäänniemi et al. 2019 (precision and recall), in features of Inception v3.
         fidelity = _imported("torch_fidelity")
-        for folder in folders:
-            _images(folder, options.neighbours + 1)
+        images, reference = (_images(folder, options.neighbours + 1) for folder in folders)
+        # A batch is of one size, and the network scales each image to its own.
+        from ldm_lite.image import read_image
+
+        sizes = {read_image(path, lambda image: image.size) for path in (*images, *reference)}
         values: dict[str, Any] = fidelity.calculate_metrics(
-            input1=options.images,
-            input2=options.reference,
+            input1=_dataset(images),
+            input2=_dataset(reference),
             fid=True,
             prc=True,
             prc_neighborhood=options.neighbours,
             feature_extractor="inception-v3-compat",  # of precision and recall too, whose own default is VGG-16
             feature_layer_prc="2048",
             feature_extractor_weights_path=options.inception,
-            batch_size=options.batch,
+            batch_size=options.batch if len(sizes) == 1 else 1,
             cuda=options.device == "cuda",
             cache=False,
             save_cpu_ram=True,  # no worker processes
@@ -76,6 +79,23 @@ def evaluate(options: EvaluateOptions) -> dict[str, float]:
     if options.clip is not None:
         metrics["clip_score"] = _clip_score(options, folders[0])
     return metrics
+
+
+def _dataset(paths: Sequence[Path]) -> Any:
+    """Images as torch-fidelity takes them: it reads few formats itself."""
+    from torch.utils.data import Dataset
+
+    from ldm_lite.image import open_image
+    from ldm_lite.train.data import to_tensor
+
+    class Images(Dataset[Any]):
+        def __len__(self) -> int:
+            return len(paths)
+
+        def __getitem__(self, index: int) -> Any:
+            return to_tensor(open_image(paths[index]))
+
+    return Images()
 
 
 def _imported(name: str) -> Any:

@@ -16,7 +16,8 @@ from ldm_lite.checkpoint.reader import prefix
 from ldm_lite.conditioning.prompts import CONDITIONERS, PromptOptions, encode_prompts, guided, most_chunks, with_numbers
 from ldm_lite.control.control import Control
 from ldm_lite.core.clip import EncoderLayer
-from ldm_lite.core.unet import Block, SpatialTransformer
+from ldm_lite.core.layers import Upsample
+from ldm_lite.core.unet import Block, Downsample, ResBlock, SpatialTransformer
 from ldm_lite.models.clip import CLIPTextEncoder
 from ldm_lite.models.flux import DoubleStreamBlock, SingleStreamBlock
 from ldm_lite.models.mmdit import JointBlock
@@ -142,16 +143,20 @@ def _unread_parts(network: nn.Module) -> list[nn.Module]:
     return []
 
 
-def lora_layers(networks: Mapping[str, nn.Module]) -> dict[str, tuple[nn.Module, slice | None]]:
+def lora_layers(
+    networks: Mapping[str, nn.Module], convolutions: bool = False
+) -> dict[str, tuple[nn.Module, slice | None]]:
     """Return the layers that a LoRA changes, by their names in kohya's files, of networks by role.
 
     They are the linear layers and 1x1 convolutions of the transformers in a UNet, of the layers of text encoders, and
-    of the blocks of FLUX.1, Stable Diffusion 3 and Z-Image: the modules of kohya's networks/lora.py.  A slice is the
-    rows of an attention's `in_proj_weight` and `in_proj_bias` that are its queries, keys or values.
+    of the blocks of FLUX.1, Stable Diffusion 3 and Z-Image: the modules of kohya's networks/lora.py.  With convolutions
+    also the layers of a UNet's residual blocks, and of what halves and doubles sides.  A slice is the rows of an
+    attention's `in_proj_weight` and `in_proj_bias` that are its queries, keys or values.
     """
     from ldm_lite.adapters.lora import file_names
 
     kinds = (SpatialTransformer, EncoderLayer, ResidualAttentionBlock, *TRANSFORMER_BLOCKS)
+    kinds += (ResBlock, Downsample, Upsample) if convolutions else ()
     layers: dict[str, tuple[nn.Module, slice | None]] = {}
     for role, network in networks.items():
         names, unread = file_names(role, network), _unread_parts(network)

@@ -3,6 +3,8 @@
 import importlib
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -50,6 +52,31 @@ def test_mistakes_are_one_line(
     assert "torch_fidelity does not run here (operator torchvision::nms does not exist)" in capsys.readouterr().err
 
 
+def test_photos_of_any_size_and_format_are_measured(
+    tmp_path: Path, folders: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch-fidelity gets pixels, not files of which it reads few formats; images of one size still in batches."""
+    calls: list[dict[str, Any]] = []
+    names = ("frechet_inception_distance", "precision", "recall")
+
+    def measured(**given: Any) -> dict[str, float]:
+        calls.append(given)
+        return dict.fromkeys(names, 0.5)
+
+    monkeypatch.setattr(evaluate, "_imported", lambda name: SimpleNamespace(calculate_metrics=measured))
+    photos = tmp_path / "photos"
+    photos.mkdir()
+    for i, kind in enumerate(("png", "jpg", "webp", "avif")):
+        Image.open(Path(folders[0]) / f"{i}.png").resize((40 + i, 50 - i)).save(photos / f"{i}.{kind}")
+    for reference in (folders[1], str(photos)):
+        evaluate.evaluate(evaluate.EvaluateOptions(folders[0], reference))
+    assert [call["batch_size"] for call in calls] == [32, 1]
+    images = calls[1]["input2"]
+    assert [tuple(images[i].shape) for i in range(len(images))] == [(3, 50 - i, 40 + i) for i in range(4)]
+    assert {images[i].dtype for i in range(4)} == {torch.uint8}
+    assert torch.equal(images[0], torch.from_numpy(np.array(Image.open(photos / "0.png"))).permute(2, 0, 1))
+
+
 @pytest.mark.extra
 def test_distances_are_frechets_and_of_neighbours(
     folders: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -91,3 +118,10 @@ def test_distances_are_frechets_and_of_neighbours(
 
     assert other["precision"] == pytest.approx(share(a, b))
     assert other["recall"] == pytest.approx(share(b, a))
+
+    photos = tmp_path / "photos"  # of other sizes and formats
+    photos.mkdir()
+    for i, kind in enumerate(("png", "jpg", "webp", "avif", "webp")):
+        Image.open(Path(folders[0]) / f"{i}.png").resize((40 + i, 50 - i)).save(photos / f"{i}.{kind}")
+    assert evaluate.main([*arguments, str(photos)]) == 0
+    assert json.loads(capsys.readouterr().out)["fid"] > 0

@@ -11,21 +11,29 @@ Shard K is the folder K of .npy files, which training maps into memory:
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ldm_lite.batch.rows import describe
 from ldm_lite.batch.store import JOB, Report, Store, Task, check_job, collected
+from ldm_lite.batch.table import Table
 from ldm_lite.cli.files import read_json
 from ldm_lite.cli.writing import replacing
 from ldm_lite.networks import digest, encode_captions, encode_moments
 from ldm_lite.toolkit import contents, load_model, short_name
-from ldm_lite.train.data import ImageFolder, TarShards, open_data, to_float
+from ldm_lite.train.data import Example, ImageFolder, TarShards, open_data, to_float
 from ldm_lite.train.encoded import Row, encoder_digest, rows, write_index, write_shard
+
+log = logging.getLogger("ldm_lite")
+
+TARS = "tars.json"  # how many images each tar file holds
 
 
 class EncodeWorker:
@@ -36,7 +44,7 @@ class EncodeWorker:
         self.task, self.store, options = task, task.store, task.options
         # Training is in float32 and compares the weights: of the same type by default.
         self.model = model = load_model(replace(task.load, dtype=task.load.dtype or "fp32"))
-        self.data = open_data(task.folder / task.table.path, model.family.resolution)
+        self.data = open_data(task.folder / task.table.path, model.family.resolution, task.out / TARS)
         texts = model.text_encoders
         job = {
             "shard": options.shard_size,
@@ -56,25 +64,32 @@ class EncodeWorker:
                 write_shard(part, rows([""], self._text([""])), 1)
 
     def make(self, number: int) -> Report:
-        """Make a shard, unless it is there and made of the same images.  Raises ValueError for a broken image."""
+        """Make a shard, unless it is there and made of the same images.  A broken image is left out of it."""
         size = self.task.table.size
         indices = range(number * size, min((number + 1) * size, self.task.table.count))
         code = self._digest(indices)
         if self.store.is_done(number, code):
             return Report(number, len(indices), False)
         with collected() as messages, self.store.writing(number, code) as shard:
-            write_shard(shard.part, self._rows(indices), len(indices))
-        return Report(number, len(indices), True, 0, tuple(messages))
+            write_shard(shard.part, self._rows(indices, shard.lines), len(indices))
+        return Report(number, len(indices), True, len(shard.lines), tuple(messages))
 
-    def _rows(self, indices: Sequence[int]) -> Iterator[Row]:
-        """Encode examples batch by batch, while the next images are read."""
+    def _rows(self, indices: Sequence[int], failed: list[Mapping[str, Any]]) -> Iterator[Row]:
+        """Encode examples batch by batch, while the next images are read; say which have failed, and why."""
         size = self.task.options.batch_size
         groups = [indices[first : first + size] for first in range(0, len(indices), size)]
-        ahead = [self._readers.submit(self.data.example, index) for index in groups[0]]
+        ahead = [(index, self._readers.submit(self.data.example, index)) for index in groups[0]]
         for following in (*groups[1:], ()):
-            now = ahead
-            ahead = [self._readers.submit(self.data.example, index) for index in following]
-            examples = [future.result() for future in now]
+            now, examples = ahead, list[Example]()
+            ahead = [(index, self._readers.submit(self.data.example, index)) for index in following]
+            for index, future in now:
+                try:
+                    examples.append(future.result())
+                except ValueError as error:  # of its content; a file system that fails ends the command
+                    failed.append({"row": index, "error": describe(error)})
+                    log.warning("left out: %s", describe(error))
+            if not examples:
+                continue
             pixels = torch.stack([example.pixels for example in examples])
             moments = encode_moments(self.model, to_float(pixels, self.model.device)).half().cpu()
             captions = [example.caption for example in examples]
@@ -88,22 +103,29 @@ class EncodeWorker:
         return {name: value.to(types[name]).clamp(-most[name], most[name]).cpu() for name, value in text.items()}
 
     def _digest(self, indices: Sequence[int]) -> str:
-        """Digest images and captions, by the files' contents; of tar files, by all of them."""
+        """Digest images and captions, by the files' contents."""
         if isinstance(self.data, ImageFolder):
             about = [(contents(path), caption) for path, caption in (self.data.items[index] for index in indices)]
-        else:
-            assert isinstance(self.data, TarShards)
-            about = [(contents(path), str(changed)) for path, changed in self.data.tars] + [(repr(indices), "")]
-        return hashlib.sha256(repr(about).encode()).hexdigest()
+            return hashlib.sha256(repr(about).encode()).hexdigest()
+        assert isinstance(self.data, TarShards)
+        code = hashlib.sha256()
+        for index in indices:
+            for content in self.data.content(index)[1:3]:
+                code.update(hashlib.sha256(content).digest())
+        return code.hexdigest()
 
 
-def count(path: Path) -> int:
-    """Return the number of images.  Raises as the worker does."""
-    return sum(open_data(path, 8).shards or ())
+def count(path: Path, out: Path) -> int:
+    """Return the number of images for a job in a folder.  Raises as the worker does."""
+    return sum(open_data(path, 8, out / TARS).shards or ())
 
 
-def finish(store: Store, examples: int) -> Path:
-    """Write the index of whole shards; return its path."""
+def finish(store: Store, table: Table) -> Path:
+    """Write the index of whole shards; return its path.  Raises ValueError if no image could be encoded."""
     job = read_json(store.out / JOB)
     about = {name: job[name] for name in ("resolution", "scale_factor", "vae", "text_encoder")}
-    return write_index(store.out, examples, job["shard"], about)
+    sizes = (min(table.size, table.count - number * table.size) for number in range(table.shards))
+    counts = [size - len(store.lines(number)) for number, size in enumerate(sizes)]
+    if not (examples := sum(counts)):
+        raise ValueError(f"{table.path}: none of its images can be encoded: {store.lines(0)[0]['error']}")
+    return write_index(store.out, examples, job["shard"], about, counts if examples < table.count else ())

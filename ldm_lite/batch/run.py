@@ -31,13 +31,15 @@ def run(options: BatchOptions, defaults: CheckedOptions, load: LoadOptions) -> P
     if options.encode:
         if unused := sorted(given(defaults)):
             raise ValueError(f"`{unused[0]}` has no effect with `encode`: leave it out")
-        table = Table(path, options.shard_size, count(path))
+        table = Table(path, options.shard_size, 0)
     else:
         if options.manifest == "parquet" and importlib.util.find_spec("pyarrow") is None:
             raise ValueError('manifest.parquet needs pyarrow: pip install "ldm_lite[batch]", or take `manifest=jsonl`')
         table = open_table(path, options.shard_size)
     out = Path("outputs/batch" if options.out is None else os.path.expanduser(options.out)).absolute()
     (out / "parts").mkdir(parents=True, exist_ok=True)
+    if options.encode:
+        table.count = count(path, out)
     task = Task(options, defaults, load, table, out, Path.cwd())
     with job_locked(out, (which, of)):
         if beyond := task.store.beyond(table.shards):
@@ -45,7 +47,7 @@ def run(options: BatchOptions, defaults: CheckedOptions, load: LoadOptions) -> P
                 f"{out}: holds {beyond[0]}, but {table.path} has {table.shards} shards of {table.size} rows: "
                 "take another `out`, or delete that shard and its file in parts/"
             )
-        task.store.clean(lambda number: number % of == which)
+        task.store.clean(which, of)
         _make(task, range(which, table.shards, of))
         missing = sum(not task.store.is_done(number) for number in range(table.shards))
         if missing:
@@ -55,7 +57,7 @@ def run(options: BatchOptions, defaults: CheckedOptions, load: LoadOptions) -> P
         if path.exists():
             return path
         if options.encode:
-            return finish(task.store, table.count)
+            return finish(task.store, table)
         return write_manifest(task.store, table.shards, options.manifest)
 
 
@@ -82,7 +84,7 @@ def _make(task: Task, numbers: Sequence[int]) -> None:
     if num_there:
         log.info("%d of %d shards were there", num_there, len(numbers))
     if num_failed:
-        log.warning("%d rows failed: the manifest says why", num_failed)
+        log.warning("%d rows failed: %s says why", num_failed, "parts/" if task.options.encode else "the manifest")
     log.info("%d image%s in %.1f s; %s", num_images, "s" * (num_images != 1), time.perf_counter() - begun, memory())
 
 

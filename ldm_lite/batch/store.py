@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import tarfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -104,11 +104,11 @@ class Store:
         with open_file(self.list_of(number)) as file:
             return [json.loads(line) for line in file][1:]
 
-    def clean(self, mine: Callable[[int], bool]) -> None:
-        """Remove what a killed process has left of its shards."""
+    def clean(self, which: int, of: int) -> None:
+        """Remove what a killed process has left of its shards; what all processes write, only if there is one."""
         for path in (*self.out.glob(".*.part"), *(self.out / "parts").glob(".*.part")):
             number = path.name[1:].partition(".")[0]
-            if not number.isdecimal() or mine(int(number)):
+            if int(number) % of == which if number.isdecimal() else of == 1:
                 remove(path)
 
     def beyond(self, count: int) -> list[str]:

@@ -10,6 +10,7 @@ Two threads may use one network: weights that both need stay until both are done
 """
 
 import contextlib
+import functools
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -103,6 +104,32 @@ class Offloader:
         """Let the block add or remove changes of a quantised weight, which the next forward makes."""
         with self._groups[weight].writing(weight) as kept:
             yield kept
+
+    def differentiable(self, network: nn.Module) -> None:
+        """Let gradients pass through a network whose blocks move or are in 8 bits, if its activations are recomputed.
+
+        A block's weights are then read anew for each forward, and live as long as the backward pass needs them.
+        """
+        for block in network.modules():
+            for hooks in (block._forward_pre_hooks, block._forward_hooks):
+                for key in [key for key, hook in hooks.items() if isinstance(getattr(hook, "__self__", None), _Hooks)]:
+                    del hooks[key]
+                    if hooks is block._forward_pre_hooks:
+                        block.forward = functools.partial(self._read, block.forward, block)
+
+    def _read(self, forward: Any, block: nn.Module, *args: Any, **named: Any) -> Any:
+        """Run a block's forward with its weights as attributes, which hide its parameters."""
+        hidden = list[tuple[dict[str, Any], str]]()
+        try:
+            for part in block.modules():
+                for name, weight in part.named_parameters(recurse=False):
+                    if name not in vars(part):  # else an outer block's forward has read it
+                        vars(part)[name] = self.read(weight, self.device)
+                        hidden.append((vars(part), name))
+            return forward(*args, **named)
+        finally:
+            for attributes, name in hidden:
+                del attributes[name]
 
     def _place(self, role: str, network: nn.Module, storage: str | None) -> None:
         """Decide where each tensor of a network is kept, and register the hooks of its blocks."""

@@ -5,9 +5,12 @@ import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -38,16 +41,25 @@ class LowRank(nn.Module):
             self.lora_down: nn.Module = nn.Linear(width, rank, bias=False)
             self.lora_up: nn.Module = nn.Linear(rank, out, bias=False)
         else:
-            self.lora_down = nn.Conv2d(width, rank, 1, bias=False)
+            self.lora_down = nn.Conv2d(width, rank, (weight.shape[2], weight.shape[3]), bias=False)
             self.lora_up = nn.Conv2d(rank, out, 1, bias=False)
         nn.init.kaiming_uniform_(self.lora_down.weight, a=math.sqrt(5))
         nn.init.zeros_(self.lora_up.weight)
         self.register_buffer("alpha", torch.tensor(float(alpha)))
-        self.scale = alpha / rank
+        self.scale, self.dropout = alpha / rank, 0.0
 
     def forward(self, x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None) -> Tensor:
         up, down = (layer.get_parameter("weight").flatten(1) for layer in (self.lora_up, self.lora_down))
-        return _times(self.scale * _times(x, down), up)
+        return _times(self.scale * self.dropped(_times(x, down)), up)
+
+    def convolved(self, x: Tensor, layer: nn.Conv2d) -> Tensor:
+        """Return what is added to the output of a convolution of any size."""
+        y = F.conv2d(x, self.lora_down.get_parameter("weight"), None, layer.stride, layer.padding)
+        return F.conv2d(self.scale * self.dropped(y), self.lora_up.get_parameter("weight"))
+
+    def dropped(self, y: Tensor) -> Tensor:
+        """Leave values out, in steps alone."""
+        return F.dropout(y, self.dropout) if self.dropout and torch.is_grad_enabled() else y
 
 
 class DoRA(LowRank):
@@ -64,7 +76,7 @@ class DoRA(LowRank):
     def forward(self, x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None) -> Tensor:
         with torch.no_grad():
             up, down = (layer.get_parameter("weight").flatten(1) for layer in (self.lora_up, self.lora_down))
-            norm = (weight + self.scale * up @ down).norm(dim=1)
+            norm = (weight.to(up.dtype) + self.scale * up @ down).norm(dim=1)
         factor = self.dora_scale.flatten() / norm
         factor, shape = (factor[:, None, None], (-1, 1, 1)) if self.dora_scale.ndim == 4 else (factor, (-1,))
         base = out if bias is None else out - bias.view(shape)
@@ -147,7 +159,8 @@ class Place(NamedTuple):
     def weight(self) -> Tensor:
         """(out,in), or (out,in,1,1) of a convolution."""
         name = "weight" if self.rows is None else "in_proj_weight"
-        return self.layer.get_parameter(name)[self.rows or slice(None)]
+        weight: Tensor = getattr(self.layer, name)  # while it runs perhaps no parameter: see Offloader.differentiable
+        return weight[self.rows or slice(None)]
 
     @property
     def bias(self) -> Tensor | None:
@@ -169,8 +182,12 @@ class LoRA(nn.Module):
         alpha: float | None = None,
         kind: str = "lora",
         factor: int = -1,
+        conv: int | None = None,
+        dropout: float = 0.0,
     ) -> None:
         """networks by role ("unet", "text_encoder"); alpha defaults to the rank; factor is LoKr's.
+
+        conv is the rank of convolutions larger than 1x1, if they have any; dropout is a share of inner values.
 
         Raises ValueError if rank < 1.
         """
@@ -178,9 +195,14 @@ class LoRA(nn.Module):
         if rank < 1:
             raise ValueError(f"got a LoRA rank of {rank}, wanted 1 or more")
         self.kind, self.rank, self.alpha = kind, rank, float(rank) if alpha is None else alpha
-        more = {"factor": factor} if kind == "lokr" else {}
-        for name, place in _places(networks).items():
-            self.add_module(name, KINDS[kind](place.weight, rank, self.alpha, **more).to(place.weight.device))
+        self.conv, more = conv, {"factor": factor} if kind == "lokr" else {}
+        for name, place in _places(networks, conv).items():
+            is_large = conv is not None and place.weight.shape[2:].numel() > 1
+            size, scale = (conv or 0, float(conv or 0) if alpha is None else alpha) if is_large else (rank, self.alpha)
+            change = KINDS[kind](place.weight, size, scale, **more).to(place.weight.device)
+            if isinstance(change, LowRank):
+                change.dropout = dropout
+            self.add_module(name, change)
 
     def attach(self, networks: Mapping[str, nn.Module]) -> "AttachedLoRA":
         """Add these changes to networks with the same layers, and freeze the networks, until remove().
@@ -196,7 +218,7 @@ class AttachedLoRA(contextlib.ExitStack):
     def __init__(self, lora: LoRA, networks: Mapping[str, nn.Module]) -> None:
         """As LoRA.attach."""
         super().__init__()
-        places, changes = _places(networks), dict(lora.named_children())
+        places, changes = _places(networks, lora.conv), dict(lora.named_children())
         if places.keys() != changes.keys():
             name = min(places.keys() ^ changes.keys())
             raise ValueError(f"the LoRA was made for networks with other layers: {name} is in only one of them")
@@ -229,6 +251,8 @@ class AttachedLoRA(contextlib.ExitStack):
 
     def added(self, place: Place, change: nn.Module, x: Tensor, out: Tensor) -> Tensor:
         """Return what a change adds to a layer's output."""
+        if isinstance(place.layer, nn.Conv2d) and place.weight.shape[2:].numel() > 1 and isinstance(change, LowRank):
+            return change.convolved(x, place.layer)
         return change(x, place.weight.flatten(1), out, place.bias)
 
     @contextlib.contextmanager
@@ -245,9 +269,22 @@ class AttachedLoRA(contextlib.ExitStack):
         self.close()
 
 
-def _places(networks: Mapping[str, nn.Module]) -> dict[str, Place]:
+def _places(networks: Mapping[str, nn.Module], conv: int | None) -> dict[str, Place]:
     """Return the weights that are changed, by kohya's names, the rows of a joined one in their order."""
-    return {name: Place(layer, rows) for name, (layer, rows) in lora_layers(networks).items()}
+    return {name: Place(layer, rows) for name, (layer, rows) in lora_layers(networks, conv is not None).items()}
+
+
+def load_lora(lora: LoRA, path: Path) -> None:
+    """Begin with the weights of a file.  Raises ValueError, one line, if it holds another kind of LoRA; OSError."""
+    try:
+        weights = {key: value.float() for key, value in load_file(path).items()}
+        for key, value in lora.state_dict().items():
+            if key.endswith(".alpha") and float(weights[key]) != float(value):
+                raise ValueError(f"its alpha is {float(weights[key]):g}: give it as `lora_alpha`")
+        lora.load_state_dict(weights)
+    except (ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        line = (str(error).splitlines() or [""])[-1].strip()
+        raise ValueError(f"{path}: is not a LoRA of the same layers, kind and rank ({line:.200})") from error
 
 
 def kohya_file(lora: nn.Module, model: Pipeline) -> Content:
@@ -266,6 +303,9 @@ def kohya_file(lora: nn.Module, model: Pipeline) -> Content:
         "ss_base_model_version": version,
         "ss_sd_model_name": model.name,
     }
+    if lora.conv is not None:
+        alpha = lora.conv if lora.alpha == lora.rank else lora.alpha
+        metadata["ss_network_args"] = f'{{"conv_dim": "{lora.conv}", "conv_alpha": "{alpha:g}"}}'
     if lora.kind != "lora":
         algorithm = {"dora": "lora"}.get(lora.kind, lora.kind)
         metadata["ss_network_args"] = f'{{"algo": "{algorithm}"' + ', "dora_wd": "True"' * (lora.kind == "dora") + "}"

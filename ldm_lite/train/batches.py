@@ -191,13 +191,13 @@ def _read_batch(sources: Sequence[tuple[Dataset, Order | BucketOrder]], part: Sl
     return replace(batch, prior=prior[0]) if prior else batch
 
 
-def in_order(dataset: Dataset, batch: int, workers: int, first: int = 0) -> Iterator[Batch]:
-    """Yield all examples of a finite dataset once, from one on, in batches; the last may be smaller."""
+def in_order(dataset: Dataset, batch: int, workers: int, first: int = 0, end: int | None = None) -> Iterator[Batch]:
+    """Yield the examples of a finite dataset once, from one to before another, in batches; the last may be smaller."""
     assert dataset.shards is not None
     loader = torch_data.DataLoader(
         _Caught(dataset.example),
         batch_size=batch,
-        sampler=range(first, sum(dataset.shards)),
+        sampler=range(first, sum(dataset.shards) if end is None else end),
         num_workers=workers,
         collate_fn=list,
         worker_init_fn=ignore_signals,

@@ -6,6 +6,7 @@ import io
 import json
 import math
 import os
+import re
 import sys
 import tarfile
 from collections.abc import Callable, Sequence
@@ -20,8 +21,9 @@ from numpy.typing import NDArray
 from PIL import ExifTags, Image
 from torch import Tensor
 
-from ldm_lite.cli.files import open_file, read_text
+from ldm_lite.cli.files import open_file, read_json, read_text
 from ldm_lite.cli.options import MOST_CHARACTERS
+from ldm_lite.cli.writing import write_whole
 from ldm_lite.image import MOST_BYTES, SUFFIXES, decode_image, list_images, open_image, read_image, to_rgb, upright
 
 MOST_CAPTION = 2**20  # bytes
@@ -103,27 +105,42 @@ def first_captions(dataset: Dataset, most: int = 4) -> list[str]:
     return list(dict.fromkeys(dataset.example(i).caption for i in range(count)))[:most]
 
 
-def held_out(dataset: Dataset, fraction: float, seed: int) -> tuple[Dataset, Dataset]:
-    """Divide a finite dataset: what is learned, and the fraction that is only measured, at least one example each.
+def divided(dataset: Dataset, images: Dataset, fraction: float | None, seed: int) -> tuple[Dataset, Dataset | None]:
+    """Divide a dataset: what is learned, images as often as their folders say and mirrored; and what is only measured.
 
-    Raises ValueError if there are too few.
+    The dataset is what was made of the images, which tell of copies.  The fraction, if there is one, is held out: at
+    least one image, and one is left.  Raises ValueError if there are too few.
     """
-    count = sum(dataset.shards or ())
-    if count < 2:
-        raise ValueError(f"got `validation` {fraction:g} of {count} images: wanted two or more")
-    order = [int(index) for index in np.random.default_rng([5, seed]).permutation(count)]
-    most = min(count - 1, max(1, round(fraction * count)))
-    divided: list[Dataset] = []
-    for indices in (sorted(order[most:]), sorted(order[:most])):
-        if not isinstance(dataset, Buckets):
-            divided.append(Part(dataset, tuple(indices)))
-            continue
-        parts = []
-        for part, end, size in zip(dataset.parts, dataset.ends.tolist(), dataset.counts, strict=True):
-            if rows := tuple(index - end + size for index in indices if end - size <= index < end):
-                parts.append(Part(part, rows))
-        divided.append(Buckets(tuple(parts)))
-    return divided[0], divided[1]
+    pairs = [(dataset, images)]
+    if isinstance(dataset, Buckets) and isinstance(images, Buckets):
+        pairs = list(zip(dataset.parts, images.parts, strict=True))
+    counts = [
+        len(source.items) if isinstance(source, ImageFolder) else sum(part.shards or ()) for part, source in pairs
+    ]
+    held = set[int]()
+    if fraction is not None:
+        if (count := sum(counts)) < 2:
+            raise ValueError(f"got `validation` {fraction:g} of {count} images: wanted two or more")
+        order = np.random.default_rng([5, seed]).permutation(count)
+        held = {int(index) for index in order[: min(count - 1, max(1, round(fraction * count)))]}
+    learned, measured, first = list[Part](), list[Part](), 0
+    is_as_it_is = not held
+    for (part, source), count in zip(pairs, counts, strict=True):
+        rows = [row for row in range(count) if first + row not in held]
+        others = [row for row in range(count) if first + row in held]
+        first += count
+        if isinstance(source, ImageFolder):
+            times = [source.repeats(row) for row in rows]
+            is_as_it_is &= set(times) <= {1} and not source.flip
+            sides = (0, count) if source.flip else (0,)
+            rows = [row + side for row, n in zip(rows, times, strict=True) for side in sides for _ in range(n)]
+        learned += [Part(part, tuple(rows))] if rows else []
+        measured += [Part(part, tuple(others))] if others else []
+    if is_as_it_is:
+        return dataset, None
+    if not isinstance(dataset, Buckets):
+        return learned[0], measured[0] if measured else None
+    return Buckets(tuple(learned)), Buckets(tuple(measured)) if measured else None
 
 
 # ---- images and captions --------------------------------------------------------------------------------------------
@@ -204,20 +221,34 @@ class ImageFolder:
     size: tuple[int, int]  # height, width
     masked: bool = False  # with masks: NAME.mask.png, or an image's alpha, or else all of it
     hinted: bool = False  # with NAME.hint.png, the images that a ControlNet reads
+    flip: bool = False  # all of them, and then all mirrored
+    root: Path = Path()  # its folders 10_NAME hold images that are repeated 10 times
 
     @property
     def shards(self) -> tuple[int]:
         """The number of images: all in one shard."""
-        return (len(self.items),)
+        return (len(self.items) * (1 + self.flip),)
+
+    def repeats(self, index: int) -> int:
+        """How often an image is learned in an epoch."""
+        folder = self.items[index][0].parent
+        match = re.match(r"(\d{1,4})_", folder.name) if folder.parent == self.root else None
+        return int(match[1]) if match else 1
 
     def example(self, index: int) -> Example:
         """Return an example.  Raises ValueError, one line, for a broken image; OSError."""
-        path, caption = self.items[index]
+        is_mirrored, row = divmod(index, len(self.items))
+        path, caption = self.items[row]
         image, alpha = read_image(path, _with_alpha)
-        cut, corner = crop(image, self.size)
-        mask = to_tensor(crop(_mask(path, image.size) or alpha, self.size)[0]) if self.masked else None
-        hint = to_tensor(crop(open_image(beside(path, ".hint")), self.size)[0]) if self.hinted else None
-        return Example(to_tensor(cut), caption, sizes=sizes_of(image, corner, self.size), mask=mask, hint=hint)
+
+        def tensor(image: Image.Image) -> Tensor:
+            values = to_tensor(crop(image, self.size)[0])
+            return values.flip(-1) if is_mirrored else values
+
+        mask = tensor(_mask(path, image.size) or alpha) if self.masked else None
+        hint = tensor(open_image(beside(path, ".hint"))) if self.hinted else None
+        sizes = sizes_of(image, crop(image, self.size)[1], self.size)
+        return Example(tensor(image), caption, sizes=sizes, mask=mask, hint=hint)
 
 
 def _with_alpha(image: Image.Image) -> tuple[Image.Image, Image.Image]:
@@ -263,7 +294,7 @@ def open_folder(folder: Path, resolution: int, caption: str | None = None) -> Im
         raise ValueError(f"{folder}: holds no images ({', '.join(SUFFIXES)}), and no .tar files")
     for path, text in pairs:
         check_caption(text, path)
-    return ImageFolder(tuple(pairs), (resolution, resolution))
+    return ImageFolder(tuple(pairs), (resolution, resolution), root=folder)
 
 
 def with_hints(images: ImageFolder) -> ImageFolder:
@@ -277,14 +308,20 @@ def with_hints(images: ImageFolder) -> ImageFolder:
     return replace(images, hinted=True)
 
 
-def in_buckets(images: ImageFolder, step: int) -> Buckets:
+def in_buckets(images: ImageFolder, step: int, no_upscale: bool = False) -> Buckets:
     """Divide images among sizes of about the same area, by their ratio: little of each is cut off.
 
-    Sides are multiples of `step`.  Raises ValueError, one line, for a broken image; OSError.
+    With no_upscale, smaller images have sizes of about their own.  Sides are multiples of `step`.  Raises ValueError,
+    one line, for a broken image; OSError.
     """
     sizes, groups = bucket_sizes(images.size[0], step), dict[tuple[int, int], list[tuple[Path, str]]]()
     for path, caption in images.items:
-        groups.setdefault(nearest(sizes, *read_image(path, _size)), []).append((path, caption))
+        height, width = read_image(path, _size)
+        size = nearest(sizes, height, width)
+        if no_upscale and (height < size[0] or width < size[1]):
+            size = max(height // step, 1) * step, max(width // step, 1) * step
+            size = min(size, nearest(sizes, *size), key=lambda sides: sides[0] * sides[1])
+        groups.setdefault(size, []).append((path, caption))
     return Buckets(tuple(replace(images, items=tuple(items), size=size) for size, items in sorted(groups.items())))
 
 
@@ -297,17 +334,20 @@ def _size(image: Image.Image) -> tuple[int, int]:
 def _from_text_files(folder: Path, caption: str | None) -> list[tuple[Path, str]]:
     folders = [folder, *(path for path in folder.rglob("*") if path.is_dir())]
     paths = sorted(path for place in folders for path in list_images(place) if not path.stem.endswith(BESIDE))
-    without = [path for path in paths if not path.with_suffix(".txt").is_file()]
-    if without and caption is None:
+    pairs, without = list[tuple[Path, str]](), list[Path]()
+    for path in paths:
+        files = (path.with_suffix(suffix) for suffix in (".txt", ".caption"))
+        text = next((read_text(file, MOST_CAPTION).strip() for file in files if file.is_file()), caption)
+        if text is None and (match := re.match(r"\d{1,4}_(.+)", path.parent.name)) and path.parent.parent == folder:
+            text = match[1]  # 10_sks dog
+        without += [path] * (text is None)
+        pairs.append((path, str(text)))
+    if without:
         raise ValueError(
             f"{without[0]}: has no caption: wanted {without[0].stem}.txt beside it ({len(without)} images have none), "
             "or give `caption`"
         )
-    lost = set(without)
-    return [
-        (path, str(caption) if path in lost else read_text(path.with_suffix(".txt"), MOST_CAPTION).strip())
-        for path in paths
-    ]
+    return pairs
 
 
 def _from_list(path: Path) -> list[tuple[Path, str]]:
@@ -350,13 +390,8 @@ class TarShards:
 
     def example(self, index: int) -> Example:
         """Return pixels (3,R,R) uint8 and the caption.  Raises ValueError, one line, for a broken image; OSError."""
-        shard = int(np.searchsorted(self._ends, index, side="right"))
-        path, state = self.tars[shard]
-        name, image, text, is_json = _members(path, state)[index - int(self._ends[shard])]
-        where = f"{path}, {name}"
-        with open_file(path) as file:
-            caption = _read(file, text, where).decode("utf-8-sig", errors="replace")
-            pixels = decode_image(io.BytesIO(_read(file, image, where)), where, to_rgb)
+        where, content, text, is_json = self.content(index)
+        caption, pixels = text.decode("utf-8-sig", errors="replace"), decode_image(io.BytesIO(content), where, to_rgb)
         if is_json:
             try:
                 caption = caption_in(json.loads(caption), where)
@@ -366,6 +401,15 @@ class TarShards:
         size = (self.resolution, self.resolution)
         cut, corner = crop(pixels, size)
         return Example(to_tensor(cut), caption.strip(), sizes=sizes_of(pixels, corner, size))
+
+    def content(self, index: int) -> tuple[str, bytes, bytes, bool]:
+        """Return an example's name, image, caption, and whether that is JSON.  Raises ValueError, OSError."""
+        shard = int(np.searchsorted(self._ends, index, side="right"))
+        path, state = self.tars[shard]
+        name, image, text, is_json = _members(path, state)[index - int(self._ends[shard])]
+        where = f"{path}, {name}"
+        with open_file(path) as file:
+            return where, _read(file, image, where), _read(file, text, where), is_json
 
 
 _Place = tuple[int, int]  # offset and size of a file in a tar
@@ -408,20 +452,25 @@ def _read(file: BinaryIO, place: _Place, where: str) -> bytes:
     return content
 
 
-def open_data(path: Path, resolution: int) -> ImageFolder | TarShards:
+def open_data(path: Path, resolution: int, counts: Path | None = None) -> ImageFolder | TarShards:
     """Open captioned images: a folder (see open_folder), or WebDataset shards, a .tar file or a folder of them.
 
-    Raises ValueError, one line, if these are none, or a caption is missing; OSError.
+    `counts` is a file in which the numbers of images of the tars are kept, so that one process alone counts.  Raises
+    ValueError, one line, if these are none, or a caption is missing; OSError.
     """
     paths = sorted(path.glob("*.tar")) if path.is_dir() else [path] * (path.suffix == ".tar")
     if not paths:
         return open_folder(path, resolution)
     stats = [tar.stat() for tar in paths]
     tars = tuple((tar, (stat.st_size, stat.st_mtime_ns)) for tar, stat in zip(paths, stats, strict=True))
-    counts = tuple(len(_members(*tar)) for tar in tars)
-    if not sum(counts):
+    known = read_json(counts, 2**30) if counts is not None and counts.exists() else {}
+    keys = [f"{tar.absolute()} {state}" for tar, state in tars]
+    shards = {key: known[key] if key in known else len(_members(*tar)) for key, tar in zip(keys, tars, strict=True)}
+    if not sum(shards.values()):
         raise ValueError(f"{paths[0]}: holds no images ({', '.join(SUFFIXES)})")
-    return TarShards(tars, counts, resolution)
+    if counts is not None and shards != known:
+        write_whole(counts, json.dumps(shards), unique=True)
+    return TarShards(tars, tuple(shards.values()), resolution)
 
 
 # ---- renderers ------------------------------------------------------------------------------------------------------
@@ -432,7 +481,12 @@ class RenderedScenes:
     """Scenes that a Python file draws: its scenes(resolution, ...) returns a function index -> (PIL image, caption)."""
 
     draw: Callable[[int], tuple[Image.Image, str]]
+    source: tuple[Path, int, dict[str, Any], int | None]  # arguments of open_renderer
     size: int | None = None  # of them; None: a new one each time
+
+    def __reduce__(self) -> Any:
+        """To other processes goes the file, which they import: functions in functions cannot be sent."""
+        return open_renderer, self.source
 
     @property
     def shards(self) -> tuple[int] | None:
@@ -450,11 +504,12 @@ class RenderedScenes:
 
 def open_renderer(path: Path, resolution: int, arguments: dict[str, Any], size: int | None = None) -> RenderedScenes:
     """Import a Python file and call its scenes().  Raises ValueError if there is no such file or function."""
-    spec = importlib.util.spec_from_file_location(path.stem, path) if path.is_file() else None
+    name = f"ldm_lite renderer {path.stem}"  # which no other module has
+    spec = importlib.util.spec_from_file_location(name, path) if path.is_file() else None
     if spec is None or spec.loader is None:
         raise ValueError(f"{path}: is not a Python file, wanted one with a function scenes(resolution, ...)")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # so that worker processes can unpickle its objects
+    sys.modules[name] = module  # where its dataclasses look for it
     try:
         spec.loader.exec_module(module)
     except Exception as error:
@@ -462,6 +517,6 @@ def open_renderer(path: Path, resolution: int, arguments: dict[str, Any], size: 
     if not hasattr(module, "scenes"):
         raise ValueError(f"{path}: has no function scenes(resolution, ...)")
     try:
-        return RenderedScenes(module.scenes(resolution, **arguments), size)
+        return RenderedScenes(module.scenes(resolution, **arguments), (path, resolution, arguments, size), size)
     except TypeError as error:
         raise ValueError(f"{path}: scenes() does not take these options: {error}") from error

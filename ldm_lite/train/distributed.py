@@ -47,7 +47,7 @@ def parallel(module: nn.Module) -> nn.Module:
     """Return a module whose backward pass leaves the mean of all processes' gradients in each; alone, the module."""
     if world_size() == 1 or any(isinstance(part, FSDPModule) for part in module.modules()):
         return module
-    return DistributedDataParallel(module, broadcast_buffers=False)
+    return DistributedDataParallel(module, broadcast_buffers=False, gradient_as_bucket_view=True)
 
 
 def shard(network: nn.Module) -> None:

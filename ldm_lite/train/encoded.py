@@ -17,7 +17,6 @@ of its own data.  A folder holds, for example i in row i % shard of folder i // 
 import contextlib
 import functools
 import hashlib
-import itertools
 import json
 import logging
 import math
@@ -49,7 +48,7 @@ from ldm_lite.train.data import (
     RenderedScenes,
     TarShards,
     beside,
-    held_out,
+    divided,
     in_buckets,
     open_data,
     open_folder,
@@ -79,18 +78,23 @@ class EncodedDataset:
     about: dict[str, Any]  # index.json
     written: int  # when, in ns
 
-    @property
+    @functools.cached_property
     def shards(self) -> tuple[int, ...]:
-        """Number of examples in each shard."""
+        """Number of examples in each shard: as many in all but the last, or less those that could not be encoded."""
         whole, rest = divmod(self.about["examples"], self.about["shard"])
-        return (self.about["shard"],) * whole + (rest,) * (rest > 0)
+        return tuple(self.about.get("counts") or (self.about["shard"],) * whole + (rest,) * (rest > 0))
+
+    @functools.cached_property
+    def _ends(self) -> NDArray[np.int64]:
+        return np.cumsum(self.shards)
 
     def example(self, index: int) -> Example:
         """Return moments (2C,h,w), the caption and, if there are, its embeddings (T,D).
 
         Raises ValueError, one line, if a file is damaged, or not finite there; OSError.
         """
-        shard, row = divmod(index, self.about["shard"])
+        shard = int(np.searchsorted(self._ends, index, side="right"))
+        row = index - int(self._ends[shard]) + self.shards[shard]
         path = self.folder / f"{shard:05}" / "captions.jsonl"
         captions = _captions(path, self.written)
         if len(captions) != self.shards[shard]:
@@ -124,6 +128,10 @@ def open_encoded(folder: Path) -> EncodedDataset:
         if not (name != "moments" and about.get(name) is None)
         and not (isinstance(about.get(name), list) and len(about[name]) == count and _whole(about[name]))
     ]
+    counts = about.get("counts", [about.get("examples")])
+    is_list = isinstance(counts, list) and all(type(count) is int and count >= 0 for count in counts)
+    if not bad and not (is_list and sum(counts) == about["examples"]):
+        bad.append("counts")
     if bad:
         raise ValueError(f"{path}: its {bad[0]} cannot be {about.get(bad[0])!r:.50}: encode the examples again")
     return EncodedDataset(folder, about, path.stat().st_mtime_ns)
@@ -144,31 +152,44 @@ def rows(captions: Sequence[str], tensors: Mapping[str, Tensor | None]) -> Itera
 
 
 def write_shard(folder: Path, examples: Iterable[Row], count: int) -> None:
-    """Write the files of the next `count` examples, one value after the other: a full disk is an OSError then."""
+    """Write the files of up to `count` examples, one value after the other: a full disk is an OSError then."""
+
+    def begin(file: BinaryIO, name: str, shape: tuple[int, ...]) -> None:
+        file.seek(0)  # numpy leaves room for any number of examples
+        header = {"descr": KINDS[name][0], "fortran_order": False, "shape": shape}
+        np.lib.format.write_array_header_1_0(file, header)
+
     captions = list[str]()
     with contextlib.ExitStack() as stack:
         files: dict[str, BinaryIO] = {}
-        for arrays, caption in itertools.islice(examples, count):
+        shapes: dict[str, tuple[int, ...]] = {}
+        for arrays, caption in examples:
             for name, value in arrays.items():
                 if name not in files:
                     files[name] = stack.enter_context(open(folder / f"{name}.npy", "wb"))
-                    header = {"descr": KINDS[name][0], "fortran_order": False, "shape": (count, *value.shape)}
-                    np.lib.format.write_array_header_1_0(files[name], header)
+                    shapes[name] = value.shape
+                    begin(files[name], name, (count, *value.shape))
                 files[name].write(value.tobytes())
             captions.append(json.dumps(caption) + "\n")
-    assert len(captions) == count
+        for name in files if len(captions) < count else ():
+            begin(files[name], name, (len(captions), *shapes[name]))
     (folder / "captions.jsonl").write_text("".join(captions), encoding="utf-8")
     for path in folder.iterdir():
         flush(path)
 
 
-def write_index(folder: Path, examples: int, shard: int, about: Mapping[str, Any]) -> Path:
-    """Write the index of a folder whose shards, of `shard` examples, are there; return its path.  Raises OSError."""
-    paths = {name: folder / "00000" / f"{name}.npy" for name in KINDS}
+def write_index(folder: Path, examples: int, shard: int, about: Mapping[str, Any], counts: Sequence[int] = ()) -> Path:
+    """Write the index of a folder whose shards are there, of `shard` examples or `counts`; return its path.
+
+    Raises OSError.
+    """
+    first = next((number for number, count in enumerate(counts) if count), 0)
+    paths = {name: folder / f"{first:05}" / f"{name}.npy" for name in KINDS}
     shapes = {
         name: list(np.load(path, mmap_mode="r").shape[1:]) if path.is_file() else None for name, path in paths.items()
     }
     index = {"format": FORMAT, "examples": examples, "shard": shard, **shapes, **about}
+    index |= {"counts": list(counts)} if counts else {}
     write_whole(folder / INDEX, json.dumps(index, indent=1), unique=True)
     return folder / INDEX
 
@@ -239,14 +260,17 @@ def open_all(options: TrainOptions, model: Pipeline, reads_text: bool) -> Data:
             return encoded(options, dataset, model.vae, name)
         return dataset
 
-    train = latents(dataset, "latents")
-    prior = validation = empty = None
+    with model.phase("vae"):
+        train = latents(dataset, "latents")
+    prior = empty = None
     if options.class_data is not None:
-        prior = latents(open_dataset(options, model, options.class_data), "latents-class")
-    if options.held_out_fraction is not None:
-        train, validation = held_out(train, options.held_out_fraction, options.seed)
-    elif options.validation is not None:
-        validation = latents(open_dataset(options, model, options.validation), "latents-validation")
+        with model.phase("vae"):
+            of_class = open_dataset(options, model, options.class_data)
+            prior, _ = divided(latents(of_class, "latents-class"), of_class, None, options.seed)
+    train, validation = divided(train, dataset, options.held_out_fraction, options.seed)
+    if options.held_out_fraction is None and options.validation is not None:
+        with model.phase("vae"):
+            validation = latents(open_dataset(options, model, options.validation), "latents-validation")
         if validation.shards is None:
             raise ValueError("`validation` needs finite data: give a folder of images")
     folder = None if options.held_out_fraction is not None else options.validation
@@ -282,16 +306,19 @@ def open_dataset(options: TrainOptions, model: Pipeline, path: str | None) -> Da
         dataset: Dataset = open_encoded(folder)
     elif folder.is_dir() and not any(folder.glob("*.tar")):
         caption = options.class_prompt if path == options.class_data else options.caption
-        images = replace(open_folder(folder, resolution, caption), masked=options.masked)
+        images = replace(open_folder(folder, resolution, caption), masked=options.masked, flip=options.flip)
         images = with_hints(images) if options.stage == "control" else images
         factor = model.vae.spec.factor * getattr(model.family.unet, "patch", 1)
         step = factor * max(1, round(resolution / 8 / factor))
-        return in_buckets(images, step) if options.buckets else images
+        return in_buckets(images, step, options.bucket_no_upscale) if options.buckets else images
     else:
-        dataset = open_data(folder, resolution)
+        for is_first in (True, False):  # one process counts the images of tars
+            if (distributed.rank() == 0) is is_first:
+                dataset = open_data(folder, resolution, Path(options.out) / "tars.json")
+            distributed.barrier()
     if options.stage == "control":
         raise ValueError(f"{path}: is no folder of images, with NAME.hint.png beside each, which `stage=control` needs")
-    for name in ("caption", "buckets", "masked"):
+    for name in ("caption", "buckets", "masked", "flip"):
         if getattr(options, name):
             raise ValueError(f"{path}: is no folder of images, which `{name}` is for: leave it out")
     return dataset
@@ -309,7 +336,7 @@ def open_scenes(options: TrainOptions, resolution: int) -> RenderedScenes:
 def encoded(options: TrainOptions, dataset: Dataset, vae: nn.Module, name: str = "latents") -> Dataset:
     """Encode finite data's latents into the run's folder, or take those there if data and autoencoder are the same.
 
-    A shard is written beside its name and renamed, and a run that was stopped goes on after the last one.
+    A shard is written beside its name and renamed, and a run that was stopped makes those that are missing.
     """
     if isinstance(dataset, Buckets):
         names = [f"{name}/{'x'.join(map(str, part.size))}" for part in dataset.parts if isinstance(part, ImageFolder)]
@@ -321,32 +348,35 @@ def encoded(options: TrainOptions, dataset: Dataset, vae: nn.Module, name: str =
     def of_file(path: Path) -> object:
         return str(path), path.stat().st_size, path.stat().st_mtime_ns
 
-    how = [getattr(dataset, name, None) for name in ("size", "resolution", "masked", "hinted")]
+    how = [getattr(dataset, name, None) for name in ("size", "resolution", "masked", "hinted", "flip")]
     code = hashlib.sha256(repr((identity(options, dataset, of_file), how)).encode()).hexdigest()[:32]
     about = {"data": code, "vae": encoder_digest(vae)}
     folder, count, device = Path(options.out) / name, sum(dataset.shards), next(vae.parameters()).device
+    num_shards, origin, key = -(-count // SHARD), folder / ORIGIN, json.dumps(about, sort_keys=True)
+    if distributed.rank() == 0 and not (origin.is_file() and read_text(origin) == key):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        write_whole(origin, key)
+    missing = distributed.broadcast([number for number in range(num_shards) if not (folder / f"{number:05}").is_dir()])
+    if missing:
+        log.info("encoding %d images", min(count, len(missing) * SHARD))
+
+    @torch.no_grad()
+    def encode(first: int, end: int) -> Iterator[Row]:
+        with reported_workers():
+            for batch in in_order(dataset, options.batch, options.workers, first, end):
+                moments = torch.cat(moments_of(vae, batch.pixels, device), dim=1).cpu()
+                tensors = {name: getattr(batch, name) for name in KINDS if name != "moments"}
+                yield from rows(batch.captions, {"moments": moments, **tensors})
+
+    # Each process makes its share, so that none waits long for another.
+    for number in missing[distributed.rank() :: distributed.world_size()]:
+        first, end = number * SHARD, min((number + 1) * SHARD, count)
+        with replacing(folder / f"{number:05}") as part:
+            part.mkdir()
+            write_shard(part, encode(first, end), end - first)
+    distributed.barrier()
     if distributed.rank() == 0:
-        origin, key = folder / ORIGIN, json.dumps(about, sort_keys=True)
-        if not origin.is_file() or read_text(origin) != key:
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir(parents=True)
-            write_whole(origin, key)
-        done = next(number for number in itertools.count() if not (folder / f"{number:05}").is_dir())
-
-        @torch.no_grad()
-        def encode() -> Iterator[Row]:
-            log.info("encoding %d images", count - done * SHARD)
-            with reported_workers():
-                for batch in in_order(dataset, options.batch, options.workers, done * SHARD):
-                    moments = torch.cat(moments_of(vae, batch.pixels, device), dim=1).cpu()
-                    tensors = {name: getattr(batch, name) for name in KINDS if name != "moments"}
-                    yield from rows(batch.captions, {"moments": moments, **tensors})
-
-        examples = encode()
-        for number in range(done, -(-count // SHARD)):
-            with replacing(folder / f"{number:05}") as part:
-                part.mkdir()
-                write_shard(part, examples, min(SHARD, count - number * SHARD))
         write_index(folder, count, SHARD, about)
     distributed.barrier()
     return open_encoded(folder)
@@ -359,11 +389,14 @@ def check_encoded(options: TrainOptions, model: Pipeline, dataset: EncodedDatase
         raise ValueError(f"{where}: was encoded by another autoencoder than this model's: encode the data again")
     if not reads_text:
         return
-    if options.tokens is not None:
-        raise ValueError("`tokens` has no effect on text that was encoded beforehand: leave it out")
+    for name in ("tokens", "shuffle_caption"):
+        if getattr(options, name):
+            raise ValueError(f"`{name}` has no effect on text that was encoded beforehand: leave it out")
     if about["context"] is None or model.text_encoder is None:
         raise ValueError(f"{where}: holds no text embeddings: encode the data again, or train the text encoder too")
-    if about.get("text_encoder") != digest(*model.text_encoders):
+    if model.offloader is not None and model.offloader.storage is not None:
+        log.info("%s: the text encoder cannot be compared in 8 bits: take the one that encoded", where)
+    elif about.get("text_encoder") != digest(*model.text_encoders):
         raise ValueError(f"{where}: was encoded by another text encoder than this model's: encode the data again")
     if (model.family.conditioner == "sdxl" or model.schedule.is_flow) and about.get("y") is None:
         raise ValueError(f"{where}: holds no y.npy, which {model.family.title} reads too: encode the data again")

@@ -130,11 +130,15 @@ class DiffusionLoss:
     empty: Mapping[str, Tensor] | None = None  # no caption, encoded: batches bring their text, no encoder runs
     prior: Prior | None = None
     control: ControlNet | None = None  # which is trained, with the model frozen
+    noise_offset: float = 0.0  # of each channel's own noise
+    timesteps: tuple[int, int] = (0, 1000)  # the first that is learned, and the first after them
+    flow_sampling: str = "logit_normal"  # or "uniform"
+    flow_shift: float | None = None  # in place of sampling's
 
     def __post_init__(self) -> None:
         assert isinstance(self.model.vae, AutoencoderKL)
         self._vae = self.model.vae
-        self._device = next(self.model.unet.parameters()).device
+        self._device = self.model.device
         alpha_bar = torch.tensor(self.model.schedule.alpha_bar, dtype=torch.float64)
         self._a, self._s = (value.sqrt().float().to(self._device) for value in (alpha_bar, 1 - alpha_bar))
 
@@ -169,20 +173,33 @@ class DiffusionLoss:
 
     def _noised(self, batch: Batch, draws: Draws, quantiles: Tensor | None = None) -> Noised:
         """Add noise of random levels to a batch's latents, or that of given quantiles of these."""
-        mean, logvar = moments_of(self._vae, batch.pixels, self._device)
+        is_encoded = batch.pixels.dtype != torch.uint8
+        with contextlib.nullcontext() if is_encoded else self.model.phase("vae"):
+            mean, logvar = moments_of(self._vae, batch.pixels, self._device)
         z, noise = (draws.normal(mean.shape[1:]).to(mean.device) for _ in range(2))
+        if self.noise_offset:
+            noise = noise + self.noise_offset * draws.normal((noise.shape[1], 1, 1)).to(noise.device)
         family, schedule = self.model.family, self.model.schedule
+        low, high = (bound / 1000 for bound in self.timesteps)
         x0 = family.scale_factor * (mean + (logvar / 2).exp() * z - family.shift_factor)
         if schedule.is_flow:
-            logits = draws.normal().double() if quantiles is None else torch.special.ndtri(quantiles.double())
-            sized = self.model.sized((x0.shape[1], x0.shape[2], x0.shape[3])).schedule
-            levels = [sized.between(1000 * float(place) - 1) for place in torch.sigmoid(logits)]
+            if self.flow_sampling == "uniform":
+                places = draws.uniform().double() if quantiles is None else quantiles.double()
+            else:
+                logits = draws.normal().double() if quantiles is None else torch.special.ndtri(quantiles.double())
+                places = torch.sigmoid(logits)
+            sized, shift = self.model.sized((x0.shape[1], x0.shape[2], x0.shape[3])).schedule, self.flow_shift
+            places = low + (high - low) * places
+            if shift is None:
+                levels = [sized.between(1000 * float(place) - 1) for place in places]
+            else:
+                levels = [sized.at_noise(float(s)) for s in shift * places / (1 + (shift - 1) * places)]
             times = torch.tensor([[level.t, 1 - level.s, level.s] for level in levels], dtype=torch.float32)
             t, a, s = times.to(self._device).unbind(1)
         else:
-            num = len(self._a)
+            first, num = round(low * len(self._a)), round((high - low) * len(self._a))
             t = draws.integers(num) if quantiles is None else (quantiles * num).long().clamp(max=num - 1)
-            t = t.to(self._device)
+            t = (first + t).to(self._device)
             a, s = self._a[t], self._s[t]
         snr, a, s = (a / s).square(), a[:, None, None, None], s[:, None, None, None]
         targets = {"eps": lambda: noise, "v": lambda: a * noise - s * x0, "x0": lambda: x0}
@@ -192,11 +209,13 @@ class DiffusionLoss:
     def _run(self, model: Pipeline, noised: Noised, text: Mapping[str, Tensor], hint: Tensor | None) -> Tensor:
         """Return the network's prediction."""
         inputs: dict[str, Any] = {name: value.to(self._device) for name, value in text.items()}
+        if "context" in inputs:
+            inputs["context"] = inputs["context"].to(model.dtype)
         if self.control is not None:
             assert hint is not None
             embedded = self.control.embed_hint(hint.to(self._device).float() / 255)
             inputs["residuals"] = self.control(noised.x, noised.t, inputs["context"], embedded, inputs.get("y"))
-        return model.unet(noised.x, noised.t, **inputs)
+        return model.unet(noised.x.to(model.dtype), noised.t, **inputs)
 
     def _errors(self, out: Tensor, target: Tensor, mask: Tensor | None) -> Tensor:
         """Return the mean squared errors (B,), weighted by the mask at each position."""
@@ -270,7 +289,7 @@ def read(
     With `empty`, that of no caption, the embeddings are the batch's own.  A network that reads the guidance scale is
     given 1, as kohya does.
     """
-    device = next(model.unet.parameters()).device
+    device = model.device
     if empty is not None and batch.context is not None:
         encoded = {"context": batch.context, "y": batch.y}
         text = {
@@ -280,7 +299,8 @@ def read(
         }
     else:
         captions = [None if drop else caption for caption, drop in zip(batch.captions, dropped.tolist(), strict=True)]
-        text = encode_captions(model, captions, with_gradients=True)
+        with model.phase(*(role for role in model.networks if role not in ("unet", "vae"))):
+            text = encode_captions(model, captions, with_gradients=True)
     return network_inputs(model, text, batch.sizes)
 
 

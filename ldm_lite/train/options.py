@@ -24,6 +24,10 @@ class DataOptions(CheckedOptions):
     caption: str | None = option(None, "caption of images without one")
     resolution: int | None = option(None, "pixels per side (default: the model's)", within=(8, 2**14))
     buckets: bool = option(False, "sizes by the images' aspect ratios, of about the same area: little is cropped")
+    bucket_no_upscale: bool = option(False, "images smaller than their bucket have one of about their own size")
+    flip: bool = option(False, "learn each image and its mirror image", "--flip_aug")
+    shuffle_caption: bool = option(False, "shuffle the parts of captions between commas, anew at each step")
+    keep_tokens: int = option(0, "parts of captions that stay at their beginning", within=(0, 1000))
     masked: bool = option(False, "learn only what masks show: NAME.mask.png beside an image, or its alpha")
     class_data: str | None = option(None, "DreamBooth: images of the class, to be learned beside those of --data")
     class_prompt: str | None = option(
@@ -75,6 +79,13 @@ class LearnedOptions(CheckedOptions):
     lokr_factor: int = option(
         -1, "size of LoKr's first factor (default: as near to a square as possible)", within=(-1, 2**16)
     )
+    lora_conv: int | None = option(
+        None, "a LoRA of this rank for 3x3 convolutions too, and one for the other layers beside them", within=(1, 4096)
+    )
+    lora_dropout: float = option(0.0, "share of a LoRA's inner values left out", "--network_dropout", within=(0, 0.99))
+    lora_weights: str | None = option(
+        None, "begin with this LoRA, of the same kind and rank", "--network_weights", metavar="FILE"
+    )
     lcm: bool = option(
         False, "distil the model into the LoRA: images in 4 steps with --sampler lcm --scale 1 (LCM-LoRA)"
     )
@@ -94,6 +105,7 @@ class OptimiserOptions(CheckedOptions):
         within=(1, MOST),
         common=True,
     )
+    epochs: float | None = option(None, "passes over the data, in place of --steps", within=(1e-9, MOST))
     minutes: float | None = option(None, "stop after this many minutes; --resume continues", within=(0, MOST))
     batch: int = option(1, "images per batch, of all processes together", within=(1, 2**16), common=True)
     accumulate: int = option(1, "batches per optimiser step", within=(1, MOST))
@@ -103,13 +115,22 @@ class OptimiserOptions(CheckedOptions):
         within=(0, math.inf),
         common=True,
     )
+    text_lr: float | None = option(
+        None, "learning rate of the text encoders (default: --lr)", "--text_encoder_lr", within=(0, math.inf)
+    )
     warmup: float = option(0.05, "steps of the linear warm-up; below 1: their share of all steps", within=(0, MOST))
+    lr_schedule: str = option(
+        "cosine", "learning rate after the warm-up", "--lr_scheduler", choices=("constant", "linear", "cosine")
+    )
+    lr_cycles: int = option(1, "times that the cosine begins again at the peak", within=(1, MOST))
     optimizer: str = option(
         "adamw",
         "adamw8bit and prodigy, which finds the learning rate, need the extra [optimizers]",
         choices=("adamw", "adamw8bit", "prodigy"),
     )
     weight_decay: float = option(0.01, "weight decay of the optimiser", within=(0, math.inf))
+    beta1: float = option(0.9, "decay of the optimiser's mean of gradients", within=(0, 0.999999))
+    beta2: float = option(0.99, "decay of the optimiser's mean of their squares", within=(0, 0.999999))
     ema_decay: float | None = option(
         None,
         "decay of the EMA of the weights, 0 for none (default: 0.999; distillation: 0.95; else additions have none)",
@@ -126,6 +147,18 @@ class OptimiserOptions(CheckedOptions):
         "weight noise levels by SNR, its root (debiased), or as is learned (EDM2)",
         choices=("snr", "debiased", "learned"),
     )
+    noise_offset: float = option(0.0, "add to noise a value for each channel, times this", within=(0, 10))
+    min_timestep: int = option(0, "least noisy timestep that is learned", within=(0, 999))
+    max_timestep: int = option(1000, "the noisiest is the one before this", within=(1, 1000))
+    flow_shift: float | None = option(
+        None,
+        "shift of a rectified flow's timesteps (default: as in sampling)",
+        "--discrete_flow_shift",
+        within=(1e-3, 100),
+    )
+    flow_sampling: str = option(
+        "logit_normal", "timesteps of a rectified flow before the shift", choices=("logit_normal", "uniform")
+    )
     # seed * 2^32 + step must be a seed of torch.
     seed: int = option(0, "seed of weights, noise and order", within=(0, 2**31 - 1))
     compile_network: bool = option(False, "compile the network that is trained")
@@ -133,7 +166,10 @@ class OptimiserOptions(CheckedOptions):
         False, "torchrun: divide weights, their averages and gradients among the processes (FSDP2), for large models"
     )
     checkpointing: bool = option(
-        False, "recompute activations in the backward pass, to save memory: needed for large networks", common=True
+        False,
+        "recompute activations in the backward pass, to save memory: needed for large networks",
+        "--gradient_checkpointing",
+        common=True,
     )
 
 
@@ -150,6 +186,12 @@ class TrainOptions(DataOptions, LearnedOptions, OptimiserOptions):
         common=True,
     )
     save_every: int = option(1000, "steps between checkpoints", within=(1, MOST))
+    keep: int = option(0, "also keep the checkpoints of so many saves, by their steps", within=(0, MOST))
+    sample_every: int | None = option(
+        None,
+        "steps between sample grids, a multiple of --save-every; 0 for none (default: --save-every)",
+        within=(0, MOST),
+    )
     samples: str | None = option(
         None, "prompts of the sample grid, separated by | (default: the data's first captions)"
     )
@@ -167,6 +209,10 @@ class TrainOptions(DataOptions, LearnedOptions, OptimiserOptions):
             return None
 
 
+PRECISIONS = {
+    "fp32": "float32", "float32": "float32", "fp16": "float16", "float16": "float16",
+    "bf16": "bfloat16", "bfloat16": "bfloat16",
+}  # fmt: skip
 # What is trained -> steps, learning rate, decay of the EMA.
 DEFAULTS = {
     "diffusion": (10_000, 1e-5, 0.999), "lora": (2_000, 1e-4, 0.0), "lcm": (2_000, 1e-4, 0.95),
@@ -178,7 +224,11 @@ def resolved(options: TrainOptions) -> TrainOptions:
     """Return the options with the defaults of what is trained in place of None."""
     kind = "lcm" if options.lcm else "lora" if options.lora_rank is not None else options.stage
     steps, lr, decay = DEFAULTS[kind]
-    defaults = {"steps": steps, "lr": 1.0 if options.optimizer == "prodigy" else lr, "ema_decay": decay}
+    defaults = {
+        "steps": None if options.epochs else steps,
+        "lr": 1.0 if options.optimizer == "prodigy" else lr,
+        "ema_decay": decay,
+    }
     return dataclasses.replace(
         options, **{name: value for name, value in defaults.items() if getattr(options, name) is None}
     )
@@ -186,12 +236,19 @@ def resolved(options: TrainOptions) -> TrainOptions:
 
 def check(options: TrainOptions, load: LoadOptions) -> None:
     """Raise ValueError, one line, for an option that this run does not use, or for data given twice or not at all."""
-    for name in ("offload", "storage", "compile", "compiled"):
+    is_whole = options.stage == "diffusion" and options.lora_rank is None
+    for name in ("compile", "compiled", *("offload", "storage") * is_whole):
         if getattr(load, name) not in (None, "off"):
-            instead = ", or use `compile_network`" if name == "compile" else ""
-            raise ValueError(f"`{name}` has no effect on training: leave it out{instead}")
-    if load.dtype not in (None, "fp32", "float32"):
-        raise ValueError(f"got `dtype={load.dtype}`, but weights are trained in float32: leave it out")
+            of, instead = " of a whole model" * (name in ("offload", "storage")), ", or use `compile_network`"
+            raise ValueError(f"`{name}` has no effect on training{of}: leave it out{instead * (name == 'compile')}")
+    if load.dtype is not None and load.dtype not in PRECISIONS:
+        raise ValueError(f"got `dtype={load.dtype}`, wanted fp32, bf16 or fp16: what is trained is float32 in any case")
+    if load.storage is not None and options.lora_kind == "dora":
+        raise ValueError("`lora_kind=dora` measures weights, which `storage` rounds: leave one of them out")
+    if options.min_timestep >= options.max_timestep:
+        raise ValueError(f"got timesteps from {options.min_timestep} to {options.max_timestep}, wanted one or more")
+    if options.sample_every and options.sample_every % options.save_every:
+        raise ValueError(f"got `sample_every` {options.sample_every}, wanted a multiple of `save_every`")
     if options.lora_rank is not None and options.stage != "diffusion":
         raise ValueError("`lora_rank` trains a LoRA for the diffusion model: leave out `stage`")
     if unknown := sorted(set(options.log_to) - {"tensorboard", "wandb"}):
@@ -211,7 +268,15 @@ def check(options: TrainOptions, load: LoadOptions) -> None:
         (stage != "embedding", "without `stage=embedding`", "token init_word vectors"),
         (stage != "diffusion", f"with `stage={stage}`, which keeps the model frozen", "freeze_text train_text"),
         (stage == "control", "with `stage=control`", "class_data class_prompt renderer"),
-        (not has_lora, "without `lora_rank`", "lora_alpha lora_text lora_kind lokr_factor lcm"),
+        (not has_lora, "without `lora_rank`", "lora_alpha lora_text lora_kind lokr_factor lcm lora_conv"),
+        (not has_lora, "without `lora_rank`", "lora_dropout lora_weights"),
+        (options.lora_kind != "lora", f"with `lora_kind={options.lora_kind}`", "lora_conv lora_dropout"),
+        (options.lcm, "with `lcm`", "min_timestep max_timestep"),
+        (not options.buckets, "without `buckets`", "bucket_no_upscale"),
+        (not options.shuffle_caption, "without `shuffle_caption`", "keep_tokens"),
+        (options.optimizer == "prodigy", "with `optimizer=prodigy`, which finds one rate", "text_lr"),
+        (not (options.lora_text if has_lora else options.train_text), "unless text encoders are trained", "text_lr"),
+        (options.epochs is not None, "with `epochs`", "steps"),
         (has_lora, "with `lora_rank`, which keeps the model frozen: `lora_text`", "train_text"),
         (has_lora, "with `lora_rank`, which keeps the model frozen", "freeze_text"),
         (options.freeze_text, "with `freeze_text`", "train_text"),
@@ -219,9 +284,10 @@ def check(options: TrainOptions, load: LoadOptions) -> None:
         (not options.lcm, "without `lcm`", "lcm_guidance"),
         (options.lora_kind != "lokr", "without `lora_kind=lokr`", "lokr_factor"),
         (options.renderer is None, "without `renderer`", "renderer_options scenes"),
-        (options.renderer is not None, "with `renderer`", "caption buckets masked"),
+        (options.renderer is not None, "with `renderer`", "caption buckets masked flip"),
         (not has_class, "without `class_data` or `class_prompt`", "prior_weight"),
         (options.validation is None, "without `validation`", "validate_every"),
+        (options.lr_schedule != "cosine", "without `lr_schedule=cosine`", "lr_cycles"),
     ):
         for name in names.split():
             if getattr(options, name) != defaults[name] and unused:
@@ -241,9 +307,10 @@ def check(options: TrainOptions, load: LoadOptions) -> None:
 _OF_A_CALL = ("out", "resume", "config", "debug")  # they do not change what a run computes
 # What a resumed run may have otherwise than before.
 MAY_CHANGE = {
-    *("steps", "minutes", "lr", "warmup", "weight_decay", "clip", "save_every", "samples", "validate_every"),
-    *("workers", "compile_network", "shard", "checkpointing", "log_to"),
-}
+    "steps", "epochs", "minutes", "lr", "lr_schedule", "lr_cycles", "warmup", "weight_decay", "clip", "save_every",
+    "keep", "sample_every", "samples", "validate_every", "workers", "compile_network", "shard", "checkpointing",
+    "log_to",
+}  # fmt: skip
 _INPUTS = ("data", "class_data", "renderer")  # of which digests are compared, not names
 
 

@@ -6,7 +6,9 @@ import functools
 import hashlib
 import importlib.util
 import logging
+import math
 import os
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -31,7 +33,7 @@ from ldm_lite.networks import (
     token_tables,
     unread_parameters,
 )
-from ldm_lite.toolkit import load_model
+from ldm_lite.toolkit import load_model, short_name
 from ldm_lite.train import distributed
 from ldm_lite.train.additions import (
     AttachedLoRA,
@@ -41,10 +43,11 @@ from ldm_lite.train.additions import (
     control_file,
     embedding_file,
     kohya_file,
+    load_lora,
     new_control,
 )
 from ldm_lite.train.data import first_captions
-from ldm_lite.train.encoded import open_all
+from ldm_lite.train.encoded import INDEX, open_all
 from ldm_lite.train.losses import (
     ConsistencyLoss,
     DiffusionLoss,
@@ -57,7 +60,7 @@ from ldm_lite.train.losses import (
     of_x0,
     uniform,
 )
-from ldm_lite.train.options import CONFIG, TrainOptions, as_toml, check, resolved, with_config
+from ldm_lite.train.options import CONFIG, PRECISIONS, TrainOptions, as_toml, check, resolved, with_config
 from ldm_lite.train.state import LOG, STATE, open_logger, read_log, write_tensors
 from ldm_lite.train.trainer import Trainer, Weights, using
 
@@ -88,15 +91,19 @@ def train(
         model = make_model(options, load)
         schedule = model.schedule.prediction, model.schedule.alpha_bar.tobytes(), model.family.scale_factor
         base = hashlib.sha256(repr((digest(*model.networks.values()), schedule)).encode()).hexdigest()[:32]
-        reads_text = "text_encoder" not in trained_networks(options, model) and options.stage != "embedding"
-        data = open_all(options, model, reads_text)
+        changes_text = "text_encoder" in trained_networks(options, model) or options.stage == "embedding"
+        data = open_all(options, model, not changes_text)
+        if options.epochs is not None:
+            if data.train.shards is None:
+                raise ValueError("`epochs` needs finite data: give `scenes`, or `steps` in place of it")
+            steps = math.ceil(options.epochs * sum(data.train.shards) / (options.batch * options.accumulate))
+            options = replace(options, steps=steps)
+        # With an offloader what no step uses waits on the CPU, and with `offload` the text encoders for their turn.
+        texts = [] if data.empty is not None or (load.offload and not changes_text) else list(text_encoders(model))
+        stack.enter_context(model.phase("unet", *texts, *["vae"] * (not data.encoded and load.offload is None)))
         loss = make_loss(options, model, data.empty)
         if options.stage == "embedding" and isinstance(loss, DiffusionLoss):
             model = loss.model  # whose prompts know the name
-        # Networks that no step uses; a save loads them again.
-        unused = ["vae"] * data.encoded + list(text_encoders(model)) * (data.empty is not None)
-        for role in unused:
-            getattr(model, role).to("meta")
         attached = None
         if isinstance(lora := loss.networks.get("lora"), LoRA):
             attached = stack.enter_context(lora.attach(trained_networks(options, model)))
@@ -105,35 +112,53 @@ def train(
         if not options.shard:  # which takes contiguous weights only
             lay_out([*loss.networks.values(), *model.networks.values()])
         # The trainer, and what changes how its networks run.
-        trainer = make_trainer(options, loss, {"ckpt": base, "data": data.digest})
+        whole = {role: copy.deepcopy(network).cpu() for role, network in loss.networks.items() if options.shard}
+        precision = precision_of(load, model.device)
+        about = {"dtype": f"{short_name(model.dtype)}, {precision}", "storage": str(load.storage)}
+        trainer = make_trainer(options, loss, precision, about | {"ckpt": base, "data": data.digest})
         if distributed.rank() == 0:
             write_whole(folder / CONFIG, as_toml(options, load))
         if options.compile_network:
-            whole = options.lora_rank is None and options.stage != "embedding"
-            for network in loss.networks.values() if whole else [model.unet]:
+            is_whole = options.lora_rank is None and options.stage != "embedding"
+            for network in loss.networks.values() if is_whole else [model.unet]:
                 network.compile()
         if isinstance(loss, ConsistencyLoss) and attached is not None:
             loss.base, loss.average = attached.off, functools.partial(using, loss.networks, trainer.ema)
         if data.validation is not None and isinstance(loss, DiffusionLoss):
             every = options.validate_every or options.save_every
             trainer.validation = Validation(loss, data.validation, options.batch, every)
-        if options.checkpointing:  # after the trainer has copied the networks for the EMA
+        is_moved = load.offload == "sequential" or load.storage is not None
+        if is_moved and model.offloader is not None:
+            model.offloader.differentiable(model.unet)
+        if options.checkpointing or is_moved:  # after the trainer has copied the networks for the EMA
             for network in (model.unet, *model.text_encoders, *loss.networks.values()):
                 stack.enter_context(checkpoint_activations(network))
+        prompts = options.samples.split("|") if options.samples else first_captions(data.train)
+        hint = data.train.example(0).hint if options.stage == "control" else None
 
         def on_save(step: int) -> None:
             average = {role: tree_map(distributed.gather, net.state_dict()) for role, net in trainer.ema.items()}
             if distributed.rank() == 0:
-                fresh = make_model(options, replace(load, device="cpu")) if unused or options.shard else model
                 ema = dict(trainer.ema)
-                for role in average if options.shard else ():
-                    ema[role] = getattr(fresh, role)
-                    ema[role].load_state_dict(average[role])
-                    ema[role].to(model.device)
-                loaded = {role: getattr(fresh, role).to(model.device) for role in unused}
-                prompts = options.samples.split("|") if options.samples else first_captions(data.train)
-                hint = data.train.example(0).hint if options.stage == "control" else None
-                save(options, replace(model, **loaded), trainer, ema, prompts, hint)
+                for role, network in whole.items():
+                    network.load_state_dict(average[role])
+                    ema[role] = network.to(model.device)
+                write_checkpoint(checkpoint_path(options), options, model, ema, step)
+                path = checkpoint_path(options)
+                if options.keep:
+                    with replacing(path.with_stem(f"{path.stem}-{step:07}")) as part:
+                        shutil.copyfile(path, part)
+                    for older in sorted(folder.glob(f"{path.stem}-*{path.suffix}"))[: -options.keep]:
+                        older.unlink()
+                if trainer.averages is not None:
+                    trainer.averages.store(folder, step)
+                plot_losses(folder)
+                every = options.save_every if options.sample_every is None else options.sample_every
+                is_due = every and (step % every == 0 or step == trainer.steps) and not samples_path(trainer).exists()
+                if is_due:  # after a resume only if the run ended between the state and its samples
+                    sample(options, model, trainer, ema, prompts, hint)
+                for network in whole.values():
+                    network.cpu()
 
         trainer.fit(data.train, on_step, on_save, data.prior)
     return checkpoint_path(options)
@@ -158,17 +183,38 @@ def run_folder(options: TrainOptions) -> Iterator[Path]:
 
 
 def make_model(options: TrainOptions, load: LoadOptions) -> Pipeline:
-    """Return the model to start from: in float32, frozen, and of the run's resolution.
+    """Return the model to start from: frozen, and of the run's resolution.
 
-    Raises ValueError, one line, if it cannot be trained here, or its latents cannot have that resolution.
+    What is trained is in float32; what is not, on a GPU by default in half precision, but for the autoencoder.  What no
+    step uses stays on the CPU, if the data are encoded already.  Raises ValueError, one line, if it cannot be trained
+    here, or its latents cannot have that resolution.
     """
-    model = load_model(replace(load, dtype="fp32"))
+    device = torch.device(load.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    frozen = load.dtype or ("fp32" if device.type != "cuda" else "bf16" if has_fast_bf16(device) else "fp16")
+    is_encoded = options.data is not None and (Path(options.data) / INDEX).exists()
+    if options.stage == "diffusion" and options.lora_rank is None:
+        dtype = "fp32" if options.train_text or is_encoded else f"{frozen},unet=fp32,vae=fp32"
+    elif options.stage == "embedding" or is_encoded:  # text encoders are compared with those that encoded
+        dtype = f"fp32,unet={frozen}"
+    else:
+        dtype = f"{frozen},vae=fp32"
+    model = load_model(replace(load, dtype=dtype, offload=load.offload or ("model" if is_encoded else None)))
     check_model(options, model)
     for network in model.networks.values():
         network.requires_grad_(False).eval()
     side = options.resolution or model.family.resolution
     model.latent_shape(side, side)
     return replace(model, family=replace(model.family, resolution=side))
+
+
+def precision_of(load: LoadOptions, device: torch.device) -> torch.dtype | None:
+    """Return what steps compute in where autocast does so; None: float32."""
+    if load.dtype is not None and PRECISIONS[load.dtype] != "float32":
+        precision: torch.dtype = getattr(torch, PRECISIONS[load.dtype])
+        return precision
+    if has_fast_bf16(device):
+        return torch.bfloat16
+    return torch.float16 if device.type == "cuda" and load.dtype is None else None
 
 
 def check_model(options: TrainOptions, model: Pipeline) -> None:
@@ -185,6 +231,8 @@ def check_model(options: TrainOptions, model: Pipeline) -> None:
         if fixed or options.tokens is not None:
             raise ValueError(f"{title}: leave out `min_snr`, `weighting` and `tokens`, which are for CLIP and betas")
         return
+    if options.flow_shift is not None or options.flow_sampling != "logit_normal":
+        raise ValueError(f"{title}: leave out `flow_shift` and `flow_sampling`, which are for rectified flows")
     if family.unet.guidance_dim is not None and options.lora_rank is None and options.stage == "diffusion":
         raise ValueError(f"{title}: is distilled: train a LoRA of it, or the model it was distilled from")
     if options.stage == "control" and not isinstance(model.unet, UNet):
@@ -230,8 +278,11 @@ def make_loss(options: TrainOptions, model: Pipeline, empty: Mapping[str, Tensor
         control = new_control(model)
         networks = {"control": control}
     elif options.lora_rank is not None:
-        lora = LoRA(networks, options.lora_rank, options.lora_alpha, options.lora_kind, options.lokr_factor)
-        networks = {"lora": lora}
+        shape = options.lora_kind, options.lokr_factor, options.lora_conv, options.lora_dropout
+        lora = LoRA(networks, options.lora_rank, options.lora_alpha, *shape)
+        if options.lora_weights is not None:
+            load_lora(lora, Path(options.lora_weights))
+        networks = {"lora": lora.to(model.device)}
     else:
         for network in networks.values():
             network.requires_grad_(True)
@@ -244,7 +295,10 @@ def make_loss(options: TrainOptions, model: Pipeline, empty: Mapping[str, Tensor
         weighting = of_x0(options.weighting or "min_snr", model.schedule.prediction, options.min_snr or 5.0)
     if options.lcm:
         return ConsistencyLoss(model, networks, empty=empty, guidance=options.lcm_guidance)
-    return DiffusionLoss(model, networks, options.caption_dropout, weighting, empty, control=control)
+    return DiffusionLoss(
+        model, networks, options.caption_dropout, weighting, empty, None, control, options.noise_offset,
+        (options.min_timestep, options.max_timestep), options.flow_sampling, options.flow_shift,
+    )  # fmt: skip
 
 
 def _prior(options: TrainOptions, model: Pipeline, attached: AttachedLoRA | None) -> Prior | None:
@@ -265,10 +319,11 @@ def _prior(options: TrainOptions, model: Pipeline, attached: AttachedLoRA | None
     return Prior(options.prior_weight, caption, base)
 
 
-def make_trainer(options: TrainOptions, loss: Loss, inputs: Mapping[str, str] = MappingProxyType({})) -> Trainer:
+def make_trainer(
+    options: TrainOptions, loss: Loss, precision: torch.dtype | None, inputs: Mapping[str, str] = MappingProxyType({})
+) -> Trainer:
     """Return a trainer of a loss's networks, at the run's current step.  Raises as Trainer does."""
-    device = next(p for network in loss.networks.values() for p in network.parameters()).device
-    trainer = Trainer(loss, options, Path(options.out), has_fast_bf16(device), inputs)
+    trainer = Trainer(loss, options, Path(options.out), precision, inputs)
     if options.resume and os.path.lexists(trainer.folder / STATE):
         trainer.resume()
         log.info("continuing at step %d", trainer.step)
@@ -296,18 +351,15 @@ def checkpoint_path(options: TrainOptions) -> Path:
     return Path(options.out) / f"{kind}.safetensors"
 
 
-def save(
+def sample(
     options: TrainOptions, model: Pipeline, trainer: Trainer, ema: Mapping[str, nn.Module], prompts: Sequence[str],
     hint: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Write the checkpoint with the EMA weights, by network, a grid of samples, and a plot of the loss.
+    """Draw a grid of samples with the EMA weights, by network: a row for each prompt, always from the same noise.
 
-    Each prompt has a row of samples, from the same noise at every checkpoint.  hint (3,H,W) uint8 is the image that a
-    ControlNet reads for all of them.
+    hint (3,H,W) uint8 is the image that a ControlNet reads for all of them.  If that fails, as for lack of memory, a
+    warning says so.
     """
-    _write(checkpoint_path(options), options, model, ema, trainer.step)
-    if trainer.averages is not None:
-        trainer.averages.store(trainer.folder, trainer.step)
     how: dict[str, Any] = {"sampler": "dpmpp_2m", "steps": SAMPLE_STEPS}
     if options.lcm:
         how = {"sampler": "lcm", "steps": 4, "scale": 1.0}
@@ -319,19 +371,28 @@ def save(
         with_ema = using(trainer.loss.networks, ema)
     else:
         model = _with_networks(model, ema)
-    with with_ema:
-        images = model.txt2img(
-            [prompt for prompt in prompts for _ in range(SAMPLES)],
-            seed=[*range(SAMPLES)] * len(prompts),
-            batch_size=SAMPLES,
-            **how,
-        )
-    with replacing(trainer.folder / f"samples-{trainer.step:07}.png") as part:
-        grid(images, columns=SAMPLES).save(part, format="PNG")
-    plot_losses(trainer.folder)
+    try:
+        with with_ema, trainer.autocast():
+            all_prompts, seeds = (
+                [prompt for prompt in prompts for _ in range(SAMPLES)],
+                [*range(SAMPLES)] * len(prompts),
+            )
+            images = model.txt2img(all_prompts, seed=seeds, batch_size=1 if model.offloader else SAMPLES, **how)
+        with replacing(samples_path(trainer)) as part:
+            grid(images, columns=SAMPLES).save(part, format="PNG")
+    except Exception as error:  # of any kind: the run is worth more
+        why = (str(error).splitlines() or [type(error).__name__])[0]
+        log.warning("step %d has no samples (%.200s): the run goes on; `sample_every=0` draws none", trainer.step, why)
 
 
-def _write(path: Path, options: TrainOptions, model: Pipeline, networks: Mapping[str, nn.Module], step: int) -> None:
+def samples_path(trainer: Trainer) -> Path:
+    """Return the path of the samples of the trainer's step."""
+    return trainer.folder / f"samples-{trainer.step:07}.png"
+
+
+def write_checkpoint(
+    path: Path, options: TrainOptions, model: Pipeline, networks: Mapping[str, nn.Module], step: int
+) -> None:
     """Write the file of a run after a step, with the weights of networks that it trained, by name."""
     if options.stage == "embedding":
         tensors, metadata = embedding_file(networks["embedding"], model)
@@ -362,7 +423,7 @@ def write_average(folder: Path, average: tuple[Weights, int], out: Path) -> None
     for name, network in networks.items():
         for key, parameter in network.named_parameters():
             parameter.data = weights[f"{name}.{key}"]
-    _write(out, options, model, networks, step)
+    write_checkpoint(out, options, model, networks, step)
 
 
 def plot_losses(folder: Path) -> None:

@@ -9,6 +9,7 @@ import importlib
 import json
 import logging
 import os
+import secrets
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ldm_lite.cli.files import open_file, read_bytes, regular
+from ldm_lite.cli.files import open_file, read_bytes, read_text, regular
 from ldm_lite.cli.writing import replacing, write_whole
 from ldm_lite.train import distributed
 
@@ -125,9 +126,12 @@ def open_logger(name: str, folder: Path, options: Mapping[str, Any], step: int) 
             writer.flush()
 
     else:
-        config, run_name = {key: value for key, value in options.items() if value is not None}, folder.resolve().name
+        config, name_of_run = {key: value for key, value in options.items() if value is not None}, folder.resolve().name
+        place = folder / "wandb.id"  # other folders may have the same name
+        if not place.exists():
+            write_whole(place, secrets.token_hex(8))
         run = imported("wandb").init(
-            project="ldm_lite", name=run_name, id=run_name, resume="allow", dir=folder, config=config
+            project="ldm_lite", name=name_of_run, id=read_text(place), resume="allow", dir=folder, config=config
         )
 
         def log_row(row: Mapping[str, float]) -> None:

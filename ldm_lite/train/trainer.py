@@ -11,7 +11,8 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -57,17 +58,17 @@ class Trainer:
         loss: Loss,
         options: TrainOptions,
         folder: Path,
-        bf16: bool = False,
+        precision: torch.dtype | None = None,
         inputs: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """The networks of `loss` are trained in place: the parameters that require gradients, or all if none does.
 
-        bf16: the loss is computed in bfloat16 where autocast does so.  inputs: digests of what the run starts from, by
-        option; a resumed run must have the same.  Raises ValueError for more processes than images of a batch.
+        precision: what autocast computes in, None for float32.  inputs: what tells the run's inputs, by option; a
+        resumed run must have the same.  Raises ValueError for more processes than images of a batch.
         """
         options = resolved(options)
         self.settings = settings_of(options) | dict(inputs)
-        self.loss, self.options, self.folder, self.bf16 = loss, options, folder, bf16
+        self.loss, self.options, self.folder, self.precision = loss, options, folder, precision
         self.steps, self.lr, self.ema_decay = options.steps or 0, options.lr or 0.0, options.ema_decay or 0.0
         if options.batch < distributed.world_size():
             raise ValueError(
@@ -78,20 +79,37 @@ class Trainer:
             if not any(p.requires_grad for p in network.parameters()):
                 network.requires_grad_(True)
             network.train()
-        self.ema = {name: copy.deepcopy(net).requires_grad_(False).eval() for name, net in loss.networks.items()}
+        self.ema = loss.networks  # if there is none
+        if self.ema_decay:
+            self.ema = {name: copy.deepcopy(net).requires_grad_(False).eval() for name, net in loss.networks.items()}
         self.averages = PowerAverages(loss.networks) if options.ema_lengths else None
         self.validation: Validation | None = None
         if options.shard:
-            for network in (*loss.networks.values(), *self.ema.values()):
+            for network in {*loss.networks.values(), *self.ema.values()}:
                 distributed.shard(network)
         self.parameters = [p for network in loss.networks.values() for p in network.parameters()]
         self.device = self.parameters[0].device
         weighting = list(loss.networks.get("weighting", nn.Module()).parameters())
         ids = {id(p) for p in weighting}
+        text = (
+            []
+            if options.text_lr is None
+            else [
+                parameter
+                for role, network in loss.networks.items()
+                for name, parameter in network.named_parameters()
+                if role.startswith("text_encoder") or name.startswith("lora_te")
+            ]
+        )
+        ids |= {id(parameter) for parameter in text}
         groups: list[dict[str, Any]] = [{"params": [p for p in self.parameters if id(p) not in ids]}]
+        groups += [{"params": text, "peak": options.text_lr}] if text else []
         if weighting:  # which is far from the networks in scale: EDM2 trains both at 1e-2
             groups.append({"params": weighting, "peak": 1e-2, "weight_decay": 0.0})
-        self.optimizer = make_optimizer(options.optimizer, groups, self.lr, options.weight_decay)
+        betas = options.beta1, options.beta2
+        self.optimizer = make_optimizer(options.optimizer, groups, self.lr, options.weight_decay, betas)
+        # Gradients of float16 would vanish.
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=precision == torch.float16)
         self.log = Log(folder)
         self._losses: list[float] = []  # of the steps since the log's last row
         self._last: Batch | None = None  # the batch of the last good step
@@ -109,7 +127,10 @@ class Trainer:
             "networks": {name: network.state_dict() for name, network in self.loss.networks.items()},
             "average": {name: network.state_dict() for name, network in self.ema.items()},
             "optimizer": self.optimizer.state_dict(),
+            "scaler": self.scaler.state_dict(),
         }
+        if self.ema is self.loss.networks:
+            del state["average"]
         if self.averages is not None:
             state["averages"] = self.averages.state()
         state = tree_map_only(Tensor, distributed.gather, state)
@@ -126,16 +147,18 @@ class Trainer:
         with opened_state(path, self.device) as state:
             before = dict(state["settings"])
             changed = {name: value for name, value in self.settings.items() if before.get(name, value) != value}
-            if fixed := sorted(changed.keys() - MAY_CHANGE):
+            if fixed := [name for name in changed if name not in MAY_CHANGE]:
                 raise ValueError(f"`{fixed[0]}` was {before[fixed[0]]!r:.60}, now it is {changed[fixed[0]]!r:.60}")
             for name, network in self.loss.networks.items():
                 load_weights(network, state["networks"][name])
-                load_weights(self.ema[name], state["average"][name])
+                if self.ema_decay:
+                    load_weights(self.ema[name], state["average"][name])
             if self.averages is not None:
                 for average, stored in zip(self.averages.networks, state["averages"], strict=True):
                     for name, network in average.items():
                         load_weights(network, stored[name])
             restore(self.optimizer, state["optimizer"])
+            self.scaler.load_state_dict(state.get("scaler", {}))
             self._losses = [float(loss) for loss in state["losses"]]
             self.step = self.saved = state["step"]
         if self.step > self.steps:
@@ -200,13 +223,14 @@ class Trainer:
         """Add the validation loss of the EMA to the log, if it is due."""
         if self.validation is None or (self.step % self.validation.every and self.step < self.steps):
             return
-        with using(self.loss.networks, self.ema), self._kernels(), self._autocast():
+        with using(self.loss.networks, self.ema), self._kernels(), self.autocast():
             value = self.validation()
         if distributed.rank() == 0:
             self.log.add({"step": self.step, "validation": value})
 
-    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        return torch.autocast(self.device.type, torch.bfloat16) if self.bf16 else contextlib.nullcontext()
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """Within the block networks compute as in a step."""
+        return torch.autocast(self.device.type, self.precision) if self.precision else contextlib.nullcontext()
 
     def _save_all(self, on_save: Callable[[int], None] | None, last: bool) -> bool:
         """Save the state and call on_save.  Returns whether both worked; if not at the last step, raises OSError."""
@@ -242,17 +266,25 @@ class Trainer:
         Nothing changes if the loss or a gradient is not finite.  Raises ValueError if that is so again and again.
         """
         options = self.options
+        factor = learning_rate(self.step, options.warmup, self.steps, options.lr_schedule, options.lr_cycles)
         for group in self.optimizer.param_groups:
-            group["lr"] = group.get("peak", self.lr) * learning_rate(self.step, options.warmup, self.steps)
+            group["lr"] = group.get("peak", self.lr) * factor
         total = torch.zeros((), device=self.device)  # of this process
         for left in reversed(range(options.accumulate)):
             batch = next(data)
+            if options.shuffle_caption:
+                captions = zip(batch.captions, batch.numbers, strict=True)
+                shuffled = [shuffle(text, options.keep_tokens, [6, options.seed, number]) for text, number in captions]
+                batch = replace(batch, captions=shuffled)
+            if options.lora_dropout:
+                torch.manual_seed(options.seed * 2**32 + batch.numbers[0])
             part = len(batch.numbers) / (options.batch * options.accumulate)
             with distributed.without_exchange(self._module) if left else contextlib.nullcontext(), self._kernels():
-                with self._autocast():
+                with self.autocast():
                     loss = part * self._module(batch, Draws(options.seed, batch.numbers))
-                (distributed.world_size() * loss).backward()  # whose gradients' mean is taken
+                self.scaler.scale(distributed.world_size() * loss).backward()  # whose gradients' mean is taken
             total += loss.detach()
+        self.scaler.unscale_(self.optimizer)
         norm = nn.utils.clip_grad_norm_(self.parameters, options.clip)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         value, size = torch.stack([distributed.all_reduce_sum(total), norm]).tolist()
@@ -262,10 +294,12 @@ class Trainer:
             if self._skipped > MOST_SKIPPED:
                 raise self._stopped(f"{why}, as in the {MOST_SKIPPED} before", on_save)
             log.warning("%s, which is left out", why)
+            self.scaler.update()
             self.optimizer.zero_grad(set_to_none=True)
             return []
         self._last, self._skipped = batch, 0
-        self.optimizer.step()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         self._update_ema()
         if self.averages is not None:
@@ -277,12 +311,14 @@ class Trainer:
 
         In float32 both passes take 0.4 to 0.7 of plain attention's time, and the maps are never in memory.
         """
-        slow = self.device.type == "cpu" and self.bf16
+        slow = self.device.type == "cpu" and self.precision == torch.bfloat16
         return sdpa_kernel(SDPBackend.MATH) if slow else contextlib.nullcontext()
 
     @torch.no_grad()
     def _update_ema(self) -> None:
         """Update the EMA with decay min(ema_decay, (1 + step) / (10 + step)): it follows faster at first."""
+        if self.ema is self.loss.networks:
+            return
         decay = min(self.ema_decay, (1 + self.step) / (10 + self.step))
         for name, network in self.loss.networks.items():
             torch._foreach_lerp_(list(self.ema[name].parameters()), list(network.parameters()), 1 - decay)
@@ -307,20 +343,29 @@ class Trainer:
             return 0.0
         compiled = any(network._compiled_call_impl is not None for network in self.loss.networks.values())
         # Compiled code is for steps with gradients: without them everything would be compiled once more.
-        with torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext():
+        with torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext(), self.autocast():
             loss = self.loss(self._last, Draws(self.options.seed, self._last.numbers))
         return float(distributed.all_reduce_sum(loss)) / distributed.world_size()
 
 
-def learning_rate(step: int, warmup: float, steps: int) -> float:
-    """Return the factor of the peak learning rate: linear warm-up, then half a cosine down to 0.
+def shuffle(caption: str, kept: int, seed: Sequence[int]) -> str:
+    """Return a caption with its parts, between commas, in a random order but for the first ones."""
+    parts = [part.strip() for part in caption.split(",")]
+    order = np.random.default_rng(seed).permutation(len(parts[kept:]))
+    return ", ".join(parts[:kept] + [parts[kept:][i] for i in order])
+
+
+def learning_rate(step: int, warmup: float, steps: int, schedule: str = "cosine", cycles: int = 1) -> float:
+    """Return the factor of the peak learning rate: linear warm-up, then 1, or down to 0 in a line or half cosines.
 
     A warm-up below 1 is a share of all steps.
     """
     warmup = math.ceil(warmup * steps) if warmup < 1 else warmup
     if step < warmup:
         return (step + 1) / warmup
-    return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
+    done = (step - warmup) / max(1, steps - warmup)
+    cosine = 0.5 * (1 + math.cos(math.pi * (done * cycles % 1 if done < 1 else 1)))
+    return {"constant": 1.0, "linear": 1 - done, "cosine": cosine}[schedule]
 
 
 FOLDER = "averages"
@@ -372,6 +417,9 @@ class PowerAverages:
 @torch.no_grad()  # not in the block itself
 def using(networks: Mapping[str, nn.Module], averages: Mapping[str, nn.Module]) -> Iterator[None]:
     """Within the block networks hold the parameters of others of the same kind, such as their averages."""
+    if averages is networks:
+        yield
+        return
     parameters = [parameter for network in networks.values() for parameter in network.parameters()]
     values = [parameter for name in networks for parameter in averages[name].parameters()]
     before = [parameter.clone() for parameter in parameters]
@@ -387,7 +435,6 @@ def using(networks: Mapping[str, nn.Module], averages: Mapping[str, nn.Module]) 
 # ---- optimisers -----------------------------------------------------------------------------------------------------
 
 PACKAGES = {"adamw8bit": ("bitsandbytes", "optim.AdamW8bit"), "prodigy": ("prodigyopt", "Prodigy")}
-BETAS = (0.9, 0.99)
 
 
 class _AdamW(torch.optim.AdamW):
@@ -416,7 +463,9 @@ class _AdamW(torch.optim.AdamW):
         return result
 
 
-def make_optimizer(name: str, groups: list[dict[str, Any]], lr: float, weight_decay: float) -> torch.optim.Optimizer:
+def make_optimizer(
+    name: str, groups: list[dict[str, Any]], lr: float, weight_decay: float, betas: tuple[float, float] = (0.9, 0.99)
+) -> torch.optim.Optimizer:
     """Return the optimiser of a name for groups of parameters.
 
     "adamw8bit" keeps its averages in 8 bits (Dettmers et al. 2022), "prodigy" finds the learning rate, of which `lr` is
@@ -424,7 +473,7 @@ def make_optimizer(name: str, groups: list[dict[str, Any]], lr: float, weight_de
     """
     if name == "adamw":
         fused = groups[0]["params"][0].device.type in ("cuda", "cpu")
-        return _AdamW(groups, lr=lr, betas=BETAS, weight_decay=weight_decay, fused=fused)
+        return _AdamW(groups, lr=lr, betas=betas, weight_decay=weight_decay, fused=fused)
     package, path = PACKAGES[name]
     try:
         optimizer: Any = importlib.import_module(package)
@@ -432,7 +481,7 @@ def make_optimizer(name: str, groups: list[dict[str, Any]], lr: float, weight_de
         raise ValueError(f'`optimizer={name}` needs {package}: pip install "ldm_lite[optimizers]"') from error
     for part in path.split("."):
         optimizer = getattr(optimizer, part)
-    return optimizer(groups, lr=lr, betas=BETAS, weight_decay=weight_decay)
+    return optimizer(groups, lr=lr, betas=betas, weight_decay=weight_decay)
 
 
 def restore(optimizer: torch.optim.Optimizer, stored: dict[str, Any]) -> None:

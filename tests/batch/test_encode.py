@@ -2,6 +2,7 @@
 
 import json
 import os
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,9 +12,11 @@ import random_checkpoint
 import torch
 from batch_files import contents
 from PIL import Image
+from training import load_options, options, train
 
 import ldm_lite
 from ldm_lite.batch.__main__ import main
+from ldm_lite.train import data, encoded
 from ldm_lite.train.data import open_folder, to_float
 
 Encode = Callable[..., int]
@@ -94,13 +97,66 @@ def test_what_cannot_be_encoded_is_one_line(
     assert encode() == 0
     assert encode("--batch-size", "3") == 2
     assert "was made with batch_size 2, now it is 3" in capsys.readouterr().err
-    (images / "3.png").write_bytes(b"no image")
-    assert encode() == 2
-    assert "3.png: is not an image that can be read" in capsys.readouterr().err
-    assert not (tmp_path / "out" / "index.json").exists()
     (images / "3.txt").unlink()
     assert encode(out="other") == 2
     assert "3.png: has no caption" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("in_tars", [False, True])
+def test_broken_images_are_left_out(
+    tmp_path: Path, images: Path, small_path: Path, encode: Encode, in_tars: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of shards of 3, 3 and 1 two are broken in the second, and the third is no image at all; all others train."""
+    for number in (3, 4, 6):
+        (images / f"{number}.png").write_bytes((images / f"{number}.png").read_bytes()[: 90 if number > 3 else 0])
+    if in_tars:
+        with tarfile.open(images / "a.tar", "w") as tar:
+            for path in sorted(images.glob("?.*")):
+                tar.add(path, path.name)
+    assert encode() == 0
+    errors = capsys.readouterr().err
+    assert "3 rows failed: parts/ says why" in errors
+    data = encoded.open_encoded(tmp_path / "out")
+    assert data.shards == (3, 1, 0)
+    assert [data.example(i).caption for i in range(4)] == [f"picture {i}" for i in (0, 1, 2, 5)]
+    lines = [
+        line for path in sorted((tmp_path / "out" / "parts").glob("*.jsonl")) for line in path.read_text().split("\n")
+    ]
+    assert [row["row"] for row in map(json.loads, filter(None, lines)) if "error" in row] == [3, 4, 6]
+    before = contents(tmp_path / "out")
+    assert encode() == 0
+    assert contents(tmp_path / "out") == before
+    given = options(tmp_path / "out", tmp_path / "run", lora_rank=1, steps=5, batch=1, sample_every=0)
+    train(given, load_options(small_path))
+    for number in (0, 1, 2, 5):
+        (images / f"{number}.png").write_bytes(b"")
+    if not in_tars:
+        assert encode(out="none") == 2
+        assert "none of its images can be encoded: " in capsys.readouterr().err
+
+
+def test_tars_are_counted_once_and_each_image_is_read_twice(
+    tmp_path: Path, small_path: Path, images: Path, encode: Encode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once for its digest, once to be encoded, however many tars and shards there are."""
+    for first in range(0, 6, 2):
+        with tarfile.open(images / f"{first}.tar", "w") as tar:
+            for number in (first, first + 1):
+                for kind in ("png", "txt"):
+                    tar.add(images / f"{number}.{kind}", f"{number}.{kind}")
+    read, listed = list[int](), list[str]()
+    content, members = data.TarShards.content, data._members.__wrapped__
+    monkeypatch.setattr(data.TarShards, "content", lambda self, index: (read.append(index), content(self, index))[1])
+    monkeypatch.setattr(data, "_members", lambda path, state: (listed.append(path.name), members(path, state))[1])
+    assert encode() == 0
+    assert sorted(read) == sorted(2 * [*range(6)])
+    assert json.loads((tmp_path / "out" / "tars.json").read_text()).values() is not None
+    listed.clear()
+    assert len(data.open_data(images, 8, tmp_path / "out" / "tars.json").shards) == 3
+    assert listed == [], "a further process counts no images"
+    os.utime(images / "0.tar", ns=(1, 1))
+    data.open_data(images, 8, tmp_path / "out" / "tars.json")
+    assert listed == ["0.tar"]
 
 
 @pytest.mark.slow

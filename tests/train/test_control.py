@@ -125,9 +125,11 @@ def test_wandb_has_the_rows_of_the_log(
     """Of a run that W&B keeps to itself, since it would open connections."""
     wandb = pytest.importorskip("wandb")
     rows: list[tuple[dict[str, float], int]] = []
+    ids = list[str]()
     init = wandb.init
 
     def watched(**given: Any) -> Any:
+        ids.append(given["id"])
         run = init(mode="disabled", **given)
         run.log = lambda row, step: rows.append((row, step))
         return run
@@ -135,4 +137,10 @@ def test_wandb_has_the_rows_of_the_log(
     monkeypatch.setattr(wandb, "init", watched)
     train(options(folder, tmp_path, steps=2, log_to=("wandb",), lora_rank=2), load_options(small_path))
     assert [step for _, step in rows] == [1, 2]
-    assert [row["loss"] for row, _ in rows] == losses(tmp_path)
+    ids.append((tmp_path / "wandb.id").read_text())
+    train(options(folder, tmp_path, steps=3, log_to=("wandb",), lora_rank=2, resume=True), load_options(small_path))
+    other = tmp_path / "other" / tmp_path.name
+    train(options(folder, other, steps=1, log_to=("wandb",), lora_rank=2), load_options(small_path))
+    assert ids[0] == ids[1] == ids[2] != ids[3], "a resumed run is the same, one in a folder of the same name another"
+    del rows[2:]
+    assert [row["loss"] for row, _ in rows] == losses(tmp_path)[:2]

@@ -18,11 +18,17 @@ from ldm_lite.train.options import TrainOptions, as_toml, check, resolved, with_
 @pytest.mark.parametrize(
     ("given", "load", "message"),
     [
-        ({}, {"storage": "int8"}, "`storage` has no effect on training: leave it out"),
-        ({}, {"offload": "model"}, "`offload` has no effect on training: leave it out"),
+        ({}, {"storage": "int8"}, "`storage` has no effect on training of a whole model: leave it out"),
+        ({}, {"offload": "model"}, "`offload` has no effect on training of a whole model: leave it out"),
         ({}, {"compiled": "unet.pt2"}, "`compiled` has no effect on training: leave it out"),
         ({}, {"compile": "step"}, "`compile` has no effect on training: leave it out, or use `compile_network`"),
-        ({}, {"dtype": "fp16"}, "got `dtype=fp16`, but weights are trained in float32: leave it out"),
+        ({}, {"dtype": "fp8"}, "got `dtype=fp8`, wanted fp32, bf16 or fp16: what is trained is float32 in any case"),
+        (
+            {"lora_rank": 2, "lora_kind": "dora"},
+            {"storage": "fp8"},
+            "`lora_kind=dora` measures weights, which `storage`",
+        ),
+        ({"sample_every": 1500}, {}, "got `sample_every` 1500, wanted a multiple of `save_every`"),
         ({"lora_alpha": 2.0}, {}, "`lora_alpha` has no effect without `lora_rank`"),
         ({"lora_text": True}, {}, "`lora_text` has no effect without `lora_rank`"),
         ({"lora_rank": 2, "freeze_text": True}, {}, "`freeze_text` has no effect with `lora_rank`"),

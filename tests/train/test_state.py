@@ -20,38 +20,13 @@ import torch
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file
-from torch import Tensor, nn
-from training import CONFIG
+from torch import Tensor
+from training import CONFIG, Grey, Squares, trainer
 
 from ldm_lite.train import __main__ as command
 from ldm_lite.train.batches import Batch, Draws, reported_workers
-from ldm_lite.train.data import Example
 from ldm_lite.train.state import read_log, write_state, write_tensors
 from ldm_lite.train.trainer import Trainer
-
-
-class Squares:
-    """The loss of a network with six weights."""
-
-    def __init__(self) -> None:
-        torch.manual_seed(0)
-        self.networks = {"unet": nn.Linear(2, 2)}
-
-    def __call__(self, batch: Batch, draws: Draws) -> Tensor:
-        return self.networks["unet"](batch.pixels.float().mean(dim=(1, 2, 3))[:, None].expand(-1, 2)).square().mean()
-
-
-class Grey:
-    """Four grey pixels."""
-
-    shards = (4,)
-
-    def example(self, index: int) -> Example:
-        return Example(torch.full((3, 1, 1), index, dtype=torch.uint8), "grey")
-
-
-def trainer(folder: Path, **config: object) -> Trainer:
-    return Trainer(Squares(), dataclasses.replace(CONFIG, **config), folder)  # type: ignore[arg-type]
 
 
 def resumed(folder: Path, **config: object) -> Trainer:
@@ -250,7 +225,7 @@ def test_images_that_vanish_and_an_empty_folder_to_continue(
 
     argv = ["--data", tmp_path / "data", "--ckpt", small_path, "--out", tmp_path / "out", "--batch", "2", "--resume"]
     command_line = [*map(os.fspath, argv), "--workers", "0", "--device", "cpu", "--steps", "1"]
-    monkeypatch.setattr(run, "save", lambda *args: None)
+    monkeypatch.setattr(run, "sample", lambda *args: None)
     assert command.main(command_line) == 0
     assert "out: holds no state to continue from, a new run begins" in capsys.readouterr().err
     shutil.rmtree(tmp_path / "out" / "latents")

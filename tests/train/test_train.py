@@ -310,7 +310,7 @@ def test_the_check_at_a_save_compiles_nothing() -> None:
     network.compile(backend=counter)
     new = trainer.Trainer.__new__(trainer.Trainer)
     new.loss = SumOfOutputs(network)
-    new.options = replace(CONFIG, batch=1)
+    new.options, new.precision = replace(CONFIG, batch=1), None
     new._last = Batch(torch.ones(1, 2), [""], None, (0,))
     new.loss(new._last, Draws(0, (0,)))
     new._loss_now()
