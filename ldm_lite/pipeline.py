@@ -190,12 +190,13 @@ class Pipeline(Model):
         """
         task, on_step = _prepared(txt2img, self, Txt2imgOptions, "stream", {"prompt": prompt, **options})
 
-        def watched(state: Any) -> State:
-            if on_step is not None:
-                on_step(state)
-            return state
+        def states() -> Iterator[State]:
+            for state in run(task, decoding=False):
+                if on_step is not None:
+                    on_step(state)
+                yield state
 
-        return map(watched, run(task, decoding=False))
+        return states()
 
     # ---- parts ------------------------------------------------------------------------------------------------------
 
@@ -243,14 +244,17 @@ class Pipeline(Model):
     ) -> Plan:
         """Return a sampler's plan (default: the family's sampler and steps); with `last` only that many final steps.
 
-        height and width are those of the image in pixels (default: the family's), by which FLUX.1 [dev] shifts its
-        noise levels.  Raises ValueError as make_plan does.
+        height and width are those of the image in pixels, by which FLUX.1 [dev] shifts its noise levels (default: those
+        that the pipeline was sized() for, else the family's).  Raises ValueError as make_plan does.
         """
-        side = self.family.resolution
-        sized = self.sized(self.latent_shape(side if height is None else height, side if width is None else width))
+        schedule = self.schedule
+        if height is not None or width is not None:
+            side = self.family.resolution
+            shape = self.latent_shape(side if height is None else height, side if width is None else width)
+            schedule = self.sized(shape).schedule
         sampler = self.family.sampler if sampler is None else sampler
         steps = self.family.steps if steps is None else steps
-        return make_plan(sampler, sized.schedule, steps, eta=eta, churn=churn, spacing=spacing, last=last)
+        return make_plan(sampler, schedule, steps, eta=eta, churn=churn, spacing=spacing, last=last)
 
     def denoise(
         self,
