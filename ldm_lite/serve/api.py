@@ -22,7 +22,17 @@ from starlette.responses import Response, StreamingResponse
 from ldm_lite import Control
 from ldm_lite.image import to_image
 from ldm_lite.serve import form
-from ldm_lite.serve.http import Body, Refused, check_ended, encoded, field_of, open_base64, read_json, refusal
+from ldm_lite.serve.http import (
+    Body,
+    Refused,
+    check_ended,
+    encoded,
+    field_of,
+    open_base64,
+    read_json,
+    reading,
+    refusal,
+)
 from ldm_lite.serve.queue import QUEUED, Engine, Ticket
 from ldm_lite.tasks import xy
 
@@ -130,14 +140,15 @@ def router(engine: Engine) -> APIRouter:
     async def images(request: Request) -> StreamingResponse:
         """Make images, or an X/Y plot: a stream of events.  Closing it gives the request up."""
         asked = await read_json(request, ImagesRequest)
-        work, tickets = await run_in_threadpool(_submit, engine, asked)
+        work, tickets = await reading(request, _submit, engine, asked)
+        del asked  # whose pictures would stay in memory while it waits
         key = secrets.token_urlsafe()
         running[key] = tickets
 
         async def events() -> AsyncIterator[str]:
             try:
                 yield _event("queued", id=key, images=sum(ticket.count for ticket in tickets))
-                async for text in _events(work, tickets):
+                async for text in _events(work, tickets, engine.limits.timeout):
                     yield text
             finally:
                 del running[key]
@@ -161,7 +172,7 @@ def router(engine: Engine) -> APIRouter:
     async def settings(request: Request) -> dict[str, Any]:
         """The fields that the text of a picture (PNG, JPEG, WebP; of A1111 too) names, and what is not heeded."""
         asked = await read_json(request, PictureRequest)
-        image = await run_in_threadpool(open_base64, asked.image, "the picture", engine.limits.max_pixels)
+        image = await reading(request, open_base64, asked.image, "the picture", engine.limits.max_pixels)
         values, text, remarks = form.settings(image)
         if values.get(form.MODEL) not in engine.library.names:
             values.pop(form.MODEL, None)
@@ -171,17 +182,22 @@ def router(engine: Engine) -> APIRouter:
     async def hint(request: Request) -> dict[str, Any]:
         """What a ControlNet sees of an image: a PNG in base64."""
         asked = await read_json(request, HintRequest)
-        return {"image": await run_in_threadpool(_hint, engine, asked)}
+        return {"image": await reading(request, _hint, engine, asked)}
 
     return routes
 
 
 def _submit(engine: Engine, asked: ImagesRequest) -> tuple[form.Work, list[Ticket]]:
     """Queue what a form asks for, all or nothing."""
-    work, tickets = form.read(asked.model_dump(), engine), list[Ticket]()
+    work, tickets, most = form.read(asked.model_dump(), engine), list[Ticket](), engine.limits.max_work
     try:
         for wanted in work.requests:
             tickets.append(engine.submit(*wanted))
+            if sum(ticket.work for ticket in tickets) > most:
+                message = (
+                    f"got a plot of {len(work.requests)} images, more work than {most:,} (`max_work`): ask for less"
+                )
+                raise Refused(422, message, param="x" if work.x is not None else "y")
     except Exception:
         for ticket in tickets:
             ticket.cancel()
@@ -205,7 +221,7 @@ def _event(kind: str, **content: Any) -> str:
     return f"event: {kind}\ndata: {json.dumps(content)}\n\n"
 
 
-async def _events(work: form.Work, tickets: list[Ticket]) -> AsyncIterator[str]:
+async def _events(work: form.Work, tickets: list[Ticket], timeout: float) -> AsyncIterator[str]:
     """Everything that happens to a request's tickets until all have ended."""
     start = spoken = time.monotonic()
     shown, last, sent = None, "", [0] * len(tickets)  # images of each ticket
@@ -221,6 +237,8 @@ async def _events(work: form.Work, tickets: list[Ticket]) -> AsyncIterator[str]:
                     break
             if ended:
                 break
+            if time.monotonic() > start + timeout:
+                raise TimeoutError(f"not finished after {timeout:g} seconds: ask for less, or again later")
             active = next((ticket for ticket in tickets if not ticket.ended and ticket.state != QUEUED), None)
             if (text := _progress(tickets, active)) != last:
                 yield text

@@ -88,14 +88,14 @@ def described(engine: Engine) -> dict[str, Any]:
                 "group": str(declared.__doc__).partition(".")[0],
             }
         )
-    family = library.model.family
-    usual = {"steps": family.steps, "scale": family.scale, "width": family.resolution, "height": family.resolution}
+    facts = library.facts(None)
+    usual = {"steps": str(facts.steps), "width": str(facts.side), "height": str(facts.side)}
     return {
         "models": library.names,
         **names,
         "fields": about,
         "axes": {task: axes(task) for task in TASKS},
-        "loaded": {"model": library.loaded, "defaults": {name: as_text(value) for name, value in usual.items()}},
+        "usual": usual,  # of the first model
     }
 
 

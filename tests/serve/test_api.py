@@ -146,6 +146,20 @@ def test_errors_name_their_field(server: Running, values: dict[str, Any], field:
     assert server.engine.waiting == 0  # nothing of a plot stays behind
 
 
+def test_a_plot_is_one_request_for_the_budget(library: Any) -> None:
+    server = Running(library, max_work=1, max_steps=1000)
+    try:
+        size = {"width": 64, "height": 64, "steps": 100}
+        assert server.ask("/api/images", SMALL | size | {"y": {"option": "seed", "values": "1"}})[0] == 200
+        asked = SMALL | size | {"y": {"option": "seed", "values": "1, 2"}}
+        status, answer = server.ask("/api/images", asked)
+        assert (status, answer["error"]["param"]) == (422, "y")
+        assert "max_work" in answer["detail"]
+        assert server.engine.waiting == 0
+    finally:
+        server.close()
+
+
 def test_settings_and_hints(server: Running) -> None:
     [made] = [content for kind, content in make(server, negative_prompt="red") if kind == "image"]
     status, answer = server.ask("/api/settings", {"image": made["image"]})

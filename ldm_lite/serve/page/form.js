@@ -24,7 +24,6 @@ const plain = (text) => text.replaceAll("`", "");
 export const task = () => $("#tasks input:checked").value;
 
 // ---- making it ------------------------------------------------------------------------------------------------------
-
 /** Make the form of what the server describes. */
 export function make(description) {
   about = description;
@@ -119,7 +118,6 @@ function write(chosen) {
 const exchange = () => apply({ width: value("height"), height: value("width") });
 
 // ---- LoRAs, ControlNet, axes ----------------------------------------------------------------------------------------
-
 const none = (kind) => p("help", `There are none: start the server with --${kind} FOLDER.`);
 
 function makeLoras() {
@@ -209,9 +207,8 @@ export function choose(name, axes = { x: value("x"), y: value("y") }) {
     set(letter, axes[letter] ?? "");
   }
   $$("#more section").forEach((part) => { part.hidden = !$(".field:not([hidden])", part); });
-  for (const [side, usual] of Object.entries(about.loaded.defaults)) {
-    const isUsual = name === "txt2img" || ["steps", "scale"].includes(side);
-    const isKnown = isUsual && value("model") === about.loaded.model;
+  for (const [side, usual] of Object.entries(about.usual)) {
+    const isKnown = value("model") === about.models[0] && (name === "txt2img" || side === "steps");
     input(side).placeholder = isKnown ? `auto (${usual})` : "auto";
   }
   changed();
@@ -226,7 +223,6 @@ function find() {
 }
 
 // ---- values ---------------------------------------------------------------------------------------------------------
-
 const read = (element) => (element.type === "checkbox" ? element.checked : element.value);
 
 function set(name, value) {
@@ -295,7 +291,6 @@ function reset() {
 }
 
 // ---- errors ---------------------------------------------------------------------------------------------------------
-
 /** Say what is wrong beside the field; returns whether there is one. */
 export function fail(name, message) {
   const place = document.getElementById(`e-${name}`), element = name === "mask" ? source.canvas : input(name);
@@ -316,7 +311,6 @@ function clear(element) {
 }
 
 // ---- earlier prompts ------------------------------------------------------------------------------------------------
-
 /** Keep the prompts of a request; null forgets all. */
 export function remember(body) {
   const now = body && [body.prompt ?? "", body.negative_prompt ?? ""];
