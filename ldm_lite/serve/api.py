@@ -202,7 +202,7 @@ def _submit(engine: Engine, asked: ImagesRequest) -> tuple[form.Work, list[Ticke
         for ticket in tickets:
             ticket.cancel()
         raise
-    return work, tickets
+    return work._replace(requests=()), tickets  # whose pictures the engine frees
 
 
 def _hint(engine: Engine, asked: HintRequest) -> str:
@@ -235,24 +235,23 @@ async def _events(work: form.Work, tickets: list[Ticket], timeout: float) -> Asy
                     spoken = time.monotonic()
                 if not ticket.ended:  # the cells of a plot come in their order
                     break
+            interrupted = any(ticket.interrupted for ticket in tickets)
+            for ticket in tickets:
+                if ticket.ended and (ticket.error is not None or not interrupted):
+                    check_ended(ticket)
             if ended:
                 break
             if time.monotonic() > start + timeout:
                 raise TimeoutError(f"not finished after {timeout:g} seconds: ask for less, or again later")
             active = next((ticket for ticket in tickets if not ticket.ended and ticket.state != QUEUED), None)
-            if (text := _progress(tickets, active)) != last:
-                yield text
-            elif time.monotonic() > spoken + KEEP_ALIVE:
-                yield ": waiting\n\n"
-            spoken, last = (time.monotonic(), text) if text != last else (spoken, last)
+            if (text := _progress(tickets, active)) != last or time.monotonic() > spoken + KEEP_ALIVE:
+                yield text if text != last else ": waiting\n\n"
+                spoken, last = time.monotonic(), text
             preview = None if active is None else active.preview()
             if preview is not None and preview is not shown:
                 shown = preview
                 yield _event("preview", image=await run_in_threadpool(encoded, preview, "jpeg", 85))
             await asyncio.sleep(LOOK)
-        if not (interrupted := any(ticket.interrupted for ticket in tickets)):
-            for ticket in tickets:
-                check_ended(ticket)
         results = [result for ticket in tickets for result in ticket.results]
         if work.is_plot and len(results) == len(tickets):
             sheet = await run_in_threadpool(xy.draw, [result.image for result in results], work.x, work.y)

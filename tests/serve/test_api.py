@@ -6,6 +6,7 @@ import io
 import itertools
 import json
 import re
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -122,6 +123,30 @@ def test_interrupting_keeps_what_is_there_and_closing_gives_up(server: Running) 
     stream.connection.close()
     assert make(server, batch_size=2)[-1][1]["images"] == 2
     assert server.engine.totals["cancelled"] == before + 1
+
+
+def test_a_silent_stream_is_kept_open(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ldm_lite.serve.api.KEEP_ALIVE", 0.3)
+    stream, times = Stream(server, steps=1000), list[float]()
+    waiting = Stream(server, height=64)
+    while len(times) < 3:
+        if waiting.response.readline().startswith(b":"):
+            times.append(time.monotonic())
+    assert times[2] - times[1] > 0.25  # one after each silence, not one after each look
+    server.ask(f"/api/images/{stream.key}/interrupt", {})
+    waiting.until(lambda kind, _: kind == "done")
+
+
+def test_a_plot_ends_with_the_first_error(server: Running) -> None:
+    stream = Stream(server, steps=1000)  # behind which the plot waits
+    plot = Stream(server, x={"option": "seed", "values": "1-4"})
+    plot.until(lambda kind, content: kind == "progress" and content["state"] == "queued")
+    server.engine.cancel(server.engine.queue[2], ValueError("got `steps`, wanted none"))
+    error = {"message": "got `steps`, wanted none", "param": "steps", "status": 422}
+    assert plot.until(lambda kind, _: kind == "error") == error
+    server.ask(f"/api/images/{stream.key}/interrupt", {})
+    stream.until(lambda kind, _: kind == "done")
+    assert server.engine.waiting == 0
 
 
 @pytest.mark.parametrize(
