@@ -133,6 +133,22 @@ def test_the_settings_of_another_picture_reset_the_form(engine: Any) -> None:
     assert "seed" not in found
 
 
+def test_a_second_pass_may_use_a_network_of_the_server(small_path: Path, tmp_path: Path) -> None:
+    import esrgan
+    import torch
+    from serving import library_of
+
+    from ldm_lite.serve import form
+
+    torch.save({"params": esrgan.weights(2)}, tmp_path / "x2net.pth")
+    engine = engine_of(library_of(small_path, upscalers=str(tmp_path)))
+    [field] = [field for field in form.described(engine)["fields"] if field["name"] == "hires_upscaler"]
+    assert {"Latent", "Lanczos", "x2net"} <= set(field["choices"])
+    options = read(engine, hires="2", hires_upscaler="x2net").requests[0].options
+    assert options.hires_esrgan is engine.library.upscaler("x2net")
+    assert read(engine, hires="2", hires_upscaler="Lanczos").requests[0].options.hires_esrgan is None
+
+
 def test_fields_are_described_as_the_options_are_declared(engine: Any) -> None:
     import dataclasses
 

@@ -50,7 +50,7 @@ export function make(description) {
   Object.entries(kept.values).forEach(([name, value]) => set(name, value));
   loras = kept.loras.filter(({ name }) => about.loras.includes(name));
   showLoras();
-  kept.open.forEach((id) => { document.getElementById(id).open = true; });
+  $$("#form details").forEach((part) => { part.open = kept.open.includes(part.id); });
   choose(kept.task, kept.values);
   $("#form").addEventListener("input", ({ target }) => { clear(target); changed(); });
   $$("#form details").forEach((part) => part.addEventListener("toggle", changed));

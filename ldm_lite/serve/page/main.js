@@ -24,7 +24,7 @@ async function run() {
       ended ||= kind === "done" || kind === "error";
     }
     if (!ended) throw new Error("The connection to the server was lost.");
-  } catch (error) { fail(error.message, error.param); }
+  } catch (error) { error.name === "AbortError" ? status("Interrupted", true) : fail(error.message, error.param); }
   running = null;
   state("idle");
 }
@@ -60,7 +60,8 @@ const duration = (time) => (time < 90 ? `${time.toFixed(time < 10 ? 1 : 0)} s` :
 async function* events(stream) {
   let text = "";
   const reader = stream.pipeThrough(new TextDecoderStream()).getReader();
-  for (let part = await reader.read(); !part.done; part = await reader.read()) {
+  const read = () => reader.read().catch(() => { throw new Error("The connection to the server was lost."); });
+  for (let part = await read(); !part.done; part = await read()) {
     text += part.value;
     if (!part.value.includes("\n")) continue; // of a picture
     const blocks = text.split("\n\n");
@@ -112,7 +113,6 @@ async function settings(blob) {
     $("#remarks").replaceChildren("The form has the settings of the picture. ", remarks.join(" "));
   } catch (error) { return fail(error.message); }
   $("#remarks").hidden = false;
-  $("#said").textContent = $("#remarks").textContent;
 }
 
 function changeTheme() {
