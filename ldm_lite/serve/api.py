@@ -8,6 +8,7 @@ import asyncio
 import hashlib
 import json
 import secrets
+import threading
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -140,7 +141,11 @@ def router(engine: Engine) -> APIRouter:
     async def images(request: Request) -> StreamingResponse:
         """Make images, or an X/Y plot: a stream of events.  Closing it gives the request up."""
         asked = await read_json(request, ImagesRequest)
-        work, tickets = await reading(request, _submit, engine, asked)
+        given_up = threading.Event()
+        try:
+            work, tickets = await reading(request, _submit, engine, asked, given_up)
+        finally:
+            given_up.set()  # if it took too long, its thread still goes on
         del asked  # whose pictures would stay in memory while it waits
         key = secrets.token_urlsafe()
         running[key] = tickets
@@ -187,12 +192,14 @@ def router(engine: Engine) -> APIRouter:
     return routes
 
 
-def _submit(engine: Engine, asked: ImagesRequest) -> tuple[form.Work, list[Ticket]]:
+def _submit(engine: Engine, asked: ImagesRequest, given_up: threading.Event) -> tuple[form.Work, list[Ticket]]:
     """Queue what a form asks for, all or nothing."""
     work, tickets, most = form.read(asked.model_dump(), engine), list[Ticket](), engine.limits.max_work
     try:
         for wanted in work.requests:
             tickets.append(engine.submit(*wanted))
+            if given_up.is_set():
+                raise Refused(503, "the request was not read in time: try again later")
             if sum(ticket.work for ticket in tickets) > most:
                 message = (
                     f"got a plot of {len(work.requests)} images, more work than {most:,} (`max_work`): ask for less"

@@ -6,6 +6,7 @@ import io
 import itertools
 import json
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -183,6 +184,24 @@ def test_a_plot_is_one_request_for_the_budget(library: Any) -> None:
         assert server.engine.waiting == 0
     finally:
         server.close()
+
+
+@pytest.mark.slow
+def test_a_plot_that_is_not_read_in_time_leaves_nothing(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    submit, refused, submitted = server.engine.submit, threading.Event(), list[Any]()
+
+    def slow(*wanted: Any) -> Any:
+        submitted.append(submit(*wanted))
+        assert refused.wait(30)
+        return submitted[-1]
+
+    monkeypatch.setattr(server.engine, "submit", slow)
+    monkeypatch.setattr("ldm_lite.serve.http.READING", 2.0)
+    axes = {"x": {"option": "seed", "values": "1-4"}, "steps": 1000}
+    assert server.refused("/api/images", SMALL | axes)[0] == 503
+    refused.set()
+    assert submitted[0].wait(30)
+    assert [ticket.state for ticket in submitted] == ["cancelled"]
 
 
 def test_settings_and_hints(server: Running) -> None:
