@@ -65,9 +65,13 @@ def described(engine: Engine) -> dict[str, Any]:
     names = {kind: list(library.files(kind)) for kind in ("loras", "controlnets", "upscalers")}
     # Besides what they suggest, these take other texts.
     suggested = {"sampler": {key: label(key) for key in SAMPLERS}, "spacing": {key: key for key in SPACINGS}}
+    order = [owner for kind in TASKS.values() for owner in kind.__mro__]  # as --help has them
+    owners = {
+        name: next(owner for owner in reversed(TASKS[tasks[0]].__mro__) if name in inspect.get_annotations(owner))
+        for name, (_, tasks) in fields().items()
+    }
     about = []
-    for name, (field, tasks) in fields().items():
-        declared = next(cls for cls in reversed(TASKS[tasks[0]].__mro__) if name in inspect.get_annotations(cls))
+    for name, (field, tasks) in sorted(fields().items(), key=lambda named: order.index(owners[named[0]])):
         text, choices = field.metadata["png"] or "", {choice: choice for choice in field.metadata["choices"] or ()}
         if choices and field.default is None:
             choices = {"": "none", **choices}
@@ -85,7 +89,7 @@ def described(engine: Engine) -> dict[str, Any]:
                 "choices": {"": "auto", **suggested[name]} if name in suggested else choices or None,
                 "is_open": name in suggested,
                 "tasks": tasks,
-                "group": str(declared.__doc__).partition(".")[0],
+                "group": str(owners[name].__doc__).partition(".")[0],
             }
         )
     facts = library.facts(None)
