@@ -48,6 +48,7 @@ STATUS = {Full: 429, Stopping: 503, TimeoutError: 504, ValueError: 422, TypeErro
 LOOK = 0.5  # seconds between two looks at whether the client has gone
 CLOSED = 499  # the client has gone: nobody reads this status
 _PATH = re.compile(r"(?<![\w.:/])(?:[A-Za-z]:)?(?:[/\\][^\s/\\:'\",]+)+[/\\](?=[^\s/\\])")
+# The field that an error of the options is about: messages name it, but for these three.
 _FIELD = re.compile(r"`(?!max_)(\w+)`|(?P<prompt>no prompt)|(?P<width>pixels)|(?P<batch_size>images, wanted)")
 
 
