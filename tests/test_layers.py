@@ -180,7 +180,7 @@ RINGS = (
     *("lora", "gguf", "flux", "sdxl", "sd2", "sd3", "kontext", "z_image", "deepfloyd", "upscaler", "controlnet"),
     *("taesd", "diffusers_folder", "open_clip", "t5", "qwen", "hires", "refiner", "compat", "seamless", "deep_cache"),
     *("freeu", "wildcards", "regions", "a1111", "webui", "offload", "quantis", "quantiz", "triton", "winograd"),
-    *("inversion", "ip_adapter", "masked_area", "from_png", "gradio", "turbo", "sd_turbo"),
+    *("inversion", "ip_adapter", "masked_area", "from_png", "turbo", "sd_turbo"),
 )
 
 

@@ -3,7 +3,6 @@
 import base64
 import contextlib
 import hmac
-import importlib.util
 import ipaddress
 import logging
 import time
@@ -17,12 +16,12 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
-from starlette.responses import RedirectResponse, Response
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ldm_lite.cli.console import printable
 from ldm_lite.cli.version import __version__
-from ldm_lite.serve import a1111, openai
+from ldm_lite.serve import a1111, api, openai
 from ldm_lite.serve.http import Reader, Refused, answer, one_line
 from ldm_lite.serve.options import ServeOptions
 from ldm_lite.serve.queue import CLIENT, Engine
@@ -89,14 +88,7 @@ def make_app(engine: Engine, options: ServeOptions, key: str | None = None) -> A
     for kind in (Refused, HTTPException, RequestValidationError, *expected, Exception):
         app.add_exception_handler(kind, failed)
 
-    if importlib.util.find_spec("gradio"):
-        importlib.import_module("ldm_lite.serve.page").mount(app, engine)
-    else:
-
-        @app.get("/", include_in_schema=False)
-        def docs() -> Response:
-            return RedirectResponse("/docs")
-
+    api.mount(app, engine)
     return _Guard(app, options, key, registry)
 
 

@@ -1,11 +1,12 @@
-"""The page's form without the page: its fields, and from their values to what the engine runs."""
+"""The options of all tasks as fields of a form, and from the values of a form to what the engine runs, and back."""
 
 import contextlib
 import dataclasses
 import functools
+import inspect
 import logging
-import random
 import re
+import secrets
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -15,13 +16,15 @@ from PIL import Image
 from ldm_lite import Control
 from ldm_lite.cli.options import given, names_files
 from ldm_lite.cli.task_options import HiresOptions, Img2imgOptions, InpaintOptions, Txt2imgOptions, UpscaleOptions
-from ldm_lite.diffusion.schedule import number
+from ldm_lite.diffusion.names import SAMPLERS, label
+from ldm_lite.diffusion.schedule import SPACINGS, number
 from ldm_lite.features.from_png import with_picture
-from ldm_lite.serve.http import encoded, open_base64
+from ldm_lite.serve.http import Refused, open_base64, refusal
 from ldm_lite.serve.library import Loras
 from ldm_lite.serve.queue import Engine
 from ldm_lite.tasks import xy
 from ldm_lite.text.parameters import parameters, read_parameters
+from ldm_lite.toolkit import lora_weight
 
 log = logging.getLogger("ldm_lite")
 
@@ -31,10 +34,8 @@ TASKS: dict[str, type[Txt2imgOptions]] = {
     "inpaint": InpaintOptions,
     "upscale": UpscaleOptions,
 }
-TITLES = {"txt2img": "Text to image", "img2img": "Image to image", "inpaint": "Inpaint", "upscale": "Upscale"}
-# Options that the form shows in another way, or not at all, besides those that name files of the server.
-LEFT_OUT = {"prompt", "negative_prompt", "preprocess", "batch_size", "n_iter", "seed"}
-LEFT_OUT |= {"compat", "refiner_start", "seamless"}
+# Options that a form has not, besides those that name files of the server; `preprocess` belongs to a control.
+LEFT_OUT = {"preprocess", "n_iter", "compat", "refiner_start", "seamless"}
 HIRES = {field.name for field in dataclasses.fields(HiresOptions)}  # of txt2img alone
 EMBEDDING = {"noise_level"}  # of an image embedding, in all tasks but upscaling
 NOT_FOR = {
@@ -43,35 +44,78 @@ NOT_FOR = {
     "inpaint": HIRES | EMBEDDING,
     "upscale": HIRES | {"width", "height", "fixed_code"},
 }
-MOST_LORAS = 4
 SEEDS = 2**32  # below which random seeds lie, as in A1111
 MODEL, LORA_WEIGHT = "model", "lora_weight"  # axes of a plot that are no options of a task
 
 
 @functools.cache
 def fields() -> dict[str, tuple[dataclasses.Field[Any], list[str]]]:
-    """The options that the form has a field of its own for, by name, each with the tasks that it is for."""
+    """The options that are fields of the form, by name, each with the tasks that it is for."""
     by_name: dict[str, tuple[dataclasses.Field[Any], list[str]]] = {}
     for task, kind in TASKS.items():
         for field in dataclasses.fields(kind):
-            if not field.metadata["flag"] or names_files(field) or field.name in LEFT_OUT | NOT_FOR[task]:
-                continue
-            tasks = by_name[field.name][1] if field.name in by_name else []
-            by_name[field.name] = (field, [*tasks, task])
+            if field.metadata["flag"] and not names_files(field) and field.name not in LEFT_OUT | NOT_FOR[task]:
+                by_name.setdefault(field.name, (field, []))[1].append(task)
     return by_name
 
 
-def defaults() -> dict[str, Any]:
-    """The values, as their fields show them, that stand for what a picture's text does not mention."""
-    always = ("sampler", "spacing", "steps", "scale", "width", "height", "eta")
-    named = [field for field, _ in fields().values() if field.metadata["png"] or field.name in always]
-    return {field.name: "" if field.default is None else as_text(field.default) for field in named}
+def described(engine: Engine) -> dict[str, Any]:
+    """What a form needs: the fields as they are declared, and the names that the folders hold now."""
+    library = engine.library
+    names = {kind: list(library.files(kind)) for kind in ("loras", "controlnets", "upscalers")}
+    # Besides what they suggest, these take other texts.
+    suggested = {"sampler": {key: label(key) for key in SAMPLERS}, "spacing": {key: key for key in SPACINGS}}
+    order = [owner for kind in TASKS.values() for owner in kind.__mro__]  # as --help has them
+    owners = {
+        name: next(owner for owner in reversed(TASKS[tasks[0]].__mro__) if name in inspect.get_annotations(owner))
+        for name, (_, tasks) in fields().items()
+    }
+    about = []
+    for name, (field, tasks) in sorted(fields().items(), key=lambda named: order.index(owners[named[0]])):
+        text, choices = field.metadata["png"] or "", {choice: choice for choice in field.metadata["choices"] or ()}
+        if choices and field.default is None:
+            choices = {"": "none", **choices}
+        if name == "hires_upscaler":
+            choices |= {network: network for network in names["upscalers"]}
+        is_text = text.lower().replace(" ", "") == name.replace("_", "")
+        about.append(
+            {
+                "name": name,
+                "title": text if is_text else name.capitalize().replace("_", " "),
+                "help": field.metadata["help"],
+                "kind": _kind(field),
+                "default": as_text(field.default),
+                "within": [as_text(limit) for limit in field.metadata["within"] or () if abs(limit) < 1e9] or None,
+                "choices": {"": "auto", **suggested[name]} if name in suggested else choices or None,
+                "is_open": name in suggested,
+                "tasks": tasks,
+                "group": str(owners[name].__doc__).partition(".")[0],
+            }
+        )
+    facts = library.facts(None)
+    usual = {"steps": str(facts.steps), "width": str(facts.side), "height": str(facts.side)}
+    return {
+        "models": library.names,
+        **names,
+        "fields": about,
+        "axes": {task: axes(task) for task in TASKS},
+        "usual": usual,  # of the first model
+    }
+
+
+def _kind(field: dataclasses.Field[Any]) -> str:
+    kind = str(field.type)
+    if field.metadata["choices"]:
+        return "choice"
+    if "bool" in kind:
+        return "flag"
+    return "text" if "tuple" in kind else "number" if "float" in kind else "integer" if "int" in kind else "text"
 
 
 def axes(task: str) -> list[str]:
     """The names that may be an axis of a plot."""
-    options = [name for name, (_, tasks) in fields().items() if task in tasks]
-    return [*options, "seed", "prompt", "negative_prompt", xy.REPLACE, MODEL, LORA_WEIGHT]
+    options = [name for name, (_, tasks) in fields().items() if task in tasks and name != "batch_size"]
+    return [*options, xy.REPLACE, MODEL, LORA_WEIGHT]
 
 
 class Request(NamedTuple):
@@ -97,111 +141,119 @@ class Work(NamedTuple):
 
 
 def read(values: Mapping[str, Any], engine: Engine) -> Work:
-    """Read a form: its values by name, with pictures as data URLs.  Raises ValueError, TypeError: one line."""
+    """Read a form: its values by name, as api.ImagesRequest has them.  Raises Refused, which names the field."""
     task = values["task"]
-    if task not in TASKS:
-        raise ValueError(f"got task {task!r:.40}, wanted one of {', '.join(TASKS)}")
-    chosen = values.get("loras") or []
-    loras: Loras = tuple((name, float(values[f"lora_{i}"])) for i, name in enumerate(chosen[:MOST_LORAS]))
-    request = Request(task, _options(task, values, engine), values.get("model") or None, loras)
-    x, y = (_axis(task, values.get(f"{axis}_option"), values.get(f"{axis}_values"), engine) for axis in "xy")
+    for name in values:
+        if name not in fields() and name not in ("task", "model", "loras", "init_img", "mask", "control", "x", "y"):
+            raise Refused(422, f"unknown field {name!r:.60}: GET /api/form lists them", param=name[:60])
+    with about("loras"):
+        loras: Loras = tuple((lora["name"], lora_weight(str(lora["weight"]))) for lora in values.get("loras") or ())
+        engine.library.check(None, loras)
+    with about(MODEL):
+        model = engine.library.check(values.get(MODEL) or None, ())
+    request = Request(task, _options(task, values, engine), model, loras)
+    x, y = (_axis(task, name, values.get(name), engine) for name in ("x", "y"))
     if x is None and y is None:
         return Work([request])
     options, requests = dataclasses.replace(request.options, batch_size=1), list[Request]()
-    for cell in xy.cells(x, y):
-        model = cell.pop(MODEL, request.model)
-        if (weight := cell.pop(LORA_WEIGHT, None)) is not None:
-            if not request.loras:
-                raise ValueError(f"`{LORA_WEIGHT}` is an axis, but no LoRA is chosen: choose one")
-            loras = tuple((name, weight) for name, _ in request.loras)
-        requests.append(Request(task, xy.changed(options, cell, x, y), model, loras))
+    with about("x" if x is not None else "y"):
+        for cell in xy.cells(x, y):
+            chosen, changed = cell.pop(MODEL, model), loras
+            if (weight := cell.pop(LORA_WEIGHT, None)) is not None:
+                if not loras:
+                    raise ValueError(f"`{LORA_WEIGHT}` is an axis, but no LoRA is chosen: choose one")
+                changed = tuple((name, weight) for name, _ in loras)
+            requests.append(Request(task, xy.changed(options, cell, x, y), chosen, changed))
     return Work(requests, x, y)
 
 
-def _axis(task: str, name: str | None, text: str | None, engine: Engine) -> xy.Axis | None:
-    if not name:
+@contextlib.contextmanager
+def about(field: str) -> Iterator[None]:
+    """What goes wrong inside is refused as the fault of this field."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        refused = refusal(error)
+        raise Refused(refused.status, refused.message, param=field) from error
+
+
+def _axis(task: str, letter: str, asked: Mapping[str, str] | None, engine: Engine) -> xy.Axis | None:
+    if not asked:
         return None
-    if name not in axes(task):
-        raise ValueError(f"got {name!r:.60} as an axis, wanted one of {', '.join(axes(task))}")
-    like = {MODEL: "prompt", LORA_WEIGHT: "scale"}.get(name, name)
-    axis = dataclasses.replace(xy.read_axis(TASKS[task], like, text or ""), option=name)
-    for value in axis.values if name == MODEL else ():
-        engine.library.check(value, ())
+    with about(letter):
+        if (name := asked["option"]) not in axes(task):
+            raise ValueError(f"got {name!r:.60} as an axis, wanted one of {', '.join(axes(task))}")
+        like = {MODEL: "prompt", LORA_WEIGHT: "scale"}.get(name, name)
+        axis = dataclasses.replace(xy.read_axis(TASKS[task], like, asked["values"]), option=name)
+        for value in axis.values if name == MODEL else ():
+            engine.library.check(value, ())
     return axis
 
 
 def _options(task: str, values: Mapping[str, Any], engine: Engine) -> Txt2imgOptions:
-    options: dict[str, Any] = {name: values.get(name) or None for name in ("prompt", "negative_prompt")}
+    library, options = engine.library, dict[str, Any]()
     for name, (field, tasks) in fields().items():
-        value, kind = values.get(name), str(field.type)
+        value, kind = values.get(name), _kind(field)
         if task not in tasks or value in (None, ""):
             continue
-        if "tuple" in kind or not re.search("int|float", kind):
-            options[name] = value
+        text = str(value).strip()
+        if kind == "number":
+            with about(name):
+                options[name] = number(text)
+        elif kind == "integer" and re.fullmatch(r"[+-]?\d{1,19}", text) is None:
+            raise Refused(422, f"got `{name}` {text[:40]!r}, wanted a whole number", param=name)
         else:
-            options[name] = number(str(value)) if "float" in kind else _whole(name, value)
-    seed = "" if values.get("seed") is None else str(values["seed"]).strip()
-    options["seed"] = random.randrange(SEEDS) if seed in ("", "-1") else _whole("seed", seed)  # -1 as in A1111
-    if count := values.get("count"):
-        options["batch_size"] = _whole("count", count)
+            options[name] = int(text) if kind == "integer" else value
+    if options.get("seed", -1) == -1:  # as in A1111
+        options["seed"] = secrets.randbelow(SEEDS)
+    if (network := options.get("hires_upscaler")) in library.files("upscalers"):
+        options |= {"hires_upscaler": "Latent", "hires_esrgan": library.upscaler(str(network))}
     if task != "txt2img":
-        options["init_img"] = (_picture(values.get("source"), "an image to start from", engine),)
+        options["init_img"] = (_picture(values, "init_img", "an image to start from", engine),)
     if task == "inpaint" and (values.get("mask") or not values.get("extend")):
-        options["mask"] = (_picture(values.get("mask"), "a mask: paint over what is to be repainted", engine),)
-    if values.get("control") and task != "upscale":
-        image = _picture(values.get("control_image"), "an image for the ControlNet", engine)
-        control = Control(
-            engine.library.file("controlnets", values["control"]),
-            image,
-            weight=float(values["control_weight"]),
-            start=float(values["control_start"]),
-            end=float(values["control_end"]),
-            preprocess=values.get("control_preprocess") or "none",
-            name=values["control"],
-        )
-        options["control"] = (control,)
+        options["mask"] = (_picture(values, "mask", "a mask: paint over what is to be repainted", engine),)
+    if (control := values.get("control")) and task != "upscale":
+        with about("control"):
+            image = _picture(control, "image", "an image for the ControlNet", engine)
+            more = {name: control[name] for name in ("weight", "start", "end", "preprocess")}
+            network = library.file("controlnets", control["name"])
+            options["control"] = (Control(network, image, name=control["name"], **more),)
     return TASKS[task](**options)
 
 
-def _whole(name: str, value: Any) -> int:
-    if not re.fullmatch(r"[+-]?\d{1,19}", text := str(value).strip()):
-        raise ValueError(f"got `{name}` {text[:40]!r}, wanted a whole number")
-    return int(text)
+def _picture(values: Mapping[str, Any], name: str, what: str, engine: Engine) -> Image.Image:
+    with about(name):
+        if not values.get(name):
+            raise ValueError(f"give {what}")
+        return open_base64(values[name], "the picture", engine.limits.max_pixels)
 
 
-def _picture(url: str | None, what: str, engine: Engine) -> Image.Image:
-    if not url:
-        raise ValueError(f"give {what}")
-    return open_base64(url, "picture", engine.limits.max_pixels)
-
-
-def data_url(image: Image.Image, kind: str = "png") -> str:
-    """Return an image, with its text, as a data URL."""
-    return f"data:image/{kind};base64,{encoded(image, kind)}"
-
-
-# ---- from a picture back into the form ------------------------------------------------------------------------------
-
-
-def settings(url: str, engine: Engine) -> tuple[dict[str, Any], str, list[str]]:
+def settings(image: Image.Image) -> tuple[dict[str, Any], str, list[str]]:
     """Return the values of the form that a picture's text names, the text, and remarks on what is not heeded.
 
-    Raises ValueError, one line, for a picture without such a text, and for a wrong value in it.
+    What the text does not mention, and would mention if it were used, has its default.  Raises ValueError, one line,
+    for a picture without such a text, and for a wrong value in it.
     """
-    text = read_parameters(_picture(url, "a picture", engine))
-    second = [key for key in text.settings if key.startswith("Hires") or key == "Tiling"]
-    kept = {key: value for key, value in text.settings.items() if key not in ("Denoising strength", *second)}
+    text = read_parameters(image)
+    kept = {key: value for key, value in text.settings.items() if key != "Tiling"}
+    if is_first := "Hires upscale" not in kept:  # the strength is that of an image to start from
+        kept.pop("Denoising strength", None)
     bare = Image.new("RGB", (1, 1))
     bare.info["parameters"] = parameters(text.prompt, text.negative_prompt, kept)
     with _warnings() as remarks:
         options = with_picture(Txt2imgOptions(from_png=bare))
-    if second:
-        remarks.append(f"the page has no second pass and no tiling: its {', '.join(second)} are not heeded"[:300])
-    named = given(options)
-    values: dict[str, Any] = {name: getattr(options, name) for name in fields() if name in named}
-    values |= {"prompt": options.prompt or "", "negative_prompt": options.negative_prompt or ""}
-    values |= {"seed": str(options.seed)} if "Seed" in text.settings else {}
-    if re.fullmatch(r"[01]?\.?\d{1,6}", strength := text.settings.get("Denoising strength", "")):
+    if "Tiling" in text.settings:
+        remarks.append("the server makes no seamless images: its Tiling is not heeded")
+    always, named = ("sampler", "spacing", "steps", "scale", "width", "height", "eta"), given(options)
+    values: dict[str, Any] = {
+        name: getattr(options, name) if name in named else field.default
+        for name, (field, _) in fields().items()
+        if name in named or field.metadata["png"] or name in always
+    }
+    values |= {"prompt": options.prompt, "negative_prompt": options.negative_prompt}
+    if "Seed" not in text.settings:
+        values.pop("seed", None)
+    if is_first and re.fullmatch(r"[01]?\.?\d{1,6}", strength := text.settings.get("Denoising strength", "")):
         values["strength"] = strength
     if "Model" in text.settings:
         values[MODEL] = text.settings["Model"]
@@ -210,11 +262,11 @@ def settings(url: str, engine: Engine) -> tuple[dict[str, Any], str, list[str]]:
 
 
 def as_text(value: Any) -> Any:
-    """A value as its field shows it."""
-    if isinstance(value, bool) or not isinstance(value, (int, float, tuple)):
-        return value
+    """A value as its field shows it: numbers as texts, since a browser rounds large ones; nothing as "auto"."""
     if isinstance(value, tuple):
         return "x".join(map(str, value))
+    if value is None or isinstance(value, (bool, str)):
+        return "" if value is None else value
     return str(int(value)) if value == int(value) else str(value)
 
 

@@ -48,6 +48,8 @@ STATUS = {Full: 429, Stopping: 503, TimeoutError: 504, ValueError: 422, TypeErro
 LOOK = 0.5  # seconds between two looks at whether the client has gone
 CLOSED = 499  # the client has gone: nobody reads this status
 _PATH = re.compile(r"(?<![\w.:/])(?:[A-Za-z]:)?(?:[/\\][^\s/\\:'\",]+)+[/\\](?=[^\s/\\])")
+# The field that an error of the options is about: messages name it, but for these three.
+_FIELD = re.compile(r"`(?!max_)(\w+)`|(?P<prompt>no prompt)|(?P<width>pixels)|(?P<batch_size>images, wanted)")
 
 
 class Body(BaseModel):
@@ -94,11 +96,19 @@ def refusal(error: BaseException) -> Refused:
     return Refused(500, "an error of the server: its log says more")
 
 
+def field_of(error: BaseException) -> str | None:
+    """The field of a request that an error names, or is about."""
+    if (param := getattr(error, "param", None)) is not None or not isinstance(error, (Refused, ValueError, TypeError)):
+        return param
+    match = _FIELD.search(str(error))
+    return match and (match[1] or match.lastgroup)
+
+
 def answer(error: BaseException) -> JSONResponse:
     """Return the response to an error, in the forms of OpenAI and of A1111."""
     refused = refusal(error)
     kind = "invalid_request_error" if refused.status < 500 else "server_error"
-    about = {"message": refused.message, "type": kind, "param": refused.param, "code": refused.code}
+    about = {"message": refused.message, "type": kind, "param": field_of(error), "code": refused.code}
     headers = {"Retry-After": "1"} if refused.status in (429, 503) else {}
     headers |= {"WWW-Authenticate": 'Basic realm="ldm_lite"'} if refused.status == 401 else {}
     return JSONResponse({"error": about, "detail": refused.message}, refused.status, headers)

@@ -1,5 +1,8 @@
-"""The page's form: from its values to requests, without a browser."""
+"""The form: from its values to requests and back, without a browser."""
 
+import base64
+import io
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,83 +19,157 @@ def engine(library: Any) -> Any:
     return engine_of(library)
 
 
-def values(**given: Any) -> dict[str, Any]:
-    return {"task": "txt2img", "prompt": "a cat", "seed": "3", "steps": "5"} | given
+def picture(size: int = 8) -> str:
+    file = io.BytesIO()
+    Image.new("RGB", (size, size), "red").save(file, "PNG")
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+def read(engine: Any, **values: Any) -> Any:
+    from ldm_lite.serve import form
+
+    return form.read({"task": "txt2img", "prompt": "a cat", "seed": "3", "steps": "5"} | values, engine)
 
 
 def test_values_become_options(engine: Any) -> None:
-    from ldm_lite.serve import form
-
-    work = form.read(values(scale="2.5", count="2", sampler="euler", width="", strength="0.5", tile="64"), engine)
+    work = read(engine, scale="2.5", batch_size="2", sampler="euler", width="", strength="0.5", tile="64")
     (request,) = work.requests
     assert not work.is_plot
     assert (request.options.steps, request.options.scale, request.options.batch_size) == (5, 2.5, 2)
     assert (request.options.sampler, request.options.width, request.options.seed) == ("euler", None, 3)
-    seeds = {form.read(values(seed=each), engine).requests[0].options.seed for each in ("", "-1", "-1 ", None)}
+    assert read(engine, steps=5, scale=2.5).requests[0].options.scale == 2.5  # numbers, too
+    seeds = {read(engine, seed=seed).requests[0].options.seed for seed in ("", "-1", "-1 ", None)}
     assert len(seeds) == 4
-    second = form.read(values(hires="1.5", hires_steps="3", hires_upscaler="Lanczos"), engine).requests[0].options
+    second = read(engine, hires="1.5", hires_steps="3", hires_upscaler="Lanczos").requests[0].options
     assert (second.hires, second.hires_steps, second.hires_upscaler) == (1.5, 3, "Lanczos")
-    image = form.data_url(Image.new("RGB", (8, 8), "red"))
-    assert form.read(values(task="img2img", source=image, hires="2"), engine).requests[0].options.hires is None
-    made = form.read(values(task="inpaint", source=image, mask=image, feather="4"), engine).requests[0].options
-    assert made.init_img[0].size == (8, 8)  # type: ignore[attr-defined]
-    assert form.read(values(task="inpaint", source=image, extend="left=8"), engine).requests[0].options.mask == ()  # type: ignore[attr-defined]
+    assert read(engine, task="img2img", init_img=picture(), hires="2").requests[0].options.hires is None
+    made = read(engine, task="inpaint", init_img=picture(), mask=picture(), feather="4").requests[0].options
+    assert made.init_img[0].size == (8, 8)
+    assert read(engine, task="inpaint", init_img=picture(), extend="left=8").requests[0].options.mask == ()
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("given", "field", "message"),
     [
-        ({"task": "print"}, "got task"),
-        ({"steps": "1e3"}, "wanted a whole number"),
-        ({"scale": "inf"}, "finite number"),
-        ({"seed": "99999999999999999999"}, "wanted a whole number"),
-        ({"count": "two"}, "`count` 'two'"),
-        ({"task": "img2img"}, "give an image"),
-        ({"task": "img2img", "source": "data:image/png;base64,!!"}, "base64"),
-        ({"task": "img2img", "source": "/etc/passwd"}, "base64|image"),
-        ({"control": "../x", "control_image": "", "control_weight": 1}, "give an image for the ControlNet"),
-        ({"x_option": "from_file", "x_values": "/etc/passwd"}, "as an axis"),
-        ({"x_option": "control", "x_values": "a:b"}, "as an axis"),
-        ({"x_option": "model", "x_values": "other"}, "unknown model"),
-        ({"x_option": "lora_weight", "x_values": "1, 2"}, "no LoRA is chosen"),
-        ({"x_option": "steps", "x_values": ""}, "no values"),
-        ({"hires": "0.5"}, "`hires`"),
+        ({"steps": "1e3"}, "steps", "wanted a whole number"),
+        ({"steps": "0"}, "steps", "wanted 1 to 1000"),
+        ({"scale": "inf"}, "scale", "finite number"),
+        ({"seed": "99999999999999999999"}, "seed", "wanted a whole number"),
+        ({"batch_size": "two"}, "batch_size", "'two'"),
+        ({"stepz": "2"}, "stepz", "unknown field"),
+        ({"from_file": "/etc/passwd"}, "from_file", "unknown field"),
+        ({"model": "other"}, "model", "unknown model"),
+        ({"loras": [{"name": "none", "weight": 1}]}, "loras", "unknown LoRA"),
+        ({"loras": [{"name": "one", "weight": "much"}]}, "loras", "much"),
+        ({"task": "img2img"}, "init_img", "give an image"),
+        ({"task": "img2img", "init_img": "data:image/png;base64,!!"}, "init_img", "base64"),
+        ({"task": "img2img", "init_img": "/etc/passwd"}, "init_img", "base64|image"),
+        ({"task": "inpaint", "init_img": picture()}, "mask", "give a mask"),
+        ({"control": {"name": "../x"}}, "image", "give an image for the ControlNet"),
+        ({"control": {"name": "../x", "image": picture()}}, "control", "unknown ControlNet"),
+        ({"x": {"option": "from_file", "values": "/etc/passwd"}}, "x", "as an axis"),
+        ({"y": {"option": "control", "values": "a:b"}}, "y", "as an axis"),
+        ({"x": {"option": "batch_size", "values": "1, 2"}}, "x", "as an axis"),
+        ({"x": {"option": "model", "values": "other"}}, "x", "unknown model"),
+        ({"x": {"option": "lora_weight", "values": "1, 2"}}, "x", "no LoRA is chosen"),
+        ({"y": {"option": "steps", "values": ""}}, "y", "no values"),
+        ({"hires": "0.5"}, "hires", "`hires`"),
     ],
 )
-def test_wrong_values_are_one_line(engine: Any, given: dict[str, Any], message: str) -> None:
-    from ldm_lite.serve import form
+def test_wrong_values_are_one_line_about_their_field(
+    engine: Any, given: dict[str, Any], field: str, message: str
+) -> None:
+    from ldm_lite.serve.http import Refused, field_of
 
-    with pytest.raises((ValueError, TypeError), match=message) as caught:
-        form.read(values(**given), engine)
+    usual = {"weight": 1.0, "start": 0.0, "end": 1.0, "preprocess": "none"}
+    given = {name: usual | value if name == "control" else value for name, value in given.items()}
+    with pytest.raises((Refused, ValueError, TypeError), match=message) as caught:
+        read(engine, **given)
     assert "\n" not in str(caught.value)
+    assert field_of(caught.value) == field
 
 
-def test_a_plot_has_a_request_for_each_cell(engine: Any) -> None:
+def test_a_plot_has_a_request_for_each_cell(small_path: Path, tmp_path: Path) -> None:
+    from serving import library_of
+
     from ldm_lite.serve import form
 
-    loras = {"loras": ["one", "two"], "lora_0": 1, "lora_1": 0.5}
-    axes = {"x_option": "lora_weight", "x_values": "0-1 [3]", "y_option": "steps", "y_values": "2, 4"}
-    work = form.read(values(count="4", **loras, **axes), engine)
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.safetensors").write_bytes(b"")
+    engine = engine_of(library_of(small_path, loras=str(tmp_path)))
+    loras = [{"name": "one", "weight": 1.0}, {"name": "two", "weight": "0.5"}]
+    axes = {"x": {"option": "lora_weight", "values": "0-1 [3]"}, "y": {"option": "steps", "values": "2, 4"}}
+    work = read(engine, batch_size="4", loras=loras, **axes)
     assert work.is_plot
     assert [request.options.steps for request in work.requests] == [2, 2, 2, 4, 4, 4]
     assert [request.loras[1] for request in work.requests][:3] == [("two", 0.0), ("two", 0.5), ("two", 1.0)]
     assert {request.options.batch_size for request in work.requests} == {1}
     assert len({request.options.seed for request in work.requests}) == 1
-    assert form.read(values(**loras), engine).requests[0].loras == (("one", 1.0), ("two", 0.5))
+    merged = read(engine, loras=loras).requests[0].loras
+    assert [(name, weight.unet) for name, weight in merged] == [("one", 1.0), ("two", 0.5)]
     files = {"from_file", "wildcards", "embedding", "refiner", "depth", "control", "init_img", "mask", "indir"}
     assert not files & {name for task in form.TASKS for name in (*form.axes(task), *form.fields())}
 
 
-def test_a_picture_of_another_pictures_settings_resets_the_form(engine: Any) -> None:
+def test_the_settings_of_another_picture_reset_the_form(engine: Any) -> None:
     from ldm_lite.serve import form
 
     image = Image.new("RGB", (8, 8))
     image.info["parameters"] = (
         "a cat\nSteps: 7, Sampler: Euler, CFG scale: 7, Seed: 1, Model: x, Denoising strength: 0.3"
     )
-    found, text, _ = form.settings(form.data_url(image), engine)
+    found, text, _ = form.settings(image)
     assert text == image.info["parameters"]
     assert (found["steps"], found["scale"], found["strength"], found["model"]) == ("7", "7", "0.3", "x")
-    assert form.defaults()["eta"] == ""
-    read = form.read(values(**form.defaults() | found | {"task": "txt2img"}), engine).requests[0].options
-    assert (read.steps, read.eta, read.clip_skip) == (7, None, 1)
+    assert (found["eta"], found["hires"], found["clip_skip"], found["negative_prompt"]) == ("", "", "1", "")
+    options = read(engine, **{name: value for name, value in found.items() if name != "model"}).requests[0].options
+    assert (options.steps, options.eta, options.clip_skip) == (7, None, 1)
+    image.info["parameters"] = "a cat\nSteps: 7, Sampler: Euler, Seed: 1, Denoising strength: 0.3, Hires upscale: 2"
+    found, _, remarks = form.settings(image)  # a second pass, to which the strength belongs
+    assert (found["hires"], found["hires_strength"], found.get("strength"), remarks) == ("2", "0.3", None, [])
+    image.info["parameters"] = "a cat\nSteps: 7, Sampler: Euler, Tiling: True"
+    found, _, remarks = form.settings(image)
+    assert "Tiling is not heeded" in remarks[0]
+    assert "seed" not in found
+
+
+def test_a_second_pass_may_use_a_network_of_the_server(small_path: Path, tmp_path: Path) -> None:
+    import esrgan
+    import torch
+    from serving import library_of
+
+    from ldm_lite.serve import form
+
+    torch.save({"params": esrgan.weights(2)}, tmp_path / "x2net.pth")
+    engine = engine_of(library_of(small_path, upscalers=str(tmp_path)))
+    [field] = [field for field in form.described(engine)["fields"] if field["name"] == "hires_upscaler"]
+    assert {"Latent", "Lanczos", "x2net"} <= set(field["choices"])
+    options = read(engine, hires="2", hires_upscaler="x2net").requests[0].options
+    assert options.hires_esrgan is engine.library.upscaler("x2net")
+    assert read(engine, hires="2", hires_upscaler="Lanczos").requests[0].options.hires_esrgan is None
+
+
+def test_fields_are_described_as_the_options_are_declared(engine: Any) -> None:
+    import dataclasses
+
+    from ldm_lite.cli.task_options import InpaintOptions, Txt2imgOptions
+    from ldm_lite.serve import form
+
+    about = form.described(engine)
+    fields = {field["name"]: field for field in about["fields"]}
+    declared = {field.name: field for kind in (Txt2imgOptions, InpaintOptions) for field in dataclasses.fields(kind)}
+    for name in ("steps", "sampler", "feather", "brownian", "regions"):
+        assert fields[name]["help"] == declared[name].metadata["help"]
+    assert fields["steps"]["within"] == ["1", "1000"]
+    assert fields["brownian"]["kind"] == "flag"
+    assert fields["feather"]["tasks"] == ["inpaint"]
+    assert list(fields["masked_content"]["choices"]) == ["original", "fill", "noise", "nothing"]
+    assert not fields["masked_content"]["is_open"]
+    assert fields["sampler"]["choices"]["dpmpp_2m"] == "DPM++ 2M"
+    assert fields["sampler"]["is_open"]  # other names, too
+    assert (fields["ensd"]["title"], fields["clip_skip"]["title"]) == ("ENSD", "Clip skip")
+    assert fields["freeu"]["group"] == "Fewer evaluations of the network for the same picture"
+    groups = list(dict.fromkeys(field["group"] for field in about["fields"]))
+    assert groups[0] == "What to make"  # in the order of --help
+    assert groups.index("How to sample") < groups.index("Fewer evaluations of the network for the same picture")
+    assert about["models"] == ["small"]
