@@ -90,7 +90,8 @@ def reports(task: Task, make_worker: Callable[[Task], Worker], numbers: Sequence
             _Actor,
             fn_constructor_args=(task, make_worker),
             batch_size=1,
-            compute=data.ActorPoolStrategy(min_size=least, max_size=most),
+            # A shard that waits behind another one in a worker would not go to one that is free.
+            compute=data.ActorPoolStrategy(min_size=least, max_size=most, max_tasks_in_flight_per_actor=1),
             num_cpus=task.options.cpus_per_worker,
             num_gpus=gpus,
         )
