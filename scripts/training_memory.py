@@ -37,9 +37,7 @@ def activations(unet: nn.Module, parameters: set[int], *args: Tensor, **inputs: 
 
 def main() -> None:
     """Print a row for each family."""
-    print(
-        "| | frozen network | text encoders | autoencoder | LoRA | activations | sum | with encoded data | also in 8 bits |"
-    )
+    print("| | network | text encoders | autoencoder | LoRA | activations | sum | with encoded data | also in 8 bits |")
     for name, tokens, width in (("sd1", 77, 768), ("sdxl_base", 77, 2048), ("flux_dev", 512, 4096)):
         family = FAMILIES[name]
         with torch.device("meta"):
