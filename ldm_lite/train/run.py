@@ -100,7 +100,13 @@ def train(
             options = replace(options, steps=steps)
         # With an offloader what no step uses waits on the CPU, and with `offload` the text encoders for their turn.
         texts = [] if data.empty is not None or (load.offload and not changes_text) else list(text_encoders(model))
-        stack.enter_context(model.phase("unet", *texts, *["vae"] * (not data.encoded and load.offload is None)))
+        staying = ["unet", *texts, *["vae"] * (not data.encoded and load.offload is None)]
+        stack.enter_context(model.phase(*staying))
+        if model.offloader is not None:
+            unused = [] if load.offload else [role for role in model.networks if role not in staying]
+            model.offloader.release(*staying, *unused * (distributed.rank() > 0))
+            for role in unused * (distributed.rank() > 0):  # which draws no samples
+                getattr(model, role).to("meta")
         loss = make_loss(options, model, data.empty)
         if options.stage == "embedding" and isinstance(loss, DiffusionLoss):
             model = loss.model  # whose prompts know the name
