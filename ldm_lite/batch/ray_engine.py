@@ -83,7 +83,9 @@ def reports(task: Task, make_worker: Callable[[Task], Worker], numbers: Sequence
         if not gpus and task.load.device != "cpu":
             log.warning("the cluster has no GPU: workers run on CPUs; `gpus_per_worker=1` waits for GPUs")
     logging.getLogger("ray.data").setLevel(logging.CRITICAL)
-    data.DataContext.get_current().enable_progress_bars = False
+    context = data.DataContext.get_current()
+    # The pool grows when all workers have the one task that each may have.
+    context.enable_progress_bars, context.actor_pool_util_upscaling_threshold = False, 1.0
     try:
         shards = data.from_items([{"id": number} for number in numbers], override_num_blocks=len(numbers))
         reported = shards.map_batches(
