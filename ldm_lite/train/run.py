@@ -204,7 +204,9 @@ def make_model(options: TrainOptions, load: LoadOptions) -> Pipeline:
         dtype = f"fp32,unet={frozen}"
     else:
         dtype = f"{frozen},vae=fp32"
-    model = load_model(replace(load, dtype=dtype, offload=load.offload or ("model" if is_encoded else None)))
+    offload = load.offload or ("model" if is_encoded else None)
+    # No CUDA graph: samples are drawn with weights that change, or other networks.
+    model = load_model(replace(load, dtype=dtype, offload=offload, compile="off"))
     check_model(options, model)
     for network in model.networks.values():
         network.requires_grad_(False).eval()
