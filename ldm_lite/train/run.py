@@ -97,7 +97,7 @@ def train(
             if data.train.shards is None:
                 raise ValueError("`epochs` needs finite data: give `scenes`, or `steps` in place of it")
             steps = math.ceil(options.epochs * sum(data.train.shards) / (options.batch * options.accumulate))
-            options = replace(options, steps=steps)
+            options = replace(options, steps=steps, epochs=None)
         # With an offloader what no step uses waits on the CPU, and with `offload` the text encoders for their turn.
         texts = [] if data.empty is not None or (load.offload and not changes_text) else list(text_encoders(model))
         staying = ["unet", *texts, *["vae"] * (not data.encoded and load.offload is None)]
