@@ -155,7 +155,7 @@ def lora_layers(
     """
     from ldm_lite.adapters.lora import file_names
 
-    kinds = (SpatialTransformer, EncoderLayer, ResidualAttentionBlock, *TRANSFORMER_BLOCKS)
+    kinds: tuple[type[nn.Module], ...] = (SpatialTransformer, EncoderLayer, ResidualAttentionBlock, *TRANSFORMER_BLOCKS)
     kinds += (ResBlock, Downsample, Upsample) if convolutions else ()
     layers: dict[str, tuple[nn.Module, slice | None]] = {}
     for role, network in networks.items():

@@ -85,7 +85,7 @@ def ours(family: Family, options: argparse.Namespace, folder: Path) -> Step:
     trainer = Trainer(DiffusionLoss(model, networks, empty=empty), config, folder)
 
     def step(number: int) -> float:
-        value = trainer._step(iter([batch(number, options, family.unet.context_dim)]), lambda step: None)
+        [value] = trainer._step(iter([batch(number, options, family.unet.context_dim)]), lambda step: None)
         trainer.step += 1
         return value
 

@@ -1,13 +1,6 @@
 """Encode captioned images for training: the moments of their latents and the embeddings of their captions.
 
-Shard K is the folder K of .npy files, which training maps into memory:
-
-    index.json            what there is; written last, so its presence means that everything is there
-    00000/moments.npy     (n,2C,h,w) float16: mean and log variance of the latents, unscaled
-    00000/context.npy     (n,T,D) float16: what the UNet reads of the captions, if it reads text
-    00000/y.npy           (n,V) float32: the vectors that some families read besides (Z-Image: the number of tokens)
-    00000/captions.jsonl  n lines, each a JSON string
-    empty/                the same of the empty caption, without moments, for caption dropout
+Shard K is the folder K of .npy files, which training maps into memory; train/encoded.py tells what is in them.
 """
 
 import hashlib

@@ -40,6 +40,7 @@ from ldm_lite.toolkit import (
 )
 
 PENDING = 4  # batches that may wait to be finished
+TEXTS = 128  # rows whose text is encoded before they are denoised, and held: FLUX.1's takes 4 MB each
 # Options of loading that a digest of the weights stands for, or that do not change an image.
 NOT_OF_THE_JOB = ("ckpt", "vae", "unet", "text_encoder", "lora", "device", "dtype", "offload", "compile", "compiled")
 
@@ -142,13 +143,14 @@ class ImageWorker:
                     outcome.cancel()
 
     def _begun(self, items: Sequence[Item]) -> Iterator[Outcome]:
-        """Denoise the items, and yield their images while these are finished.  All text is encoded first."""
-        for group_or_failed in [prepared for similar in group(items) for prepared in self._groups(similar)]:
-            if isinstance(group_or_failed, Failed):
-                yield group_or_failed
-                continue
-            for batch in self._batches(group_or_failed):
-                yield from [batch] if isinstance(batch, Failed) else self._run(batch)
+        """Denoise the items, and yield their images while these are finished; the text of many is encoded at once."""
+        size = self.task.options.batch_size
+        most = max(1, TEXTS // size) * size
+        for similar in group(items):
+            for part in (similar[first : first + most] for first in range(0, len(similar), most)):
+                for prepared in self._groups(part):
+                    for batch in [prepared] if isinstance(prepared, Failed) else self._batches(prepared):
+                        yield from [batch] if isinstance(batch, Failed) else self._run(batch)
 
     def _groups(self, items: Sequence[Item]) -> Iterator[Iterator[Prepared] | Failed]:
         """Items with their samples, prepared together; one by one if some of them cannot be in any."""

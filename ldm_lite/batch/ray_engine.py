@@ -83,14 +83,17 @@ def reports(task: Task, make_worker: Callable[[Task], Worker], numbers: Sequence
         if not gpus and task.load.device != "cpu":
             log.warning("the cluster has no GPU: workers run on CPUs; `gpus_per_worker=1` waits for GPUs")
     logging.getLogger("ray.data").setLevel(logging.CRITICAL)
-    data.DataContext.get_current().enable_progress_bars = False
+    context = data.DataContext.get_current()
+    # The pool grows when all workers have the one task that each may have.
+    context.enable_progress_bars, context.actor_pool_util_upscaling_threshold = False, 1.0
     try:
         shards = data.from_items([{"id": number} for number in numbers], override_num_blocks=len(numbers))
         reported = shards.map_batches(
             _Actor,
             fn_constructor_args=(task, make_worker),
             batch_size=1,
-            compute=data.ActorPoolStrategy(min_size=least, max_size=most),
+            # A shard that waits behind another one in a worker would not go to one that is free.
+            compute=data.ActorPoolStrategy(min_size=least, max_size=most, max_tasks_in_flight_per_actor=1),
             num_cpus=task.options.cpus_per_worker,
             num_gpus=gpus,
         )

@@ -26,8 +26,8 @@ def step_bar(bar_class: Any = tqdm) -> Callable[[Any], None]:
 class TrainingBar:
     """A progress bar over the steps of a training run, with the loss; call it after every step."""
 
-    def __init__(self, steps: int) -> None:
-        self._steps = steps
+    def __init__(self, steps: int | None) -> None:
+        self._steps = steps  # None: unknown
         self._bar: Any = None
 
     def __call__(self, step: int, loss: float | None) -> None:

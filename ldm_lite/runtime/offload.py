@@ -117,6 +117,12 @@ class Offloader:
                     if hooks is block._forward_pre_hooks:
                         block.forward = functools.partial(self._read, block.forward, block)
 
+    def release(self, *roles: str) -> None:
+        """Free the copies of networks that stay where they are now: on the device, say, in a phase that never ends."""
+        for group in [self._phases.pop(role) for role in roles if role in self._phases]:
+            self._groups = {tensor: other for tensor, other in self._groups.items() if other is not group}
+            group.kept, group._home = {}, []
+
     def _read(self, forward: Any, block: nn.Module, *args: Any, **named: Any) -> Any:
         """Run a block's forward with its weights as attributes, which hide its parameters."""
         hidden = list[tuple[dict[str, Any], str]]()

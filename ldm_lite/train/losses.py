@@ -188,7 +188,8 @@ class DiffusionLoss:
             else:
                 logits = draws.normal().double() if quantiles is None else torch.special.ndtri(quantiles.double())
                 places = torch.sigmoid(logits)
-            sized, shift = self.model.sized((x0.shape[1], x0.shape[2], x0.shape[3])).schedule, self.flow_shift
+            sized: Any = self.model.sized((x0.shape[1], x0.shape[2], x0.shape[3])).schedule
+            shift = self.flow_shift
             places = low + (high - low) * places
             if shift is None:
                 levels = [sized.between(1000 * float(place) - 1) for place in places]

@@ -224,7 +224,7 @@ def resolved(options: TrainOptions) -> TrainOptions:
     """Return the options with the defaults of what is trained in place of None."""
     kind = "lcm" if options.lcm else "lora" if options.lora_rank is not None else options.stage
     steps, lr, decay = DEFAULTS[kind]
-    defaults = {
+    defaults: dict[str, Any] = {
         "steps": None if options.epochs else steps,
         "lr": 1.0 if options.optimizer == "prodigy" else lr,
         "ema_decay": decay,

@@ -97,10 +97,16 @@ def train(
             if data.train.shards is None:
                 raise ValueError("`epochs` needs finite data: give `scenes`, or `steps` in place of it")
             steps = math.ceil(options.epochs * sum(data.train.shards) / (options.batch * options.accumulate))
-            options = replace(options, steps=steps)
+            options = replace(options, steps=steps, epochs=None)
         # With an offloader what no step uses waits on the CPU, and with `offload` the text encoders for their turn.
         texts = [] if data.empty is not None or (load.offload and not changes_text) else list(text_encoders(model))
-        stack.enter_context(model.phase("unet", *texts, *["vae"] * (not data.encoded and load.offload is None)))
+        staying = ["unet", *texts, *["vae"] * (not data.encoded and load.offload is None)]
+        stack.enter_context(model.phase(*staying))
+        if model.offloader is not None:
+            unused = [] if load.offload else [role for role in model.networks if role not in staying]
+            model.offloader.release(*staying, *unused * (distributed.rank() > 0))
+            for role in unused * (distributed.rank() > 0):  # which draws no samples
+                getattr(model, role).to("meta")
         loss = make_loss(options, model, data.empty)
         if options.stage == "embedding" and isinstance(loss, DiffusionLoss):
             model = loss.model  # whose prompts know the name
@@ -198,7 +204,9 @@ def make_model(options: TrainOptions, load: LoadOptions) -> Pipeline:
         dtype = f"fp32,unet={frozen}"
     else:
         dtype = f"{frozen},vae=fp32"
-    model = load_model(replace(load, dtype=dtype, offload=load.offload or ("model" if is_encoded else None)))
+    offload = load.offload or ("model" if is_encoded else None)
+    # No CUDA graph: samples are drawn with weights that change, or other networks.
+    model = load_model(replace(load, dtype=dtype, offload=offload, compile="off"))
     check_model(options, model)
     for network in model.networks.values():
         network.requires_grad_(False).eval()

@@ -41,11 +41,14 @@ def load_weights(network: nn.Module, weights: dict[str, Tensor]) -> None:
 
 
 @contextlib.contextmanager
-def opened_state(path: Path, device: torch.device) -> Iterator[dict[str, Any]]:
-    """Yield the content of a state file.  Any error of it in the block becomes a ValueError of one line; OSError."""
-    with open_file(path) as file:
+def opened_state(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the content of a state file, which stays on the disk: what is taken of it goes to its device, one by one.
+
+    Any error of it in the block becomes a ValueError of one line; OSError.
+    """
+    with open_file(path):
         try:
-            state = torch.load(file, map_location=device, weights_only=True)
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
             for value in tree_leaves(state):
                 if isinstance(value, Tensor) and value.is_floating_point() and not bool(torch.isfinite(value).all()):
                     raise ValueError("it holds numbers that are not finite")

@@ -144,7 +144,7 @@ class Trainer:
         Raises ValueError if it is damaged, belongs to other networks, or is beyond the last step; OSError.
         """
         path = self.folder / STATE
-        with opened_state(path, self.device) as state:
+        with opened_state(path) as state:
             before = dict(state["settings"])
             changed = {name: value for name, value in self.settings.items() if before.get(name, value) != value}
             if fixed := [name for name in changed if name not in MAY_CHANGE]:

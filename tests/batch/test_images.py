@@ -20,6 +20,7 @@ from batch_files import contents, members
 from PIL import Image
 
 import ldm_lite
+from ldm_lite.batch import images
 from ldm_lite.batch.options import RowOptions
 from ldm_lite.batch.rows import Item, Rows, convert
 from ldm_lite.batch.store import Store, check_job
@@ -345,3 +346,20 @@ def test_the_pixels_of_a_row_may_be_limited(small_path: Path) -> None:
     first, second = rows.read(0, [{"prompt": "a", "width": 64}, {"prompt": "a", "width": 72}])
     assert isinstance(first, Item)
     assert not isinstance(second, Item)
+
+
+def test_few_texts_are_held_at_once(
+    tmp_path: Path, table: Write, batch: Batch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many rows a shard has: they are encoded, denoised and let go part by part, with the same bytes."""
+    events: list[object] = []
+    prepare, denoise = images.prepare_rows, images.ImageWorker._run
+    monkeypatch.setattr(images, "prepare_rows", lambda m, o, rows: (events.append(len(rows)), prepare(m, o, rows))[1])
+    monkeypatch.setattr(images.ImageWorker, "_run", lambda self, rows: (events.append("run"), denoise(self, rows))[1])
+    batch(table(9), "--shard-size", 9, out="whole")
+    assert events == [9, *["run"] * 5]
+    events.clear()
+    monkeypatch.setattr(images, "TEXTS", 5)  # of whole batches of two
+    batch(table(9), "--shard-size", 9)
+    assert events == [4, "run", "run", 4, "run", "run", 1, "run"]
+    assert contents(tmp_path / "out")["00000.tar"] == contents(tmp_path / "whole")["00000.tar"]

@@ -18,11 +18,13 @@ from torch import nn
 from training import load_options, options, train
 
 import ldm_lite
+from ldm_lite.cli.options import LoadOptions
 from ldm_lite.train import encoded
 from ldm_lite.train.additions import LoRA
 from ldm_lite.train.batches import Batch, Draws
 from ldm_lite.train.data import divided, in_buckets, open_folder
 from ldm_lite.train.losses import DiffusionLoss
+from ldm_lite.train.options import TrainOptions, check, with_config
 from ldm_lite.train.trainer import shuffle
 
 ONE: dict[str, Any] = {"lora_rank": 2, "steps": 1, "sample_every": 0}
@@ -81,6 +83,9 @@ def test_a_run_learns_mirrored_and_repeated_latents(habits: Path, small_path: Pa
     train(given, load_options(small_path))
     assert torch.load(tmp_path / "run" / "state.pt", weights_only=True)["step"] == 16, "2 epochs of 16 in batches of 2"
     assert encoded.open_encoded(tmp_path / "run" / "latents").shards == (8,)
+    again, load = with_config(TrainOptions(config=os.fspath(tmp_path / "run" / "config.toml")), LoadOptions())
+    check(again, load)
+    assert (again.steps, again.epochs) == (16, None)
     with pytest.raises(ValueError, match="`steps` has no effect with `epochs`"):
         train(replace(given, steps=3), load_options(small_path))
 
