@@ -191,6 +191,7 @@ class Pipeline(Model):
         task, on_step = _prepared(txt2img, self, Txt2imgOptions, "stream", {"prompt": prompt, **options})
 
         def states() -> Iterator[State]:
+            state: Any  # without decoding there are no results
             for state in run(task, decoding=False):
                 if on_step is not None:
                     on_step(state)
