@@ -19,7 +19,7 @@ pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 pytest.importorskip("prometheus_client")
 
-from ldm_lite.cli.task_options import Img2imgOptions, InpaintOptions, Txt2imgOptions
+from ldm_lite.cli.task_options import Img2imgOptions, InpaintOptions
 from ldm_lite.serve import http, queue, server
 from ldm_lite.serve.http import Refused, open_bytes, validated
 from ldm_lite.serve.queue import CLIENT
@@ -252,6 +252,7 @@ def test_a_request_has_one_budget(library: Any, more: dict[str, Any], message: s
         {"resolution": 65536},
         {"extend": "left=65536,top=65536"},
         {"extend": "left= 60000", "width": 64, "height": 64},
+        {"extend": "top=4000", "width": 1024},
     ],
     ids=str,
 )
@@ -525,7 +526,3 @@ def test_the_log_says_everything_again_with_its_time(monkeypatch: Any, capsys: A
     assert lines[2].endswith("+0000 a request") or lines[2].endswith(" a request")
     assert sum("KeyError: 'ours'" in line for line in lines) == 2  # the line, and the end of its traceback
     assert any(line.startswith("Traceback") for line in lines)
-
-
-def test_txt2img_options_are_not_changed_by_a_folder_without_embeddings(library: Any) -> None:
-    assert library.embeddings_in(Txt2imgOptions(prompt="a red cat")) == ()
