@@ -9,7 +9,7 @@ import re
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -236,7 +236,8 @@ class Library:
                 f"{model.name} is {model.family.title}, whose prompts are names of files: it is not served"
             )
         self.together = with_exact_batches(model) if self._options.batching == "exact" else None
-        widths = {encoder.spec.width for encoder in model.text_encoders if hasattr(encoder, "spec")}
+        encoders: tuple[Any, ...] = model.text_encoders
+        widths = {encoder.spec.width for encoder in encoders if hasattr(encoder, "spec")}
         self._facts[name] = Facts(model.family.resolution, model.family.steps, tasks_of(model), widths)
         self._model = self.together or model
 

@@ -209,6 +209,26 @@ def test_health_is_answered_while_all_threads_read(running: Running, monkeypatch
         thread.join()
 
 
+def test_what_is_queued_too_late_is_given_up(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that queues it cannot be stopped when the client has got its 503."""
+    go, made = threading.Event(), list[Any]()
+    submit_later = running.engine.submit
+
+    def late(*args: Any, **kwargs: Any) -> Any:
+        assert go.wait(60)
+        made.append(submit_later(*args, **kwargs))
+        return made[0]
+
+    monkeypatch.setattr(running.engine, "submit", late)
+    monkeypatch.setattr(http, "READING", 0.3)
+    assert running.refused(TXT2IMG, SMALL | {"steps": 150})[0] == 503
+    go.set()
+    limit = time.monotonic() + 20
+    while not made or made[0].state != "cancelled":
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+
+
 # ---- what is asked for ----------------------------------------------------------------------------------------------
 
 
