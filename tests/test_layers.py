@@ -140,7 +140,8 @@ BESIDE_THE_FACADE = {
     # `--encode` writes what training reads.
     "batch": {"train"},
     # Tables of names (samplers, spacings, A1111's), the text of pictures, and X/Y plots: small interfaces of their own.
-    "serve": {"diffusion", "features.from_png", "tasks.xy", "text.parameters"},
+    # It lists textual inversions with their shapes.
+    "serve": {"checkpoint.reader", "diffusion", "features.from_png", "tasks.xy", "text.parameters"},
     # It names kernels and devices, counts a sampler's calls, and makes checkpoints of every family with random weights.
     "bench": {"checkpoint.reader", "diffusion.names", "runtime", "zoo"},
 }

@@ -27,7 +27,6 @@ from pydantic import Field
 from ldm_lite import Control
 from ldm_lite.cli.task_options import UPSCALERS, Img2imgOptions, InpaintOptions, Txt2imgOptions
 from ldm_lite.cli.version import __version__
-from ldm_lite.core.files import open_file
 from ldm_lite.diffusion.names import has, resolve
 from ldm_lite.diffusion.webui import OFFERED, TYPES, from_webui
 from ldm_lite.image import PIXEL_UPSCALERS, to_image, to_rgb
@@ -352,12 +351,10 @@ def router(engine: Engine) -> APIRouter:
             about = {"title": title, "model_name": name, "hash": digest or None, "sha256": None}
             yield about | {"filename": title.rpartition(" [")[0] or name, "config": None}
 
-    def embedding(path: Path) -> dict[str, Any]:
-        shape: tuple[int, ...] = (0,)
-        with contextlib.suppress(ValueError):  # a .pt of an older layout
-            shape = next(iter(open_file(path).shapes.values()))
+    def embeddings() -> dict[str, Any]:
         about = {"step": None, "sd_checkpoint": None, "sd_checkpoint_name": None}
-        return about | {"shape": shape[-1], "vectors": shape[0] if len(shape) == 2 else 1}
+        shapes = {name: (1, *next(iter(found.values()), (0,))) for name, (_, found) in library.embeddings().items()}
+        return {name: about | {"shape": shape[-1], "vectors": shape[-2]} for name, shape in shapes.items()}
 
     no_path = {"model_path": None, "model_url": None}
     schedule = {"aliases": None, "default_rho": -1.0, "need_inner_model": False}
@@ -378,10 +375,7 @@ def router(engine: Engine) -> APIRouter:
         "latent-upscale-modes": lambda: [{"name": name} for name in UPSCALERS],
         # of these there is none here, but clients ask for them when they start
         "scripts": lambda: {"txt2img": [], "img2img": []},
-        "embeddings": lambda: {
-            "loaded": {Path(name).name: embedding(path) for name, path in library.files("embeddings").items()},
-            "skipped": {},
-        },
+        "embeddings": lambda: {"loaded": embeddings(), "skipped": {}},
         "cmd-flags": lambda: {},
         **dict.fromkeys(EMPTY, lambda: []),
     }
@@ -661,26 +655,9 @@ def _controlnets(engine: Engine) -> APIRouter:
     @routes.get("/module_list")
     def module_list() -> dict[str, Any]:
         """What makes a ControlNet's image."""
-        low, high = (
-            {"name": f"{name} Threshold", "value": value, "min": 0, "max": 1020}
-            for name, value in (("Low", 100), ("High", 200))
-        )
-        details = {
-            name: {"model_free": False, "sliders": [None, low, high] if name == "canny" else []} for name in MODULES
-        }
+        sliders = [{"name": name, "value": THRESHOLDS[name], "min": 0, "max": 1020} for name in THRESHOLDS]
+        details = {name: {"model_free": False, "sliders": sliders if name == "canny" else []} for name in MODULES}
         return {"module_list": list(MODULES), "module_detail": details}
-
-    @routes.get("/control_types")
-    def control_types() -> dict[str, Any]:
-        """One kind, of all."""
-        names = ["None", *model_list()["model_list"]]
-        about = {"module_list": list(MODULES), "model_list": names, "default_option": "none", "default_model": "None"}
-        return {"control_types": {"All": about}}
-
-    @routes.get("/settings")
-    def settings() -> dict[str, Any]:
-        """How many ControlNets a request may have."""
-        return {"control_net_unit_count": engine.limits.max_branches - 2}
 
     @routes.post("/detect", openapi_extra=DetectRequest.docs())
     async def detect(request: Request) -> dict[str, Any]:

@@ -164,13 +164,27 @@ class Reader:
         try:
             async with asyncio.timeout(READING), turn, self._free:
                 context = contextvars.copy_context()
-                return await asyncio.get_running_loop().run_in_executor(self._threads, context.run, function, *args)
+                done = asyncio.get_running_loop().run_in_executor(self._threads, context.run, function, *args)
+                try:
+                    return await asyncio.shield(done)
+                except asyncio.CancelledError:  # the thread goes on
+                    done.add_done_callback(_give_up)
+                    raise
         except TimeoutError:
             raise Refused(503, f"the request was not read within {READING:g} seconds: try again later") from None
 
     def _check_length(self, length: int) -> None:
         if length > self.most:
             raise Refused(413, f"the request is too large, wanted at most {self.most // 2**20} MiB")
+
+
+def _give_up(done: "asyncio.Future[Any]") -> None:
+    """Cancel the ticket that a function has queued, for whose answer nobody waits any more."""
+    if not done.cancelled() and done.exception() is None:
+        result = done.result()
+        for item in result if isinstance(result, tuple) else (result,):
+            if isinstance(item, Ticket):
+                item.cancel()
 
 
 async def reading(request: Request, function: Callable[..., T], *args: Any) -> T:

@@ -1,5 +1,6 @@
 """What requests may name: checkpoints, LoRAs, ControlNets, upscalers of folders; and the checkpoint that is loaded."""
 
+import contextlib
 import dataclasses
 import functools
 import gc
@@ -8,13 +9,15 @@ import re
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from ldm_lite import Pipeline, Upscaler
+from ldm_lite.checkpoint.reader import open_checkpoint
 from ldm_lite.cli.options import LoadOptions
 from ldm_lite.cli.task_options import Txt2imgOptions
+from ldm_lite.core.layers import Shapes
 from ldm_lite.serve.options import ServeOptions
 from ldm_lite.toolkit import (
     LoraWeight,
@@ -45,6 +48,7 @@ class Facts(NamedTuple):
     side: int  # pixels of its images
     steps: int
     tasks: tuple[str, ...]
+    widths: set[int]  # of its text encoders, which embeddings fit
 
 
 class Library:
@@ -131,18 +135,24 @@ class Library:
         digest = _digest(path, path.stat().st_mtime_ns)
         return f"{name}{path.suffix if kind == 'models' else ''} [{digest}]", digest
 
-    def embeddings_in(self, options: Txt2imgOptions) -> tuple[str, ...]:
-        """Return the textual inversions that a request's prompts name, as NAME=FILE."""
-        if not (files := self.files("embeddings")):
-            return ()
-        prompts = options.prompt if isinstance(options.prompt, list | tuple) else [options.prompt]
+    def embeddings(self) -> dict[str, tuple[Path, Shapes]]:
+        """The files and shapes of textual inversions, by the names that prompts have for them."""
+        found: dict[str, tuple[Path, Shapes]] = {}
+        for name, path in self.files("embeddings").items():
+            with contextlib.suppress(ValueError):  # what does not open is none
+                found[Path(name).name] = path, _shapes(path, path.stat().st_mtime_ns)
+        return found
+
+    def embeddings_in(self, options: Txt2imgOptions, model: str | None) -> tuple[str, ...]:
+        """Return the textual inversions that a request's prompts name, as NAME=FILE, of those that fit its model."""
+        prompts = [options.prompt] if isinstance(options.prompt, str) else options.prompt or []
         texts = (*prompts, options.negative_prompt, options.hires_prompt, options.hires_negative_prompt)
-        text = " ".join(text for text in texts if text).lower()
-        names = {Path(name).name: path for name, path in files.items()}
+        text, widths = " ".join(text for text in texts if text).lower(), self.facts(model).widths
         return tuple(
             f"{name}={path}"
-            for name, path in names.items()
-            if re.search(rf"(?<!\w){re.escape(name.lower())}(?!\w)", text)
+            for name, (path, shapes) in self.embeddings().items()
+            if {shape[-1] for shape in shapes.values() if shape} >= widths
+            and re.search(rf"(?<!\w){re.escape(name.lower())}(?!\w)", text)
         )
 
     def upscaler(self, name: str) -> Upscaler:
@@ -226,7 +236,9 @@ class Library:
                 f"{model.name} is {model.family.title}, whose prompts are names of files: it is not served"
             )
         self.together = with_exact_batches(model) if self._options.batching == "exact" else None
-        self._facts[name] = Facts(model.family.resolution, model.family.steps, tasks_of(model))
+        encoders: tuple[Any, ...] = model.text_encoders
+        widths = {encoder.spec.width for encoder in encoders if hasattr(encoder, "spec")}
+        self._facts[name] = Facts(model.family.resolution, model.family.steps, tasks_of(model), widths)
         self._model = self.together or model
 
     @property
@@ -244,7 +256,12 @@ class Library:
         return self._preview
 
 
-@functools.lru_cache(256)
+@functools.lru_cache(1024)
+def _shapes(path: Path, changed: int) -> Shapes:
+    return open_checkpoint(path).shapes
+
+
+@functools.lru_cache(1024)
 def _digest(path: Path, changed: int) -> str:
     """A file's hash as older versions of A1111 and its ControlNets have it: of 64 KiB from its first MiB on."""
     with path.open("rb") as file:

@@ -312,7 +312,7 @@ class Engine:
                 f"and {len(options.control)} ControlNets, wanted at most {limits.max_branches} (`max_branches`)"
             )
         self.check_work(ticket, *self._size(ticket, facts.side))
-        ticket.options = dataclasses.replace(options, embedding=self.library.embeddings_in(options))
+        ticket.options = dataclasses.replace(options, embedding=self.library.embeddings_in(options, ticket.model))
         if (model := self.library.ready(ticket.model)) is not None and not options.control:
             prepare(model, ticket.options)
 
@@ -323,13 +323,17 @@ class Engine:
             return options.width or side, options.height or side
         sizes = [to_image(image).size for image in images]
         width, height = max(size[0] for size in sizes), max(size[1] for size in sizes)
-        added = [int(pixels) for pixels in re.findall(r"=\s*(\d{1,9})", getattr(options, "extend", None) or "")]
-        if added:  # before it is reduced
-            self.check_size(width + sum(added), height + sum(added), of=16)
+        for name, pixels in re.findall(r"(\w+)\s*=\s*(\d{1,9})", getattr(options, "extend", None) or ""):
+            width, height = (
+                (width + int(pixels), height) if name in ("left", "right") else (width, height + int(pixels))
+            )
+            self.check_size(width, height, of=16)  # before it is reduced
         if ticket.task == "upscale":
             return 4 * width, 4 * height
         if (long := getattr(options, "resolution", None)) is not None:
             return long, math.ceil(long * min(width, height) / max(width, height))
+        if getattr(options, "only_masked", None) is not None:
+            return options.width or side, options.height or side
         if options.width or options.height:
             by_width, by_height = (options.width or 0) / width, (options.height or 0) / height
             return options.width or round(by_height * width), options.height or round(by_width * height)

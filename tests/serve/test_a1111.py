@@ -81,6 +81,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_file(toy.control(random_checkpoint.SMALL.unet), path / "controlnets/edges.safetensors")
     (path / "embeddings").mkdir()
     save_file({"emb_params": torch.ones(2, 64)}, path / "embeddings/xyzzy.safetensors")
+    save_file({"emb_params": torch.ones(2, 768)}, path / "embeddings/cat.safetensors")  # of another model
+    torch.save({"string_to_param": {"*": torch.ones(3, 64)}, "name": "old"}, path / "embeddings/old.pt")
+    (path / "embeddings/none.pt").write_bytes(b"x")
     return path
 
 
@@ -173,7 +176,11 @@ def test_controlnets_that_are_wrong_are_one_line(server: Running, unit: dict[str
 
 def test_embeddings_are_used_by_name(server: Running, folder: Path, small_path: Path) -> None:
     loaded = server.ask("/sdapi/v1/embeddings")[1]["loaded"]
-    assert loaded["xyzzy"]["vectors"] == 2
+    assert {name: (about["vectors"], about["shape"]) for name, about in loaded.items()} == {
+        "cat": (2, 768),
+        "old": (3, 64),
+        "xyzzy": (2, 64),
+    }
     pipe = ldm_lite.load(small_path, device="cpu")
     ours = {"steps": 2, "seed": 3, "width": 64, "height": 64, "sampler": "webui Euler", "prompt_syntax": "a1111"}
     files = [str(folder / "embeddings/xyzzy.safetensors")]

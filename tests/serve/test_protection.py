@@ -19,7 +19,7 @@ pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 pytest.importorskip("prometheus_client")
 
-from ldm_lite.cli.task_options import Img2imgOptions, InpaintOptions, Txt2imgOptions
+from ldm_lite.cli.task_options import Img2imgOptions, InpaintOptions
 from ldm_lite.serve import http, queue, server
 from ldm_lite.serve.http import Refused, open_bytes, validated
 from ldm_lite.serve.queue import CLIENT
@@ -209,6 +209,26 @@ def test_health_is_answered_while_all_threads_read(running: Running, monkeypatch
         thread.join()
 
 
+def test_what_is_queued_too_late_is_given_up(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that queues it cannot be stopped when the client has got its 503."""
+    go, made = threading.Event(), list[Any]()
+    submit_later = running.engine.submit
+
+    def late(*args: Any, **kwargs: Any) -> Any:
+        assert go.wait(60)
+        made.append(submit_later(*args, **kwargs))
+        return made[0]
+
+    monkeypatch.setattr(running.engine, "submit", late)
+    monkeypatch.setattr(http, "READING", 0.3)
+    assert running.refused(TXT2IMG, SMALL | {"steps": 150})[0] == 503
+    go.set()
+    limit = time.monotonic() + 20
+    while not made or made[0].state != "cancelled":
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+
+
 # ---- what is asked for ----------------------------------------------------------------------------------------------
 
 
@@ -252,6 +272,7 @@ def test_a_request_has_one_budget(library: Any, more: dict[str, Any], message: s
         {"resolution": 65536},
         {"extend": "left=65536,top=65536"},
         {"extend": "left= 60000", "width": 64, "height": 64},
+        {"extend": "top=4000", "width": 1024},
     ],
     ids=str,
 )
@@ -525,7 +546,3 @@ def test_the_log_says_everything_again_with_its_time(monkeypatch: Any, capsys: A
     assert lines[2].endswith("+0000 a request") or lines[2].endswith(" a request")
     assert sum("KeyError: 'ours'" in line for line in lines) == 2  # the line, and the end of its traceback
     assert any(line.startswith("Traceback") for line in lines)
-
-
-def test_txt2img_options_are_not_changed_by_a_folder_without_embeddings(library: Any) -> None:
-    assert library.embeddings_in(Txt2imgOptions(prompt="a red cat")) == ()
