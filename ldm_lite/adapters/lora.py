@@ -92,7 +92,8 @@ def targets(network: nn.Module) -> dict[str, dict[str, Target]]:
 def _parts(network: nn.Module, by_module: Mapping[str, dict[str, Target]]) -> dict[str, dict[str, Target]]:
     """Return the targets of diffusers' modules of a transformer, which are rows of its own or have swapped halves."""
     if isinstance(network, Flux):
-        modules = flux_modules(network.spec.depth, network.spec.single_depth)
+        spec = network.spec
+        modules = flux_modules(spec.depth, spec.single_depth, getattr(spec, "approximator_depth", 0))
     elif isinstance(network, MMDiT):
         modules = sd3_modules(network.spec.depth)
     elif isinstance(network, ZImage):

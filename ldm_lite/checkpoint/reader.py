@@ -45,7 +45,7 @@ ADAPTERS: list[tuple[str, str]] = [
     (r"^text_encoders\.clip_g\.transformer\.text_model\.final_layer_norm\.weight$", "ldm_lite.formats.comfyui:clip_g"),
     (r"^visual\.transformer\.resblocks\.0\.attn\.in_proj_weight$", "ldm_lite.formats.open_clip_vision:to_transformers"),
     (r"_orig_mod\.|^module\.", "ldm_lite.formats.compiled:plain"),
-    (r"\b(query_norm|key_norm)\.weight$", "ldm_lite.formats.comfyui:flux_norms"),
+    (r"\b(query_norm|key_norm|guidance_layer\.norms\.\d+)\.weight$", "ldm_lite.formats.comfyui:flux_norms"),
     (r"^((decoder|encoder)\.layers\.0|[01])\.weight$", "ldm_lite.formats.taesd:whole"),
     (r"^model\.1\.sub\.0\.RDB1\.conv1\.0\.weight$", "ldm_lite.formats.esrgan:as_basicsr"),
     (  # what no original checkpoint of a known family has

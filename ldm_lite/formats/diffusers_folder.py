@@ -58,7 +58,7 @@ def download(repository: str) -> Path:
     about = ["model_index.json", "scheduler/scheduler_config.json", *(f"{folder}config.json" for folder in folders)]
     about += [f"{folder}/{file}" for folder in ("tokenizer", "tokenizer_2") for file in TOKENIZER]
     about += [f"{folder}/{file}" for folder in ("tokenizer_2", "tokenizer_3") for file in T5_VOCABS]
-    about += ["tokenizer/tokenizer.json"] if "unet/" not in folders else []  # Qwen3's
+    about += [f"tokenizer/{file}" for file in T5_VOCABS if "unet/" not in folders]  # of Qwen3, or Chroma's T5
     wanted = [name for name in about if name in names]
     for folder in folders:
         inside = [name.removeprefix(folder) for name in names if name.startswith(folder)]

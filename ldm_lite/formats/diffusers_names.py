@@ -132,6 +132,8 @@ SINGLE = {  # a single block of FLUX.1
     "norm.query_norm": ("attn.norm_q",),
     "norm.key_norm": ("attn.norm_k",),
 }
+APPROXIMATOR = "distilled_guidance_layer"  # of Chroma
+LAYERS = {"in_layer": ("linear_1",), "out_layer": ("linear_2",)}
 JOINT = {  # a block of Stable Diffusion 3
     "x_block.adaLN_modulation.1": ("norm1.linear",),
     "context_block.adaLN_modulation.1": ("norm1_context.linear",),
@@ -160,8 +162,8 @@ Z_IMAGE = {  # what has another name in a block of Z-Image
 }
 
 
-def flux_modules(depth: int, single_depth: int) -> dict[str, Parts]:
-    """Return the parts of each module of FLUX.1 with this many blocks."""
+def flux_modules(depth: int, single_depth: int, approximator_depth: int = 0) -> dict[str, Parts]:
+    """Return the parts of each module of FLUX.1 with this many blocks, or of Chroma with an approximator."""
     return {
         "img_in": Parts(("x_embedder",)),
         "txt_in": Parts(("context_embedder",)),
@@ -169,6 +171,8 @@ def flux_modules(depth: int, single_depth: int) -> dict[str, Parts]:
         **_embedders(("time_in", "vector_in", "guidance_in"), "in_layer", "out_layer"),
         **_blocks("double_blocks", "transformer_blocks", depth, DOUBLE),
         **_blocks("single_blocks", "single_transformer_blocks", single_depth, SINGLE),
+        **_blocks(f"{APPROXIMATOR}.layers", f"{APPROXIMATOR}.layers", approximator_depth, LAYERS),
+        **{name: Parts((name,)) for i in range(approximator_depth) for name in (f"{APPROXIMATOR}.norms.{i}",)},
     }
 
 

@@ -18,11 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ldm_lite.core.layers import AttentionFn, Shapes, count, merge_heads, sdpa, sinusoids, size, split_heads
+from ldm_lite.core.layers import AttentionFn, Shapes, count, sdpa, sinusoids, size, split_heads
 from ldm_lite.models.ops import (
     LastLayer,
     RMSNorm,
     TransformerSpec,
+    attend,
     axial_rotation,
     finite_half,
     gelu_tanh,
@@ -134,15 +135,20 @@ class DoubleStreamBlock(nn.Module):
         self.txt_attn = SelfAttention(spec.width, spec.heads)
         self.txt_mlp = mlp(spec.width, spec.mlp_width, spec.width, gelu_tanh)
 
-    def forward(self, context: Tensor, x: Tensor, vec: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor]:
-        """Text (B,T,D), image (B,N,D), conditioning vec (B,D), rotation (2,T+N,D/H/2) -> text and image."""
+    def forward(
+        self, context: Tensor, x: Tensor, vec: Tensor, rotation: Tensor, mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Text (B,T,D), image (B,N,D), conditioning vec (B,D), rotation (2,T+N,D/H/2) -> text and image.
+
+        mask is as in attend, over text and image.
+        """
         text_mods, image_mods = self.txt_mod(vec), self.img_mod(vec)  # of attention, then of the MLP
 
         # attention over text and image
         text = self.txt_attn(modulate(context, *text_mods[:2]))
         image = self.img_attn(modulate(x, *image_mods[:2]))
         q, k, v = (torch.cat(both, dim=2) for both in zip(text, image, strict=True))  # (B, H, T+N, D/H)
-        out = merge_heads(self.attention(rotate(q, rotation), rotate(k, rotation), v))  # (B, T+N, D)
+        out = attend(self.attention, rotate(q, rotation), rotate(k, rotation), v, mask)  # (B, T+N, D)
         from_text, from_image = torch.split(out, [context.shape[1], x.shape[1]], dim=1)
 
         # projections and MLPs
@@ -166,14 +172,14 @@ class SingleStreamBlock(nn.Module):
         self.norm = QKNorm(self.head_dim)
         self.modulation = Modulation(spec.width, branches=1)
 
-    def forward(self, x: Tensor, vec: Tensor, rotation: Tensor) -> Tensor:
-        """Text and image x (B,T+N,D), conditioning vec (B,D), rotation (2,T+N,D/H/2) -> (B,T+N,D)."""
+    def forward(self, x: Tensor, vec: Tensor, rotation: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Text and image x (B,T+N,D), vec (B,D), rotation (2,T+N,D/H/2), mask as in attend -> (B,T+N,D)."""
         shift, scale, gate = self.modulation(vec)
         widths = [self.spec.width] * 3 + [self.spec.mlp_width]
         q, k, v, hidden = torch.split(self.linear1(modulate(x, shift, scale)), widths, dim=2)
         q, k, v = (split_heads(part, self.spec.heads) for part in (q, k, v))  # (B, H, T+N, D/H)
         q, k = self.norm(q, k)
-        out = merge_heads(self.attention(rotate(q, rotation), rotate(k, rotation), v))
+        out = attend(self.attention, rotate(q, rotation), rotate(k, rotation), v, mask)
         out = self.linear2(torch.cat([out, F.gelu(hidden, approximate="tanh")], dim=2))
         return finite_half(x + gate * out)
 
@@ -215,17 +221,20 @@ class Flux(nn.Module):
         """
         assert y is not None, "FLUX reads the pooled text"
         x = x.to(context.dtype) if concat is None else torch.cat([x.to(context.dtype), concat], dim=1)
+        return self.denoise(x, context, F.silu(self.embed(t, y, guidance)))
+
+    def denoise(self, x: Tensor, context: Tensor, vec: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Latents x and text context as forward takes them, the conditioning vec (B,D) and a mask -> the velocity."""
         images = [F.pixel_unshuffle(image, 2) for image in torch.split(x, self.spec.in_channels, dim=1)]
         num_text, (h, w) = context.shape[1], images[0].shape[2:]
         rotation = self.rotation(num_text, (len(images), h, w), x)
         x = self.img_in(torch.cat([image.flatten(2) for image in images], dim=2).transpose(1, 2))  # (B, N, D)
         context = self.txt_in(context)  # (B, T, D)
-        vec = F.silu(self.embed(t, y, guidance))  # (B, D)
         for block in self.double_blocks:
-            context, x = block(context, x, vec, rotation)
+            context, x = block(context, x, vec, rotation, mask)
         x = torch.cat([context, x], dim=1)  # (B, T+N, D)
         for block in self.single_blocks:
-            x = block(x, vec, rotation)
+            x = block(x, vec, rotation, mask)
         out = self.final_layer(x[:, num_text:][:, : h * w], vec)
         return F.pixel_shuffle(out.transpose(1, 2).unflatten(2, (h, w)), 2)
 

@@ -42,6 +42,7 @@ NETWORKS = {  # the class of a spec -> its network's
     "UNetSpec": "ldm_lite.models.unet:UNet",
     "IFSpec": "ldm_lite.models.unet_if:UNetIF",
     "FluxSpec": "ldm_lite.models.flux:Flux",
+    "ChromaSpec": "ldm_lite.models.chroma:Chroma",
     "MMDiTSpec": "ldm_lite.models.mmdit:MMDiT",
     "ZImageSpec": "ldm_lite.models.z_image:ZImage",
     "VAESpec": "ldm_lite.core.vae:AutoencoderKL",

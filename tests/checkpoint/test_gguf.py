@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import toy
+import toy_chroma
 import toy_flow
 import toy_z_image
 from flow_files import SPIECE
@@ -312,6 +313,16 @@ def test_t5_has_the_names_of_llama_cpp(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_chroma_has_the_names_of_the_original(tmp_path: Path) -> None:
+    tensors, worth = stored(weights(toy_chroma.small())["unet"])
+    path = gguf(tmp_path / "chroma.gguf", tensors, general__architecture="flux")
+    pipe = ldm_lite.load(path, **{name: value for name, value in toy_chroma.write(tmp_path).items() if name != "ckpt"})
+    network = build(toy_chroma.SPEC)
+    network.load_state_dict(worth)
+    assert sum(isinstance(layer, BlockLinear) for layer in linears(pipe.unet)) > 10
+    assert torch.equal(pipe.unet(*toy_chroma.inputs()), network(*toy_chroma.inputs()))
+
+
 def test_qwen3_has_the_names_of_llama_cpp(tmp_path: Path) -> None:
     """And Z-Image's transformer those of ComfyUI."""
     files, parts = toy_z_image.write(tmp_path), weights(toy_z_image.small())

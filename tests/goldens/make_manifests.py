@@ -23,6 +23,7 @@ RENAMED = {  # the file's name -> ours
     "sd35-medium": "transformer_sd35_medium",
     "sd35-large": "transformer_sd35_large",
     "zimage": "transformer_z_image",
+    "chroma": "transformer_chroma",
 }
 
 

@@ -124,7 +124,7 @@ def file_of(name: str) -> dict[str, tuple[int, ...]]:
 def test_every_manifest_is_part_of_a_file_or_a_file() -> None:
     used = {manifest for file in FILES.values() for manifest in file.values()} | set(ALONE)
     assert used == set(MANIFESTS)
-    by_metadata = {"z_image", "flux_kontext", "sdxl_turbo", "sd35_large_turbo", "flux_canny"}
+    by_metadata = {"z_image", "chroma_flash", "flux_kontext", "sdxl_turbo", "sd35_large_turbo", "flux_canny"}
     assert set(FILES) == set(FAMILIES) - by_metadata
 
 
@@ -213,10 +213,7 @@ LOOK_ALIKES: dict[str, tuple[dict[str, tuple[int, ...]], str]] = {
     "playground": (file_of("sdxl_base") | {"edm_mean": (1, 4, 1, 1), "edm_std": (1, 4, 1, 1)}, "Playground 2.5"),
     "cosxl": (file_of("sdxl_base") | {"edm_vpred.sigma_max": (), "edm_vpred.sigma_min": ()}, "CosXL"),
     "altdiffusion": (file_of("sd1") | {"cond_stage_model.roberta.embeddings.LayerNorm.weight": (1024,)}, "AltDiff"),
-    "chroma": (
-        under("", "transformer_flux_schnell") | {"distilled_guidance_layer.in_proj.weight": (5120, 64)},
-        "Chroma",
-    ),
+    "radiance": (under("", "transformer_chroma") | {"nerf_blocks.0.norm.scale": (64,)}, "Chroma1-Radiance"),
     "flux.2": ({"double_stream_modulation_img.lin.weight": (36864, 6144)}, "FLUX.2, which is not read: take FLUX.1"),
     "flux.2 single": ({f"{UNET}single_stream_modulation.lin.weight": (18432, 6144)}, "FLUX.2"),
     "redux": ({"redux_up.weight": (12288, 1152), "redux_down.weight": (4096, 12288)}, "is FLUX.1 Redux, to be used"),
