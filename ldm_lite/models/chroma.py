@@ -12,7 +12,7 @@ Source: lodestone-rock/flow, src/models/chroma.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -84,14 +84,14 @@ class Chroma(Flux):
             self.num_modulations += number
             return Rows(self.num_modulations - number, number)
 
-        single_blocks, double_blocks, final_layer = cast(Any, (self.single_blocks, self.double_blocks, self.final_layer))
-        for block in single_blocks:
+        network: Any = self
+        for block in network.single_blocks:
             block.modulation.lin = rows(3)
-        for block in double_blocks:
+        for block in network.double_blocks:
             block.img_mod.lin = rows(6)
-        for block in double_blocks:
+        for block in network.double_blocks:
             block.txt_mod.lin = rows(6)
-        final_layer.adaLN_modulation = rows(2)
+        network.final_layer.adaLN_modulation = rows(2)
 
     def forward(  # type: ignore[override]
         self, x: Tensor, t: Tensor, context: Tensor, y: Tensor, *, full: Tensor | None = None
