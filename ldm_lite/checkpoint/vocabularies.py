@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ldm_lite.checkpoint import hub
@@ -58,7 +59,8 @@ def tokenizers_of(
             raise ValueError(f"no spiece.model or tokenizer.json of T5 beside {weights}: name it with `t5_vocab=FILE`")
         t5 = T5Tokenizer(512, path=path)
     if "Qwen3Spec" in roles:
-        return _qwen3_tokenizer(parts[roles["Qwen3Spec"]], roles["Qwen3Spec"], source), t5
+        tokenizer = _qwen3_tokenizer(parts[roles["Qwen3Spec"]], roles["Qwen3Spec"], source)
+        return replace(tokenizer, thinks=family.conditioner != "flux2"), t5
     for role, spec in family.texts.items():
         if type(spec).__name__ in ("CLIPTextSpec", "OpenCLIPTextSpec") and spec.vocab_size > num_known(spec.vocab_size):
             log.warning(
@@ -78,6 +80,7 @@ def _qwen3_tokenizer(encoder: Tensors, role: str, source: str | None) -> Qwen3To
             f"no tokenizer.json of Qwen3, nor vocab.json with merges.txt, {where}: name one with `tokenizer=FILE`"
         )
     tokenizer = Qwen3Tokenizer(512, path=path)
+    tokenizer = replace(tokenizer, pad_id=tokenizer.end_id)
     size = encoder.shapes["embed_tokens.weight"][0]
     if tokenizer.vocab_size > size:
         raise ValueError(f"{path}: has {tokenizer.vocab_size} tokens, but {encoder.path} only {size}: take its own")

@@ -182,6 +182,17 @@ def chroma(model: Model, prompts: Prompts, options: PromptOptions) -> Parts:
     return {**text, "full": torch.ones(len(prompts))} if options.alike else text
 
 
+def flux2(model: Model, prompts: Prompts, options: PromptOptions) -> Parts:
+    """FLUX.2 [klein]: three of Qwen3's states (B,512,D) of a chat, with its mask; the network reads the padding too."""
+    if options.clip_skip != 1:
+        raise ValueError(f"{model.family.title} has no CLIP: leave out `clip_skip`")
+    assert model.tokenizer is not None
+    assert model.text_encoder is not None
+    ids = model.tokenizer([prompt or "" for prompt in prompts]).to(model.device)
+    counts = torch.tensor([[_num_tokens(model.tokenizer, prompt)] for prompt in prompts], device=model.device)
+    return {"context": model.text_encoder(ids, inside(counts, ids.shape[1]))}
+
+
 def sd3(model: Model, prompts: Prompts, options: PromptOptions) -> Parts:
     """Stable Diffusion 3: CLIP-L's and bigG's hidden states by channel, zeros up to T5's width, then T5's tokens.
 
@@ -419,6 +430,7 @@ CONDITIONERS: dict[str, Conditioner] = {
     "sdxl": sdxl,
     "flux": flux,
     "chroma": chroma,
+    "flux2": flux2,
     "sd3": sd3,
     "z_image": z_image,
     "refiner": refiner,
@@ -431,11 +443,18 @@ CONDITIONERS: dict[str, Conditioner] = {
     "label_maps": lambda model, prompts, options: inputs.label_maps(model, prompts, _size(model, options)),
     "embeddings": lambda model, prompts, options: inputs.embeddings(model, prompts, options.num_chunks),
 }
-UNWEIGHTED = ("flux", "chroma", "sd3", "z_image")  # conditioners whose text encoders, T5 and Qwen3, read plain text
+UNWEIGHTED = (
+    "flux",
+    "chroma",
+    "flux2",
+    "sd3",
+    "z_image",
+)  # conditioners whose text encoders, T5 and Qwen3, read plain text
 # Number of tokens, or of 32 tokens, of a prompt, of which CLIP's chunks are not what counts.
 LENGTHS: dict[str, Callable[[Model, str], int]] = {
     "embeddings": lambda model, prompt: len(inputs.read_embeddings(model, prompt)),
     "flux": lambda model, prompt: 1,
+    "flux2": lambda model, prompt: 1,
     "chroma": _t5_tokens,
     "sd3": _t5_tokens,
     "z_image": lambda model, prompt: -(-_num_tokens(model.tokenizer, prompt) // MULTIPLE),

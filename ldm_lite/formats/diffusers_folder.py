@@ -89,6 +89,8 @@ def _open_pipeline(folder: Path, roles: Sequence[str]) -> Tensors:
     metadata["pipeline"] = f"{title}, {index.get('_name_or_path')}"  # its names
     if name == "FluxKontextPipeline":
         metadata["family"] = "flux_kontext"  # its networks are those of FLUX.1 dev
+    if name == "Flux2KleinPipeline" and index.get("is_distilled") is not True:
+        metadata["family"] = "flux2_klein_base"
     places: dict[str, tuple[Tensors, str]] = {}
     texts = iter(("text_encoder", "text_encoder_2", "text_encoder_3"))  # SDXL's refiner has only the base's second one
     linear = False  # Stable Diffusion 2's UNet, or XL's, whose projections are linears

@@ -19,6 +19,7 @@ from ldm_lite.formats.diffusers_names import (
     RESNET,
     TRANSFORMERS,
     Parts,
+    flux2_modules,
     flux_modules,
     sd3_modules,
     unet_blocks,
@@ -150,8 +151,10 @@ def modules_of(keys: Collection[str]) -> dict[str, Parts] | None:
         return None
     if "pos_embed.proj.weight" in keys:
         return sd3_modules(count("transformer_blocks"))
+    depths = count("transformer_blocks"), count("single_transformer_blocks")
+    if "single_transformer_blocks.0.attn.to_qkv_mlp_proj.weight" in keys:
+        return flux2_modules(*depths)
     if "single_transformer_blocks.0.proj_mlp.weight" in keys:
-        depths = count("transformer_blocks"), count("single_transformer_blocks")
         return flux_modules(*depths, count(rf"{APPROXIMATOR}\.layers"))
     return None
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ldm_lite.core.layers import Shapes, count, sinusoids, size
-from ldm_lite.models.flux import EMBEDDER, FLUX_DEV, Flux, FluxSpec
+from ldm_lite.models.flux import EMBEDDER, FLUX_DEV, Flux, FluxSpec, Rows
 from ldm_lite.models.ops import RMSNorm, inside, mlp
 
 
@@ -56,17 +56,6 @@ class Approximator(nn.Module):
         for layer, norm in zip(self.layers, self.norms, strict=True):
             x = x + layer(norm(x))
         return self.out_proj(x)
-
-
-class Rows(nn.Module):
-    """In place of a linear layer of FLUX.1's: some of the approximator's modulations (B,M,D), as (B, number * D)."""
-
-    def __init__(self, first: int, number: int) -> None:
-        super().__init__()
-        self.rows = slice(first, first + number)
-
-    def forward(self, modulations: Tensor) -> Tensor:
-        return modulations[:, self.rows].flatten(1)
 
 
 class Chroma(Flux):
@@ -110,7 +99,9 @@ class Chroma(Flux):
         if full is None:  # the image comes after the text
             num_image = x.shape[2] // 2 * (x.shape[3] // 2)
             mask = F.pad(inside(y, context.shape[1]), (0, num_image), value=True)[:, None, None, :]
-        return self.denoise(x.to(context.dtype), context, self.distilled_guidance_layer(inputs.to(context.dtype)), mask)
+        return self.denoise(
+            [x.to(context.dtype)], context, self.distilled_guidance_layer(inputs.to(context.dtype)), mask
+        )
 
 
 # ---- released -------------------------------------------------------------------------------------------------------

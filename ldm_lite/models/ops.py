@@ -116,18 +116,18 @@ class GatedMLP(nn.Module):
         return finite_half(down(finite_half(F.silu(gate(x)) * up(x))))
 
 
-def modulation(width: int, chunks: int) -> nn.Sequential:
+def modulation(width: int, chunks: int, bias: bool = True) -> nn.Sequential:
     """Return adaLN_modulation; slot 0 held a SiLU, which networks here apply once for all blocks."""
-    return nn.Sequential(nn.Identity(), nn.Linear(width, chunks * width))
+    return nn.Sequential(nn.Identity(), nn.Linear(width, chunks * width, bias))
 
 
 class LastLayer(nn.Module):
     """Norm, modulated by the conditioning vec (B,D), and a linear to the channels of a token."""
 
-    def __init__(self, width: int, out_channels: int) -> None:
+    def __init__(self, width: int, out_channels: int, bias: bool = True) -> None:
         super().__init__()
-        self.linear = nn.Linear(width, out_channels)
-        self.adaLN_modulation = modulation(width, 2)
+        self.linear = nn.Linear(width, out_channels, bias)
+        self.adaLN_modulation = modulation(width, 2, bias)
 
     def forward(self, x: Tensor, vec: Tensor) -> Tensor:
         shift, scale = self.adaLN_modulation(vec)[:, None, :].chunk(2, dim=2)

@@ -43,9 +43,11 @@ NETWORKS = {  # the class of a spec -> its network's
     "IFSpec": "ldm_lite.models.unet_if:UNetIF",
     "FluxSpec": "ldm_lite.models.flux:Flux",
     "ChromaSpec": "ldm_lite.models.chroma:Chroma",
+    "Flux2Spec": "ldm_lite.models.flux2:Flux2",
     "MMDiTSpec": "ldm_lite.models.mmdit:MMDiT",
     "ZImageSpec": "ldm_lite.models.z_image:ZImage",
     "VAESpec": "ldm_lite.core.vae:AutoencoderKL",
+    "Flux2VAESpec": "ldm_lite.models.flux2:Flux2Autoencoder",
     "VQSpec": "ldm_lite.models.vae_vq:VQModel",
     "TAESDSpec": "ldm_lite.models.taesd:TAESD",
     "PixelSpec": "ldm_lite.models.pixels:Pixels",
@@ -61,6 +63,7 @@ NETWORKS = {  # the class of a spec -> its network's
 AUTOENCODERS = {  # a key of an autoencoder that is not KL -> the class of its spec
     "encoder.1.conv.0.weight": "ldm_lite.models.taesd:TAESDSpec",
     "decoder.1.weight": "ldm_lite.models.taesd:TAESDSpec",
+    "bn.running_mean": "ldm_lite.models.flux2:Flux2VAESpec",
     "quantize.embedding.weight": "ldm_lite.models.vae_vq:VQSpec",
 }
 KL_F8 = VAESpec(channels=128, channel_mult=(1, 2, 4, 4), num_res_blocks=2, z_channels=4, embed_dim=4)

@@ -82,7 +82,7 @@ def fitted(shapes: Mapping[str, Shapes], metadata: Mapping[str, str]) -> Family:
             f"is {row.title}, whose latents have {row.unet.out_channels} channels, but those of the autoencoder "
             f"{vae.embed_dim}: name another with `vae=FILE`"
         )
-    widths = {kind: spec.width for kind, spec in texts.items()}
+    widths = {kind: getattr(spec, "output_width", spec.width) for kind, spec in texts.items()}
     clips = [widths[kind] for kind in ("CLIPTextSpec", "OpenCLIPTextSpec") if kind in widths]
     for what, width, wanted in (
         ("T5's output is", widths.get("T5Spec"), row.unet.context_dim),

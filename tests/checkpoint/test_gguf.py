@@ -14,6 +14,7 @@ import torch
 import toy
 import toy_chroma
 import toy_flow
+import toy_flux2
 import toy_z_image
 from flow_files import SPIECE
 from PIL import Image
@@ -313,14 +314,15 @@ def test_t5_has_the_names_of_llama_cpp(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_chroma_has_the_names_of_the_original(tmp_path: Path) -> None:
-    tensors, worth = stored(weights(toy_chroma.small())["unet"])
-    path = gguf(tmp_path / "chroma.gguf", tensors, general__architecture="flux")
-    pipe = ldm_lite.load(path, **{name: value for name, value in toy_chroma.write(tmp_path).items() if name != "ckpt"})
-    network = build(toy_chroma.SPEC)
+@pytest.mark.parametrize("toy_family", [toy_chroma, toy_flux2])
+def test_chroma_and_flux2_have_the_names_of_the_originals(toy_family: Any, tmp_path: Path) -> None:
+    tensors, worth = stored(weights(toy_family.small())["unet"])
+    path = gguf(tmp_path / "unet.gguf", tensors, general__architecture="flux")
+    pipe = ldm_lite.load(path, **{name: value for name, value in toy_family.write(tmp_path).items() if name != "ckpt"})
+    network = build(toy_family.SPEC)
     network.load_state_dict(worth)
     assert sum(isinstance(layer, BlockLinear) for layer in linears(pipe.unet)) > 10
-    assert torch.equal(pipe.unet(*toy_chroma.inputs()), network(*toy_chroma.inputs()))
+    assert torch.equal(pipe.unet(*toy_family.inputs()), network(*toy_family.inputs()))
 
 
 def test_qwen3_has_the_names_of_llama_cpp(tmp_path: Path) -> None:
