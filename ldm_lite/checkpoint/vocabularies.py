@@ -56,7 +56,10 @@ def tokenizers_of(
         weights = parts[role].path
         path = hub.resolve(vocab) if vocab is not None else _beside(weights, role, T5_VOCABS)
         if path is None:
-            raise ValueError(f"no spiece.model or tokenizer.json of T5 beside {weights}: name it with `t5_vocab=FILE`")
+            raise ValueError(
+                f"no spiece.model or tokenizer.json of T5 beside {weights}: name it with `t5_vocab=FILE`, for "
+                "instance `t5_vocab=google/t5-v1_1-xxl/spiece.model`"
+            )
         t5 = T5Tokenizer(512, path=path)
     if "Qwen3Spec" in roles:
         tokenizer = _qwen3_tokenizer(parts[roles["Qwen3Spec"]], roles["Qwen3Spec"], source)
@@ -77,7 +80,8 @@ def _qwen3_tokenizer(encoder: Tensors, role: str, source: str | None) -> Qwen3To
     if path is None:
         where = f"beside {encoder.path}" if source is None else f"in {source}"
         raise ValueError(
-            f"no tokenizer.json of Qwen3, nor vocab.json with merges.txt, {where}: name one with `tokenizer=FILE`"
+            f"no tokenizer.json of Qwen3, nor vocab.json with merges.txt, {where}: name one with `tokenizer=FILE`, for "
+            "instance `tokenizer=Qwen/Qwen3-4B/tokenizer.json`"
         )
     tokenizer = Qwen3Tokenizer(512, path=path)
     tokenizer = replace(tokenizer, pad_id=tokenizer.end_id)

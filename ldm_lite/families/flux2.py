@@ -18,6 +18,7 @@ KLEIN = replace(
     title="FLUX.2 [klein]",
     unet=RELEASED["flux2_klein"],
     vae=KL_F16_128,
+    vae_file="Comfy-Org/flux2-klein/split_files/vae/flux2-vae.safetensors",
     text_encoders=(replace(QWEN3_4B, states=(9, 18, 27)),),
     conditioner="flux2",
     prediction="flow",

@@ -190,6 +190,7 @@ class Family:
     skip_layers: SkipLayers | None = None  # guidance by leaving blocks out
     optional: tuple[Spec, ...] = ()  # text encoders that a model may lack
     dtype: str | None = None  # on a GPU, if not float16, which some values exceed
+    vae_file: str = "FILE"  # one with the autoencoder, on the hub, for a file that lacks it
     scheduler: str | None = None  # in a diffusers folder, which tells it from others with the same networks
     hints: tuple[Hint, ...] = ()
     predicts: Callable[[Tensors], tuple[Prediction, str]] | None = None  # by a UNet's weights, with the reason

@@ -122,6 +122,29 @@ def file_of(name: str) -> dict[str, tuple[int, ...]]:
     return shapes | BESIDE.get(name, {}) | BUFFERS
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "autoencoder"),
+    [
+        ("flux_schnell", ["clip_l.safetensors", "t5xxl_fp16.safetensors"], "FLUX.1-schnell/ae.safetensors"),
+        ("chroma", ["t5xxl_fp16.safetensors"], "FLUX.1-schnell/ae.safetensors"),
+        ("flux2_klein", ["qwen_3_4b.safetensors"], "vae/flux2-vae.safetensors"),
+        ("z_image", ["qwen_3_4b.safetensors"], "vae/ae.safetensors"),
+    ],
+)
+def test_what_a_transformer_lacks_is_named_with_its_file(name: str, text: list[str], autoencoder: str) -> None:
+    with on_meta():
+        unet = {key: tuple(value.shape) for key, value in build(TRANSFORMERS[name]).state_dict().items()}
+    with pytest.raises(ValueError, match=r".*".join(f"`text_encoder=[^`]*{file}`" for file in text)):
+        detect_family({"unet": unet}, {})
+    likes = FAMILIES["z_image_turbo" if name == "z_image" else name].texts
+    encoders = {
+        role: {key: tuple(value.shape) for key, value in built(spec).state_dict().items()}
+        for role, spec in likes.items()
+    }
+    with pytest.raises(ValueError, match=f"without its autoencoder: .*`vae=[^`]*{autoencoder}`"):
+        detect_family({"unet": unet, **encoders}, {})
+
+
 def test_every_manifest_is_part_of_a_file_or_a_file() -> None:
     used = {manifest for file in FILES.values() for manifest in file.values()} | set(ALONE)
     assert used == set(MANIFESTS)
