@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 import torch
 import toy
+import toy_chroma
 import toy_flux2
 from PIL import Image
 from random_checkpoint import random_tensor
 from runs import run_latents
+from safetensors.torch import load_file
 from toy_flow import save, under, weights
 
 import ldm_lite
@@ -30,6 +32,7 @@ from ldm_lite.models.ops import axial_rotation
 from ldm_lite.runtime import offload
 from ldm_lite.runtime.offload import Offloader
 from ldm_lite.runtime.tiling import tiled
+from ldm_lite.train import __main__ as train
 from ldm_lite.zoo.families import FAMILIES
 from ldm_lite.zoo.family import build, infer_vae
 
@@ -338,3 +341,21 @@ def test_a_lora_of_the_originals_layers(prefix: str, module: str, pipe: Pipeline
     path = save(folder / "fused.safetensors", {f"{name}.lora_A.weight": down, f"{name}.lora_B.weight": up})
     with pipe.lora(path):
         assert torch.allclose(pipe.unet.get_parameter(f"{module}.weight"), before + up @ down, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("toy_family", [toy_chroma, toy_flux2])
+def test_a_lora_is_trained(toy_family: Any, tmp_path: Path) -> None:
+    files = toy_family.write(tmp_path)
+    (tmp_path / "data").mkdir()
+    for name, caption in (("a", "a cat"), ("b", "a red apple on a table under a tree")):
+        Image.fromarray(toy.photo(64, 64)).save(tmp_path / "data" / f"{name}.png")
+        (tmp_path / "data" / f"{name}.txt").write_text(caption)
+    arguments = ["--data", str(tmp_path / "data"), "--out", str(tmp_path / "out"), "--lora-rank", "2", "--steps", "2"]
+    arguments += ["--batch", "2", "--workers", "0", "--samples", "a", "--lr", "0.01", "--checkpointing"]
+    arguments += ["--ckpt", str(files["ckpt"]), "--vae", files["vae"], "--text-encoder", files["text_encoder"]]
+    assert train.main([*arguments, "--device", "cpu"]) == 0
+    path = tmp_path / "out" / "lora.safetensors"
+    assert "lora_unet_double_blocks_0_img_attn_qkv.lora_down.weight" in load_file(path)
+    plain, changed = (load(files, lora=lora).txt2img("a", **SIZE) for lora in ((), f"{path}:50"))
+    assert not np.array_equal(pixels(plain), pixels(changed))
