@@ -99,7 +99,7 @@ def network_inputs(model: Pipeline, text: Mapping[str, Tensor], sizes: Tensor | 
     that (default: whole images of the model's resolution).  A network that reads the guidance scale is given 1.
     """
     conditioning: dict[str, Tensor] = {name: text[name] for name in ("context", "y") if name in text}
-    if model.family.conditioner == "z_image":  # which masks what is beyond the longest
+    if model.family.conditioner in ("chroma", "z_image"):  # which masks what is beyond the longest
         conditioning["context"] = conditioning["context"][:, : int(conditioning["y"].max())]
     if model.family.conditioner == "sdxl":
         side, y = model.family.resolution, conditioning["y"]

@@ -54,6 +54,7 @@ COMMANDS = {
     "__main__",
 }
 BLOCKS = {"models.unet": {"models.adm"}, "models.unet_if": {"models.adm", "models.unet"}}
+BLOCKS |= {"models.chroma": {"models.flux"}, "models.flux2": {"models.flux"}}
 BLOCKS |= {"models.controlnet": {"models.unet"}}
 BLOCKS |= {"models.ip_adapter": {"models.clip_vision", "models.unet"}}
 BLOCKS |= {"models.clip_vision": {"models.clip"}, "models.redux": {"models.clip_vision"}}

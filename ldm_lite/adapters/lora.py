@@ -29,6 +29,7 @@ from ldm_lite.adapters.textual_inversion import Embedding, bundled
 from ldm_lite.checkpoint.reader import errors_of, open_checkpoint
 from ldm_lite.cli.files import parse_json, read_json
 from ldm_lite.formats.diffusers_names import (
+    flux2_modules,
     flux_modules,
     sd3_modules,
     transformers_name,
@@ -37,6 +38,7 @@ from ldm_lite.formats.diffusers_names import (
     z_image_modules,
 )
 from ldm_lite.models.flux import Flux
+from ldm_lite.models.flux2 import Flux2
 from ldm_lite.models.mmdit import MMDiT
 from ldm_lite.models.open_clip import OpenCLIPTextEncoder
 from ldm_lite.models.t5 import T5Encoder
@@ -91,8 +93,11 @@ def targets(network: nn.Module) -> dict[str, dict[str, Target]]:
 
 def _parts(network: nn.Module, by_module: Mapping[str, dict[str, Target]]) -> dict[str, dict[str, Target]]:
     """Return the targets of diffusers' modules of a transformer, which are rows of its own or have swapped halves."""
-    if isinstance(network, Flux):
-        modules = flux_modules(network.spec.depth, network.spec.single_depth)
+    if isinstance(network, Flux2):
+        modules = flux2_modules(network.spec.depth, network.spec.single_depth)
+    elif isinstance(network, Flux):
+        spec = network.spec
+        modules = flux_modules(spec.depth, spec.single_depth, getattr(spec, "approximator_depth", 0))
     elif isinstance(network, MMDiT):
         modules = sd3_modules(network.spec.depth)
     elif isinstance(network, ZImage):

@@ -55,7 +55,7 @@ def random_tensor(key: str, shape: tuple[int, ...], seed: int = 0) -> Tensor:
     values = np.random.Generator(np.random.PCG64(int.from_bytes(digest[:8], "little")))
     noise = torch.from_numpy(values.standard_normal(shape, dtype=np.float32))
     if len(shape) == 1:
-        return noise.mul_(0.05).add_(1.0 if key.endswith(("weight", ".scale")) else 0.0)
+        return noise.mul_(0.05).add_(1.0 if key.endswith(("weight", ".scale", ".running_var")) else 0.0)
     # Codebook entries are as large as the latents that they are compared with.
     small = "embedding" in key and "quantize" not in key
     return noise.mul_(0.02 if small else float(np.prod(shape[1:])) ** -0.5)

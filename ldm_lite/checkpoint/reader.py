@@ -45,7 +45,8 @@ ADAPTERS: list[tuple[str, str]] = [
     (r"^text_encoders\.clip_g\.transformer\.text_model\.final_layer_norm\.weight$", "ldm_lite.formats.comfyui:clip_g"),
     (r"^visual\.transformer\.resblocks\.0\.attn\.in_proj_weight$", "ldm_lite.formats.open_clip_vision:to_transformers"),
     (r"_orig_mod\.|^module\.", "ldm_lite.formats.compiled:plain"),
-    (r"\b(query_norm|key_norm)\.weight$", "ldm_lite.formats.comfyui:flux_norms"),
+    (r"\b(query_norm|key_norm|guidance_layer\.norms\.\d+)\.weight$", "ldm_lite.formats.comfyui:flux_norms"),
+    (r"(^|\.)decoder\.post_quant_conv\.", "ldm_lite.formats.comfyui:flux2_vae"),
     (r"^((decoder|encoder)\.layers\.0|[01])\.weight$", "ldm_lite.formats.taesd:whole"),
     (r"^model\.1\.sub\.0\.RDB1\.conv1\.0\.weight$", "ldm_lite.formats.esrgan:as_basicsr"),
     (  # what no original checkpoint of a known family has
@@ -182,7 +183,7 @@ NO_WEIGHTS = re.compile(
     r"|global_step|loss\..*|embedding_manager\..*|denoiser\.sigmas|noise_augmentor\..*)$"
     r"|^low_scale_model\.|^(cond_stage_model\.)?(transformer\.)?to_logits\."
     r"|^cond_stage_model\.(encoder|decoder|quantize|quant_conv|post_quant_conv)\."  # a second time in inpainting_big
-    r"|position_ids$|logit_scale$|(text|visual)_projection(\.weight)?$|^(v_pred|ztsnr|difference)$|^encoder\.embed_tokens\."
+    r"|position_ids$|logit_scale$|(text|visual)_projection(\.weight)?$|\bbn\.num_batches_tracked$|^(v_pred|ztsnr|difference)$|^encoder\.embed_tokens\."
     r"|(^|\.)lm_head\.weight$|^norm_final\.weight$|^head\.(probe$|\w+\.)"  # Qwen3's, Lumina's, SigLIP's, of no use
 )
 PROJECTIONS = {"text_encoder": "text_projection.weight", "vision": "visual_projection.weight"}  # beside CLIP's encoders

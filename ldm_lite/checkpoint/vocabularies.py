@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ldm_lite.checkpoint import hub
@@ -55,10 +56,14 @@ def tokenizers_of(
         weights = parts[role].path
         path = hub.resolve(vocab) if vocab is not None else _beside(weights, role, T5_VOCABS)
         if path is None:
-            raise ValueError(f"no spiece.model or tokenizer.json of T5 beside {weights}: name it with `t5_vocab=FILE`")
+            raise ValueError(
+                f"no spiece.model or tokenizer.json of T5 beside {weights}: name it with `t5_vocab=FILE`, for "
+                "instance `t5_vocab=google/t5-v1_1-xxl/spiece.model`"
+            )
         t5 = T5Tokenizer(512, path=path)
     if "Qwen3Spec" in roles:
-        return _qwen3_tokenizer(parts[roles["Qwen3Spec"]], roles["Qwen3Spec"], source), t5
+        tokenizer = _qwen3_tokenizer(parts[roles["Qwen3Spec"]], roles["Qwen3Spec"], source)
+        return replace(tokenizer, thinks=family.conditioner != "flux2"), t5
     for role, spec in family.texts.items():
         if type(spec).__name__ in ("CLIPTextSpec", "OpenCLIPTextSpec") and spec.vocab_size > num_known(spec.vocab_size):
             log.warning(
@@ -75,9 +80,11 @@ def _qwen3_tokenizer(encoder: Tensors, role: str, source: str | None) -> Qwen3To
     if path is None:
         where = f"beside {encoder.path}" if source is None else f"in {source}"
         raise ValueError(
-            f"no tokenizer.json of Qwen3, nor vocab.json with merges.txt, {where}: name one with `tokenizer=FILE`"
+            f"no tokenizer.json of Qwen3, nor vocab.json with merges.txt, {where}: name one with `tokenizer=FILE`, for "
+            "instance `tokenizer=Qwen/Qwen3-4B/tokenizer.json`"
         )
     tokenizer = Qwen3Tokenizer(512, path=path)
+    tokenizer = replace(tokenizer, pad_id=tokenizer.end_id)
     size = encoder.shapes["embed_tokens.weight"][0]
     if tokenizer.vocab_size > size:
         raise ValueError(f"{path}: has {tokenizer.vocab_size} tokens, but {encoder.path} only {size}: take its own")

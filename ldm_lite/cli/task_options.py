@@ -238,6 +238,9 @@ class ControlOptions(CheckedOptions):
     depth: Any = option(
         None, "depth map, lighter = nearer, for models that read one; for FLUX.1 Canny the edges", metavar="FILE"
     )
+    reference: tuple[Any, ...] = option(
+        (), "image that FLUX.2 reads beside the prompt, to edit it or to combine several; repeatable", metavar="FILE"
+    )
 
 
 UPSCALERS = {  # of latents: A1111's names -> mode and antialias of torch's interpolate

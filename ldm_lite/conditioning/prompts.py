@@ -23,7 +23,7 @@ from ldm_lite.core.layers import sinusoids
 from ldm_lite.diffusion.guidance import Conditioning, Guidance, classifier_free
 from ldm_lite.diffusion.schedule import cosine_betas
 from ldm_lite.models.bert import BERTTextEncoder
-from ldm_lite.models.ops import guidance_embedding
+from ldm_lite.models.ops import guidance_embedding, inside
 from ldm_lite.models.t5 import T5Spec
 from ldm_lite.models.z_image import MULTIPLE
 from ldm_lite.text.prompt import STOP, parse, without_weights
@@ -167,6 +167,32 @@ def flux(model: Model, prompts: Prompts, options: PromptOptions) -> Parts:
     return {"context": _t5(model, prompts, T5_LENGTHS["flux"](model)), "y": pooled}
 
 
+def chroma(model: Model, prompts: Prompts, options: PromptOptions) -> Parts:
+    """Chroma: T5's hidden states (B,T,D) with its mask, of which the first y (B,1) are read: a text and one padding.
+
+    lodestone-rock/flow train_chroma.py.
+    """
+    if options.clip_skip != 1:
+        raise ValueError(f"{model.family.title} has no CLIP: leave out `clip_skip`")
+    most = T5_LENGTHS["chroma"](model)
+    counts = torch.tensor([[_t5_tokens(model, prompt)] for prompt in prompts], device=model.device)
+    length = min(most, max(int(counts.max()), options.num_chunks) + 1)
+    context = _t5(model, prompts, length, mask=inside(counts, length))
+    text = {"context": context, "y": (counts + 1).clamp(max=most)}
+    return {**text, "full": torch.ones(len(prompts))} if options.alike else text
+
+
+def flux2(model: Model, prompts: Prompts, options: PromptOptions) -> Parts:
+    """FLUX.2 [klein]: three of Qwen3's states (B,512,D) of a chat, with its mask; the network reads the padding too."""
+    if options.clip_skip != 1:
+        raise ValueError(f"{model.family.title} has no CLIP: leave out `clip_skip`")
+    assert model.tokenizer is not None
+    assert model.text_encoder is not None
+    ids = model.tokenizer([prompt or "" for prompt in prompts]).to(model.device)
+    counts = torch.tensor([[_num_tokens(model.tokenizer, prompt)] for prompt in prompts], device=model.device)
+    return {"context": model.text_encoder(ids, inside(counts, ids.shape[1]))}
+
+
 def sd3(model: Model, prompts: Prompts, options: PromptOptions) -> Parts:
     """Stable Diffusion 3: CLIP-L's and bigG's hidden states by channel, zeros up to T5's width, then T5's tokens.
 
@@ -243,6 +269,7 @@ def unclip_l(model: Model, prompts: Prompts, options: PromptOptions) -> Parts:
 TOKENS = 77  # of CLIP
 T5_LENGTHS: dict[str, Callable[[Model], int]] = {  # the most tokens of T5, by conditioner
     "flux": lambda model: 512 if model.family.distilled else 256,
+    "chroma": lambda model: 512,
     "sd3": lambda model: 256,
 }
 
@@ -361,12 +388,19 @@ def _num_tokens(tokenizer: TextTokenizer | None, prompt: str | None) -> int:
     return min(tokenizer.length, len(tokenizer.encode(prompt or "")) + len(tokenizer.after))
 
 
-def _t5(model: Model, prompts: Prompts, length: int) -> Tensor:
-    """Return T5's hidden states (B,length,D) of prompts, padded without a mask."""
+def _t5_tokens(model: Model, prompt: str | None) -> int:
+    """Return the number of T5's tokens of a prompt, as far as they are read; 1 without T5."""
+    if model.t5_tokenizer is None:
+        return 1
+    return _num_tokens(replace(model.t5_tokenizer, length=T5_LENGTHS[model.family.conditioner](model)), prompt)
+
+
+def _t5(model: Model, prompts: Prompts, length: int, mask: Tensor | None = None) -> Tensor:
+    """Return T5's hidden states (B,length,D) of prompts, padded, with a mask (B,length) or without one."""
     role = next(role for role, spec in model.family.networks.items() if isinstance(spec, T5Spec))
     assert model.t5_tokenizer is not None
     ids = replace(model.t5_tokenizer, length=length)([prompt or "" for prompt in prompts])
-    return getattr(model, role)(ids.to(model.device))
+    return getattr(model, role)(ids.to(model.device), mask)
 
 
 def _as_read(model: Model, prompts: Iterable[str | None], syntax: str) -> Prompts:
@@ -395,6 +429,8 @@ CONDITIONERS: dict[str, Conditioner] = {
     "clip": clip,
     "sdxl": sdxl,
     "flux": flux,
+    "chroma": chroma,
+    "flux2": flux2,
     "sd3": sd3,
     "z_image": z_image,
     "refiner": refiner,
@@ -407,16 +443,22 @@ CONDITIONERS: dict[str, Conditioner] = {
     "label_maps": lambda model, prompts, options: inputs.label_maps(model, prompts, _size(model, options)),
     "embeddings": lambda model, prompts, options: inputs.embeddings(model, prompts, options.num_chunks),
 }
-UNWEIGHTED = ("flux", "sd3", "z_image")  # conditioners whose text encoders, T5 and Qwen3, read plain text
+UNWEIGHTED = (
+    "flux",
+    "chroma",
+    "flux2",
+    "sd3",
+    "z_image",
+)  # conditioners whose text encoders, T5 and Qwen3, read plain text
 # Number of tokens, or of 32 tokens, of a prompt, of which CLIP's chunks are not what counts.
 LENGTHS: dict[str, Callable[[Model, str], int]] = {
     "embeddings": lambda model, prompt: len(inputs.read_embeddings(model, prompt)),
     "flux": lambda model, prompt: 1,
-    "sd3": lambda model, prompt: (
-        1 if model.t5_tokenizer is None else _num_tokens(replace(model.t5_tokenizer, length=256), prompt)
-    ),
+    "flux2": lambda model, prompt: 1,
+    "chroma": _t5_tokens,
+    "sd3": _t5_tokens,
     "z_image": lambda model, prompt: -(-_num_tokens(model.tokenizer, prompt) // MULTIPLE),
 }
-MOST = {"sd3": 256, "z_image": 512 // MULTIPLE}  # of these numbers, where they vary
+MOST = {"chroma": 512, "sd3": 256, "z_image": 512 // MULTIPLE}  # of these numbers, where they vary
 OPTIONAL = ("nothing",)  # conditioners that read no prompt
 FROM_FILES = ("layouts", "label_maps", "embeddings")  # conditioners whose prompts are names of files

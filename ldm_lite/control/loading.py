@@ -216,7 +216,7 @@ def _build(model: Model, role: str, file: Tensors) -> Network:
     unet, shapes = model.family.unet, file.shapes
     if role == "redux":
         redux = ReduxSpec.from_shapes(shapes)
-        if not isinstance(unet, FluxSpec) or unet.context_dim != redux.context_dim:
+        if type(unet) is not FluxSpec or unet.context_dim != redux.context_dim:
             raise ValueError(f"is for FLUX.1 with T5 {redux.context_dim} wide, not for {model.family.title}")
         return Redux(redux)
     if not isinstance(unet, UNetSpec):

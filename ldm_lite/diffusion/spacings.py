@@ -316,6 +316,20 @@ def flow(schedule: Schedule, steps: int, shift: float | None = None) -> list[Lev
     return [flow.at_noise(float(s)) for s in shifted(np.linspace(1, 0, steps + 1), flow.shift)]
 
 
+def flow_flux2(schedule: Schedule, steps: int, shift: float | None = None) -> list[Level]:
+    """The same, shifted by the image's size and, up to 4300 tokens, more for fewer steps: FLUX.2.
+
+    The schedule's own shift is that of 200 steps; between it and that of 10 its logarithm is linear in the steps.
+    black-forest-labs/flux2 sampling.py, compute_empirical_mu.
+    """
+    many = math.log(_with_shift(schedule, shift).shift)
+    tokens = (many - 0.45666666) / 0.00016927
+    if shift is None and tokens <= 4300:
+        few = 8.73809524e-05 * tokens + 1.89833333
+        shift = math.exp(many + (few - many) * (200 - steps) / 190)
+    return flow(schedule, steps, shift)
+
+
 def flow_sd3(schedule: Schedule, steps: int, shift: float | None = None) -> list[Level]:
     """s even from 1 to the least of the shifted timesteps, shifted again, then 0: Stable Diffusion 3 and diffusers.
 
@@ -338,7 +352,7 @@ SPACINGS |= {
     for function in (
         *(karras, exponential, polyexponential, sgm_uniform, beta, lcm, original, leading_clean, trailing_to_0),
         *(respaced, normal, simple, turbo, kl_optimal, ddim_uniform, beta_sigma, time_uniform, webui_ddim, webui_unipc),
-        *(flow, flow_sd3),
+        *(flow, flow_flux2, flow_sd3),
     )
 }
 SPACINGS |= {name: functools.partial(_ays, name) for name in AYS}

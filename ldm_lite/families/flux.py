@@ -61,6 +61,7 @@ DEV = replace(
     title="FLUX.1 [dev]",
     unet=RELEASED["flux_dev"],
     vae=KL_F8_16,
+    vae_file="black-forest-labs/FLUX.1-schnell/ae.safetensors",
     text_encoders=(CLIP_L, T5_XXL),
     conditioner="flux",
     prediction="flow",

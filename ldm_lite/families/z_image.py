@@ -15,6 +15,7 @@ PLAIN = replace(
     title="Z-Image",
     unet=RELEASED["z_image"],
     vae=KL_F8_16,
+    vae_file="Comfy-Org/z_image_turbo/split_files/vae/ae.safetensors",
     text_encoders=(QWEN3_4B,),
     conditioner="z_image",
     prediction="reverse_flow",

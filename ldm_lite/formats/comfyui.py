@@ -7,12 +7,18 @@ from ldm_lite.core.files import Tensors
 from ldm_lite.formats.diffusers_layout import to_original
 
 CLIP_G = "text_encoders.clip_g.transformer."  # of OpenCLIP bigG in files of Stable Diffusion 3
-NORM = re.compile(r"\b(query_norm|key_norm)\.weight$")
+QUANT = re.compile(r"(^|\.)(?:en|de)coder\.((?:post_)?quant_conv)\.")  # inside encoder and decoder in the makers' files
+NORM = re.compile(r"\b(query_norm|key_norm|distilled_guidance_layer\.norms\.\d+)\.weight$")
 
 
 def flux_norms(tensors: Tensors) -> Tensors:
-    """Return a view with FLUX.1's names of its norms of queries and keys."""
+    """Return a view with FLUX.1's names of its norms of queries and keys, and of those of Chroma's approximator."""
     return tensors.renamed({NORM.sub(r"\1.scale", key): key for key in tensors})
+
+
+def flux2_vae(tensors: Tensors) -> Tensors:
+    """Return a view with FLUX.2's convolutions beside the latents under the names of other autoencoders."""
+    return tensors.renamed({QUANT.sub(r"\1\2.", key): key for key in tensors})
 
 
 def clip_g(tensors: Tensors) -> Tensors | None:

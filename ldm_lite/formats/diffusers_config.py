@@ -40,7 +40,7 @@ CHECKED: dict[str, dict[str, Values]] = {
     "unet": {"_class_name": ("UNet2DConditionModel",), **UNET},
     "control": {"_class_name": ("ControlNetModel",), "controlnet_conditioning_channel_order": ("rgb",), **UNET},
     "vae": {
-        "_class_name": ("AutoencoderKL", "VQModel"),
+        "_class_name": ("AutoencoderKL", "AutoencoderKLFlux2", "VQModel"),
         "act_fn": ("silu", "swish"),
         "lookup_from_codebook": (False,),
         "norm_num_groups": (32,),
@@ -192,7 +192,7 @@ def read_scheduler(place: str, config: Config, pipeline: str) -> dict[str, str]:
     if name == "FlowMatchEulerDiscreteScheduler" and pipeline.startswith("ZImage"):
         check(place, config, CHECKED["flow"] | {"shift": (3, 6), "use_dynamic_shifting": (False,)})
         return {"family": "z_image" if config.get("shift") == 6 else "z_image_turbo"}  # what the weights do not tell
-    if name == "FlowMatchEulerDiscreteScheduler" and pipeline.startswith(("Flux", "StableDiffusion3")):
+    if name == "FlowMatchEulerDiscreteScheduler" and pipeline.startswith(("Flux", "Chroma", "StableDiffusion3")):
         check(place, config, CHECKED["flow"])
         return {}
     sampler = None  # its name here, if its solver is here
@@ -237,7 +237,7 @@ def read_scheduler(place: str, config: Config, pipeline: str) -> dict[str, str]:
 # ---- pipelines and tokenizers ---------------------------------------------------------------------------------------
 
 PIPELINES = re.compile(
-    r"(StableDiffusion(3|XL)?|Flux|ZImage|LatentConsistencyModel|StableUnCLIP|FluxKontext)"
+    r"(StableDiffusion(3|XL)?|Flux|Flux2Klein|Chroma|ZImage|LatentConsistencyModel|StableUnCLIP|FluxKontext)"
     r"(ControlNet|Control|Adapter|Img2Img|Inpaint|Legacy|InstructPix2Pix|Depth2Img|Upscale|Fill)*Pipeline"
     r"|AutoPipelineForText2Image|DiffusionPipeline|None"
 )

@@ -58,7 +58,7 @@ def download(repository: str) -> Path:
     about = ["model_index.json", "scheduler/scheduler_config.json", *(f"{folder}config.json" for folder in folders)]
     about += [f"{folder}/{file}" for folder in ("tokenizer", "tokenizer_2") for file in TOKENIZER]
     about += [f"{folder}/{file}" for folder in ("tokenizer_2", "tokenizer_3") for file in T5_VOCABS]
-    about += ["tokenizer/tokenizer.json"] if "unet/" not in folders else []  # Qwen3's
+    about += [f"tokenizer/{file}" for file in T5_VOCABS if "unet/" not in folders]  # of Qwen3, or Chroma's T5
     wanted = [name for name in about if name in names]
     for folder in folders:
         inside = [name.removeprefix(folder) for name in names if name.startswith(folder)]
@@ -89,6 +89,8 @@ def _open_pipeline(folder: Path, roles: Sequence[str]) -> Tensors:
     metadata["pipeline"] = f"{title}, {index.get('_name_or_path')}"  # its names
     if name == "FluxKontextPipeline":
         metadata["family"] = "flux_kontext"  # its networks are those of FLUX.1 dev
+    if name == "Flux2KleinPipeline" and index.get("is_distilled") is not True:
+        metadata["family"] = "flux2_klein_base"
     places: dict[str, tuple[Tensors, str]] = {}
     texts = iter(("text_encoder", "text_encoder_2", "text_encoder_3"))  # SDXL's refiner has only the base's second one
     linear = False  # Stable Diffusion 2's UNet, or XL's, whose projections are linears

@@ -14,10 +14,12 @@ from torch import Tensor
 from ldm_lite.core.files import Tensors
 from ldm_lite.core.layers import Shapes, size
 from ldm_lite.formats.diffusers_names import (
+    APPROXIMATOR,
     OUTSIDE,
     RESNET,
     TRANSFORMERS,
     Parts,
+    flux2_modules,
     flux_modules,
     sd3_modules,
     unet_blocks,
@@ -149,8 +151,11 @@ def modules_of(keys: Collection[str]) -> dict[str, Parts] | None:
         return None
     if "pos_embed.proj.weight" in keys:
         return sd3_modules(count("transformer_blocks"))
+    depths = count("transformer_blocks"), count("single_transformer_blocks")
+    if "single_transformer_blocks.0.attn.to_qkv_mlp_proj.weight" in keys:
+        return flux2_modules(*depths)
     if "single_transformer_blocks.0.proj_mlp.weight" in keys:
-        return flux_modules(count("transformer_blocks"), count("single_transformer_blocks"))
+        return flux_modules(*depths, count(rf"{APPROXIMATOR}\.layers"))
     return None
 
 
@@ -170,7 +175,7 @@ def stored_keys(shapes: Shapes) -> dict[str, tuple[tuple[str, ...], bool]] | Non
         for last in ("weight", "bias"):
             keys = tuple(f"{before}{name}.{last}" for name in theirs)
             if all(key in shapes for key in keys):
-                scale = ours.endswith(("query_norm", "key_norm"))
+                scale = ours.endswith(("query_norm", "key_norm")) or ours.startswith(APPROXIMATOR + ".norms")
                 stored[f"{before}{ours}.{'scale' if scale else last}"] = (keys, swapped)
     if "pos_embed.pos_embed" in shapes:
         stored["pos_embed"] = (("pos_embed.pos_embed",), False)

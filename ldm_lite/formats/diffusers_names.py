@@ -132,6 +132,15 @@ SINGLE = {  # a single block of FLUX.1
     "norm.query_norm": ("attn.norm_q",),
     "norm.key_norm": ("attn.norm_k",),
 }
+FLUX2_DOUBLE = DOUBLE | {  # a double block of FLUX.2, whose modulations are those of all blocks
+    "img_mlp.0": ("ff.linear_in",),
+    "img_mlp.2": ("ff.linear_out",),
+    "txt_mlp.0": ("ff_context.linear_in",),
+    "txt_mlp.2": ("ff_context.linear_out",),
+}
+FLUX2_SINGLE = SINGLE | {"linear1": ("attn.to_qkv_mlp_proj",), "linear2": ("attn.to_out",)}
+APPROXIMATOR = "distilled_guidance_layer"  # of Chroma
+LAYERS = {"in_layer": ("linear_1",), "out_layer": ("linear_2",)}
 JOINT = {  # a block of Stable Diffusion 3
     "x_block.adaLN_modulation.1": ("norm1.linear",),
     "context_block.adaLN_modulation.1": ("norm1_context.linear",),
@@ -160,8 +169,8 @@ Z_IMAGE = {  # what has another name in a block of Z-Image
 }
 
 
-def flux_modules(depth: int, single_depth: int) -> dict[str, Parts]:
-    """Return the parts of each module of FLUX.1 with this many blocks."""
+def flux_modules(depth: int, single_depth: int, approximator_depth: int = 0) -> dict[str, Parts]:
+    """Return the parts of each module of FLUX.1 with this many blocks, or of Chroma with an approximator."""
     return {
         "img_in": Parts(("x_embedder",)),
         "txt_in": Parts(("context_embedder",)),
@@ -169,6 +178,22 @@ def flux_modules(depth: int, single_depth: int) -> dict[str, Parts]:
         **_embedders(("time_in", "vector_in", "guidance_in"), "in_layer", "out_layer"),
         **_blocks("double_blocks", "transformer_blocks", depth, DOUBLE),
         **_blocks("single_blocks", "single_transformer_blocks", single_depth, SINGLE),
+        **_blocks(f"{APPROXIMATOR}.layers", f"{APPROXIMATOR}.layers", approximator_depth, LAYERS),
+        **{name: Parts((name,)) for i in range(approximator_depth) for name in (f"{APPROXIMATOR}.norms.{i}",)},
+    }
+
+
+def flux2_modules(depth: int, single_depth: int) -> dict[str, Parts]:
+    """Return the parts of each module of FLUX.2 with this many blocks."""
+    shared = ("double_stream_modulation_img", "double_stream_modulation_txt", "single_stream_modulation")
+    return {
+        "img_in": Parts(("x_embedder",)),
+        "txt_in": Parts(("context_embedder",)),
+        **LAST_LAYER,
+        **_embedders(("time_in", "guidance_in"), "in_layer", "out_layer", within="time_guidance_embed"),
+        **{f"{name}.lin": Parts((f"{name}.linear",)) for name in shared},
+        **_blocks("double_blocks", "transformer_blocks", depth, FLUX2_DOUBLE),
+        **_blocks("single_blocks", "single_transformer_blocks", single_depth, FLUX2_SINGLE),
     }
 
 
@@ -197,10 +222,10 @@ def z_image_modules(depth: int, refiner_depth: int) -> dict[str, Parts]:
     return modules
 
 
-def _embedders(names: Sequence[str], *layers: str) -> dict[str, Parts]:
+def _embedders(names: Sequence[str], *layers: str, within: str = "time_text_embed") -> dict[str, Parts]:
     """Return the parts of the two layers of each embedder."""
     return {
-        f"{ours}.{layer}": Parts((f"time_text_embed.{EMBEDDERS[ours]}.linear_{number}",))
+        f"{ours}.{layer}": Parts((f"{within}.{EMBEDDERS[ours]}.linear_{number}",))
         for ours in names
         for number, layer in enumerate(layers, 1)
     }

@@ -1,4 +1,4 @@
-"""The FLUX.1 transformer: dev, schnell, fill, depth and canny, from a frozen spec.
+"""The FLUX.1 transformer: dev, schnell, fill, depth and canny, from a frozen spec; what Chroma and FLUX.2 are made of.
 
 What is unusual about it:
 - attribute names are the keys of Black Forest Labs' files, so these load strictly with no renaming;
@@ -12,17 +12,20 @@ Source: Esser et al. 2024, sec. 4 (double blocks); Su et al. 2021, eq. 15 (rotat
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ldm_lite.core.layers import AttentionFn, Shapes, count, merge_heads, sdpa, sinusoids, size, split_heads
+from ldm_lite.core.layers import AttentionFn, Shapes, count, sdpa, sinusoids, size, split_heads
 from ldm_lite.models.ops import (
     LastLayer,
     RMSNorm,
     TransformerSpec,
+    attend,
     axial_rotation,
     finite_half,
     gelu_tanh,
@@ -32,7 +35,6 @@ from ldm_lite.models.ops import (
     rotate,
 )
 
-THETA = 10000.0  # the slowest rotation turns by 1/THETA a position
 SINUSOIDS = 256
 
 
@@ -50,6 +52,9 @@ class FluxSpec(TransformerSpec):
     depth: int  # double blocks
     single_depth: int
     guidance: bool  # reads the guidance scale: all but schnell
+
+    theta: ClassVar[float] = 10000.0  # the slowest rotation turns by 1/theta a position
+    is_gated: ClassVar[bool] = False  # of FLUX.2: MLPs are gated by a SiLU, and no layer has a bias
 
     @staticmethod
     def from_shapes(shapes: Shapes) -> FluxSpec:
@@ -70,7 +75,7 @@ class FluxSpec(TransformerSpec):
         )
 
     @property
-    def axes(self) -> tuple[int, int, int]:
+    def axes(self) -> tuple[int, ...]:
         """Channels of a head that index, row and column rotate: 16, 56 and 56 of 128."""
         head_dim = self.width // self.heads
         side = head_dim * 7 // 32 * 2
@@ -92,12 +97,12 @@ class QKNorm(nn.Module):
 class SelfAttention(nn.Module):
     """One stream's layers around the joint attention."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, bias: bool) -> None:
         super().__init__()
         self.heads = heads
-        self.qkv = nn.Linear(width, 3 * width)
+        self.qkv = nn.Linear(width, 3 * width, bias)
         self.norm = QKNorm(width // heads)
-        self.proj = nn.Linear(width, width)
+        self.proj = nn.Linear(width, width, bias)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(B,N,D) -> queries, keys, values (B,H,N,D/H); the block itself calls proj, after the attention."""
@@ -117,6 +122,33 @@ class Modulation(nn.Module):
         return self.lin(vec)[:, None, :].chunk(3 * self.branches, dim=2)
 
 
+class Rows(nn.Module):
+    """In place of Modulation.lin: some rows of all modulations (B,M,D), which vec has then -> (B, number * D)."""
+
+    def __init__(self, first: int, number: int) -> None:
+        super().__init__()
+        self.rows = slice(first, first + number)
+
+    def forward(self, vec: Tensor) -> Tensor:
+        return vec[:, self.rows].flatten(1)
+
+
+class SiluGate(nn.Module):
+    """(..., 2M) -> (..., M): the first half, after a SiLU, times the second.  Shazeer 2020."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, value = x.chunk(2, dim=-1)
+        return F.silu(gate) * value
+
+
+def token_mlp(spec: FluxSpec) -> nn.Sequential:
+    """Return the MLP of the tokens of a double block."""
+    if not spec.is_gated:
+        return mlp(spec.width, spec.mlp_width, spec.width, gelu_tanh)
+    first, last = nn.Linear(spec.width, 2 * spec.mlp_width, False), nn.Linear(spec.mlp_width, spec.width, False)
+    return nn.Sequential(first, SiluGate(), last)
+
+
 EMBEDDER = ("in_layer", "activation", "out_layer")  # names of the layers of an MLP
 
 
@@ -128,21 +160,26 @@ class DoubleStreamBlock(nn.Module):
         self.head_dim = spec.width // spec.heads
         self.attention: AttentionFn = sdpa
         self.img_mod = Modulation(spec.width, branches=2)
-        self.img_attn = SelfAttention(spec.width, spec.heads)
-        self.img_mlp = mlp(spec.width, spec.mlp_width, spec.width, gelu_tanh)
+        self.img_attn = SelfAttention(spec.width, spec.heads, not spec.is_gated)
+        self.img_mlp = token_mlp(spec)
         self.txt_mod = Modulation(spec.width, branches=2)
-        self.txt_attn = SelfAttention(spec.width, spec.heads)
-        self.txt_mlp = mlp(spec.width, spec.mlp_width, spec.width, gelu_tanh)
+        self.txt_attn = SelfAttention(spec.width, spec.heads, not spec.is_gated)
+        self.txt_mlp = token_mlp(spec)
 
-    def forward(self, context: Tensor, x: Tensor, vec: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor]:
-        """Text (B,T,D), image (B,N,D), conditioning vec (B,D), rotation (2,T+N,D/H/2) -> text and image."""
+    def forward(
+        self, context: Tensor, x: Tensor, vec: Tensor, rotation: Tensor, mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Text (B,T,D), image (B,N,D), conditioning vec (B,D), rotation (2,T+N,D/H/2) -> text and image.
+
+        mask is as in attend, over text and image.
+        """
         text_mods, image_mods = self.txt_mod(vec), self.img_mod(vec)  # of attention, then of the MLP
 
         # attention over text and image
         text = self.txt_attn(modulate(context, *text_mods[:2]))
         image = self.img_attn(modulate(x, *image_mods[:2]))
         q, k, v = (torch.cat(both, dim=2) for both in zip(text, image, strict=True))  # (B, H, T+N, D/H)
-        out = merge_heads(self.attention(rotate(q, rotation), rotate(k, rotation), v))  # (B, T+N, D)
+        out = attend(self.attention, rotate(q, rotation), rotate(k, rotation), v, mask)  # (B, T+N, D)
         from_text, from_image = torch.split(out, [context.shape[1], x.shape[1]], dim=1)
 
         # projections and MLPs
@@ -161,20 +198,22 @@ class SingleStreamBlock(nn.Module):
         self.spec = spec
         self.head_dim = spec.width // spec.heads
         self.attention: AttentionFn = sdpa
-        self.linear1 = nn.Linear(spec.width, 3 * spec.width + spec.mlp_width)
-        self.linear2 = nn.Linear(spec.width + spec.mlp_width, spec.width)
+        hidden, bias = spec.mlp_width * (2 if spec.is_gated else 1), not spec.is_gated
+        self.linear1 = nn.Linear(spec.width, 3 * spec.width + hidden, bias)
+        self.linear2 = nn.Linear(spec.width + spec.mlp_width, spec.width, bias)
+        self.activation = SiluGate() if spec.is_gated else gelu_tanh()
         self.norm = QKNorm(self.head_dim)
         self.modulation = Modulation(spec.width, branches=1)
 
-    def forward(self, x: Tensor, vec: Tensor, rotation: Tensor) -> Tensor:
-        """Text and image x (B,T+N,D), conditioning vec (B,D), rotation (2,T+N,D/H/2) -> (B,T+N,D)."""
+    def forward(self, x: Tensor, vec: Tensor, rotation: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Text and image x (B,T+N,D), vec (B,D), rotation (2,T+N,D/H/2), mask as in attend -> (B,T+N,D)."""
         shift, scale, gate = self.modulation(vec)
-        widths = [self.spec.width] * 3 + [self.spec.mlp_width]
-        q, k, v, hidden = torch.split(self.linear1(modulate(x, shift, scale)), widths, dim=2)
+        ends = [self.spec.width * i for i in (1, 2, 3)]
+        q, k, v, hidden = torch.tensor_split(self.linear1(modulate(x, shift, scale)), ends, dim=2)
         q, k, v = (split_heads(part, self.spec.heads) for part in (q, k, v))  # (B, H, T+N, D/H)
         q, k = self.norm(q, k)
-        out = merge_heads(self.attention(rotate(q, rotation), rotate(k, rotation), v))
-        out = self.linear2(torch.cat([out, F.gelu(hidden, approximate="tanh")], dim=2))
+        out = attend(self.attention, rotate(q, rotation), rotate(k, rotation), v, mask)
+        out = self.linear2(torch.cat([out, self.activation(hidden)], dim=2))
         return finite_half(x + gate * out)
 
 
@@ -184,15 +223,17 @@ class Flux(nn.Module):
     def __init__(self, spec: FluxSpec) -> None:
         super().__init__()
         self.spec = spec
-        self.img_in = nn.Linear(4 * spec.in_channels, spec.width)
-        self.time_in = mlp(SINUSOIDS, spec.width, spec.width, names=EMBEDDER)
-        self.vector_in = mlp(spec.vector_dim, spec.width, spec.width, names=EMBEDDER)
+        bias, area = not spec.is_gated, spec.patch**2
+        self.img_in = nn.Linear(area * spec.in_channels, spec.width, bias)
+        self.time_in = mlp(SINUSOIDS, spec.width, spec.width, names=EMBEDDER, bias=bias)
+        if spec.vector_dim:
+            self.vector_in = mlp(spec.vector_dim, spec.width, spec.width, names=EMBEDDER)
         if spec.guidance:
             self.guidance_in = mlp(SINUSOIDS, spec.width, spec.width, names=EMBEDDER)
-        self.txt_in = nn.Linear(spec.context_dim, spec.width)
+        self.txt_in = nn.Linear(spec.context_dim, spec.width, bias)
         self.double_blocks = nn.ModuleList(DoubleStreamBlock(spec) for _ in range(spec.depth))
         self.single_blocks = nn.ModuleList(SingleStreamBlock(spec) for _ in range(spec.single_depth))
-        self.final_layer = LastLayer(spec.width, 4 * spec.out_channels)
+        self.final_layer = LastLayer(spec.width, area * spec.out_channels, bias)
 
     def forward(
         self,
@@ -215,19 +256,24 @@ class Flux(nn.Module):
         """
         assert y is not None, "FLUX reads the pooled text"
         x = x.to(context.dtype) if concat is None else torch.cat([x.to(context.dtype), concat], dim=1)
-        images = [F.pixel_unshuffle(image, 2) for image in torch.split(x, self.spec.in_channels, dim=1)]
-        num_text, (h, w) = context.shape[1], images[0].shape[2:]
-        rotation = self.rotation(num_text, (len(images), h, w), x)
+        images = torch.split(x, self.spec.in_channels, dim=1)
+        return self.denoise(images, context, F.silu(self.embed(t, y, guidance)))
+
+    def denoise(self, images: Sequence[Tensor], context: Tensor, vec: Tensor, mask: Tensor | None = None) -> Tensor:
+        """The noised latents and those of references, (B,in_channels,h,w) each, text, conditioning -> the velocity."""
+        patch, num_text = self.spec.patch, context.shape[1]
+        images = [F.pixel_unshuffle(image, patch) for image in images]
+        h, w = images[0].shape[2:]
+        rotation = axial_rotation(self.places(num_text, images), self.spec.axes, self.spec.theta, context.dtype)
         x = self.img_in(torch.cat([image.flatten(2) for image in images], dim=2).transpose(1, 2))  # (B, N, D)
         context = self.txt_in(context)  # (B, T, D)
-        vec = F.silu(self.embed(t, y, guidance))  # (B, D)
         for block in self.double_blocks:
-            context, x = block(context, x, vec, rotation)
+            context, x = block(context, x, vec, rotation, mask)
         x = torch.cat([context, x], dim=1)  # (B, T+N, D)
         for block in self.single_blocks:
-            x = block(x, vec, rotation)
+            x = block(x, vec, rotation, mask)
         out = self.final_layer(x[:, num_text:][:, : h * w], vec)
-        return F.pixel_shuffle(out.transpose(1, 2).unflatten(2, (h, w)), 2)
+        return F.pixel_shuffle(out.transpose(1, 2).unflatten(2, (h, w)), patch)
 
     def embed(self, t: Tensor, y: Tensor, guidance: Tensor | None) -> Tensor:
         """Embed the time (B,), the pooled text (B,vector_dim) and the guidance scale (B,): (B,D)."""
@@ -237,11 +283,13 @@ class Flux(nn.Module):
             vec = vec + self.guidance_in(sinusoids(1000 * guidance.float(), SINUSOIDS).to(y.dtype))
         return vec + self.vector_in(y)
 
-    def rotation(self, num_text: int, sides: tuple[int, int, int], like: Tensor) -> Tensor:
-        """Return cosines and sines (2,T+N,D/H/2) of the rotation of text tokens and of k images of h by w tokens."""
-        images = torch.cartesian_prod(*(torch.arange(side, device=like.device) for side in sides))  # (N, 3)
-        ids = F.pad(images.T, (num_text, 0))  # (3, T+N), text at 0
-        return axial_rotation(ids, self.spec.axes, THETA, like.dtype)
+    def places(self, num_text: int, images: Sequence[Tensor]) -> Tensor:
+        """Return the positions (3,T+N) of text tokens, all at 0, and of images' tokens: number, row, column."""
+        places = []
+        for number, image in enumerate(images):
+            rows, columns = (torch.arange(side, device=image.device) for side in image.shape[2:])
+            places.append(torch.cartesian_prod(torch.full_like(rows[:1], number), rows, columns))
+        return F.pad(torch.cat(places).T, (num_text, 0))
 
 
 # ---- released -------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ldm_lite.core.layers import Shapes
+from ldm_lite.core.layers import AttentionFn, Shapes, merge_heads
 
 gelu_tanh = partial(nn.GELU, approximate="tanh")
 
@@ -116,18 +116,18 @@ class GatedMLP(nn.Module):
         return finite_half(down(finite_half(F.silu(gate(x)) * up(x))))
 
 
-def modulation(width: int, chunks: int) -> nn.Sequential:
+def modulation(width: int, chunks: int, bias: bool = True) -> nn.Sequential:
     """Return adaLN_modulation; slot 0 held a SiLU, which networks here apply once for all blocks."""
-    return nn.Sequential(nn.Identity(), nn.Linear(width, chunks * width))
+    return nn.Sequential(nn.Identity(), nn.Linear(width, chunks * width, bias))
 
 
 class LastLayer(nn.Module):
     """Norm, modulated by the conditioning vec (B,D), and a linear to the channels of a token."""
 
-    def __init__(self, width: int, out_channels: int) -> None:
+    def __init__(self, width: int, out_channels: int, bias: bool = True) -> None:
         super().__init__()
-        self.linear = nn.Linear(width, out_channels)
-        self.adaLN_modulation = modulation(width, 2)
+        self.linear = nn.Linear(width, out_channels, bias)
+        self.adaLN_modulation = modulation(width, 2, bias)
 
     def forward(self, x: Tensor, vec: Tensor) -> Tensor:
         shift, scale = self.adaLN_modulation(vec)[:, None, :].chunk(2, dim=2)
@@ -158,6 +158,21 @@ def rotate(x: Tensor, rotation: Tensor) -> Tensor:
     cos, sin = rotation
     a, b = x.to(rotation.dtype).view(*x.shape[:-1], -1, 2).unbind(-1)  # (B, H, N, D/2)
     return torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(-2).to(x.dtype)
+
+
+def attend(attention: AttentionFn, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """Attention of q, k, v (B,H,N,D/H) -> (B,N,D).
+
+    With a mask (B,1,1,N), False where no token attends to, PyTorch's kernel takes the place of `attention`.
+    """
+    if mask is None:
+        return merge_heads(attention(q, k, v))
+    return merge_heads(F.scaled_dot_product_attention(q, k, v, attn_mask=mask))
+
+
+def inside(lengths: Tensor, num_text: int) -> Tensor:
+    """Return (B,T) bool: whether each of T text tokens is one of the first `lengths` (B,1) of its text."""
+    return torch.arange(num_text, device=lengths.device) < lengths
 
 
 def multiple(width: int, base: int, what: str) -> int:

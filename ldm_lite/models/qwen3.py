@@ -1,4 +1,4 @@
-"""The language model Qwen3 with Hugging Face's key names, up to its second to last layer: Z-Image's text encoder.
+"""The language model Qwen3 with Hugging Face's key names, up to the last state that is read: a text encoder.
 
 Shape letters: B batch, T tokens, D width, H heads of the queries, G of keys and values, C channels of a head.
 Source: Qwen Team 2025 (arXiv 2505.09388), sec. 2; Ainslie et al. 2023 (shared keys and values); Su et al. 2021, eq. 34;
@@ -8,6 +8,7 @@ transformers Qwen3Model.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,9 @@ class Qwen3Spec(Fitted):
     heads: int
     kv_heads: int
     head_dim: int
+    states: tuple[int, ...] = (-2,)  # those read, as transformers counts hidden_states: 0 enters the first layer
+
+    untold: ClassVar[tuple[str, ...]] = ("states",)
 
     @staticmethod
     def from_shapes(shapes: Shapes) -> Qwen3Spec:
@@ -49,6 +53,11 @@ class Qwen3Spec(Fitted):
             kv_heads=kv_heads,
             head_dim=head_dim,
         )
+
+    @property
+    def output_width(self) -> int:
+        """Channels of all states that are read."""
+        return self.width * len(self.states)
 
 
 def rotate_halves(x: Tensor, rotation: Tensor) -> Tensor:
@@ -72,12 +81,13 @@ class SelfAttention(nn.Module):
         self.q_norm = RMSNorm(spec.head_dim)
         self.k_norm = RMSNorm(spec.head_dim)
 
-    def forward(self, x: Tensor, rotation: Tensor) -> Tensor:
+    def forward(self, x: Tensor, rotation: Tensor, mask: Tensor | None) -> Tensor:
         q = split_heads(self.q_proj(x), self.spec.heads)  # (B, H, T, C)
         k, v = (split_heads(proj(x), self.spec.kv_heads) for proj in (self.k_proj, self.v_proj))  # (B, G, T, C)
         q, k = rotate_halves(self.q_norm(q), rotation), rotate_halves(self.k_norm(k), rotation)
         k, v = (part.repeat_interleave(self.spec.heads // self.spec.kv_heads, dim=1) for part in (k, v))
-        return self.o_proj(merge_heads(F.scaled_dot_product_attention(q, k, v, is_causal=True)))
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+        return self.o_proj(merge_heads(out))
 
 
 class Layer(nn.Module):
@@ -90,36 +100,45 @@ class Layer(nn.Module):
         self.input_layernorm = RMSNorm(spec.width)
         self.post_attention_layernorm = RMSNorm(spec.width)
 
-    def forward(self, x: Tensor, rotation: Tensor) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), rotation)
+    def forward(self, x: Tensor, rotation: Tensor, mask: Tensor | None) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), rotation, mask)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class Qwen3(nn.Module):
-    """Token ids -> one vector per token: what enters the last layer, not normalised.
+    """Token ids -> one vector per token: the states that the spec names, side by side, not normalised.
 
-    The last layer and the last norm are in files, and are not run.
+    The layers after them and the last norm are in files, and are not run.
     """
 
     def __init__(self, spec: Qwen3Spec) -> None:
         super().__init__()
+        if max(spec.states) >= spec.layers:
+            raise ValueError(f"this Qwen3 has {spec.layers} layers, wanted more than {max(spec.states)}")
         self.spec = spec
         self.embed_tokens = nn.Embedding(spec.vocab_size, spec.width)
         self.layers = nn.ModuleList(Layer(spec) for _ in range(spec.layers))
         self.norm = RMSNorm(spec.width)
 
-    def forward(self, token_ids: Tensor) -> Tensor:
-        """Token ids (B,T) -> (B,T,D) in the weights' dtype.
+    def forward(self, token_ids: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Token ids (B,T) -> (B,T,output_width) in the weights' dtype.
 
-        Tokens see only those before them, so padding at the end changes nothing before it.
+        Tokens see only those before them, so padding at the end changes nothing before it.  A mask (B,T) bool is False
+        at padding, which padding then does not see either.
         """
         embedded = self.embed_tokens(token_ids)
         positions = torch.arange(token_ids.shape[1], device=token_ids.device)[None]
         x = embedded.to(torch.promote_types(embedded.dtype, torch.float32))
         rotation = axial_rotation(positions, (self.spec.head_dim,), THETA, x.dtype)
-        for layer in self.layers[:-1]:
-            x = layer(x, rotation)
-        return x.to(embedded.dtype)
+        if mask is not None:
+            places = positions[0]
+            mask = mask[:, None, None, :] & (places <= places[:, None])  # (B, 1, T, T)
+        wanted = [state if state >= 0 else len(self.layers) + 1 + state for state in self.spec.states]
+        states = {0: x}
+        for i, layer in enumerate(self.layers[: max(wanted)], 1):
+            x = layer(x, rotation, mask)
+            states |= {i: x} if i in wanted else {}
+        return torch.cat([states[i] for i in wanted], dim=2).to(embedded.dtype)
 
 
 # ---- released -------------------------------------------------------------------------------------------------------

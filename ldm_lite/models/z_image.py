@@ -23,14 +23,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ldm_lite.core.layers import AttentionFn, Shapes, count, merge_heads, sdpa, sinusoids, size, split_heads
+from ldm_lite.core.layers import AttentionFn, Shapes, count, sdpa, sinusoids, size, split_heads
 from ldm_lite.models.ops import (
     GatedMLP,
     RMSNorm,
     TransformerSpec,
+    attend,
     axial_rotation,
     embedder,
     finite_half,
+    inside,
     multiple,
     rotate,
 )
@@ -99,11 +101,10 @@ class Attention(nn.Module):
         self.out = nn.Linear(spec.width, spec.width, bias=False)
 
     def forward(self, x: Tensor, rotation: Tensor, mask: Tensor | None) -> Tensor:
-        """With a mask (B,1,1,N), False where no token attends to, PyTorch's kernel takes the place of `attention`."""
+        """The mask is as in attend."""
         q, k, v = (split_heads(part, self.heads) for part in self.qkv(x).chunk(3, dim=2))  # (B, H, N, D/H)
         q, k = rotate(self.q_norm(q), rotation), rotate(self.k_norm(k), rotation)
-        out = self.attention(q, k, v) if mask is None else F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        return finite_half(self.out(merge_heads(out)))
+        return finite_half(self.out(attend(self.attention, q, k, v, mask)))
 
 
 class Block(nn.Module):
@@ -181,7 +182,7 @@ class ZImage(nn.Module):
         of_image, of_text = torch.split(rotation, [num_image, num_text], dim=3)
         text_mask = mask = None
         if full is None:
-            text_mask = (torch.arange(num_text, device=x.device) < lengths)[:, None, None, :]  # (B, 1, 1, T)
+            text_mask = inside(lengths, num_text)[:, None, None, :]  # (B, 1, 1, T)
             mask = F.pad(text_mask, (num_image, 0), value=True)  # (B, 1, 1, N+T)
 
         for block in self.noise_refiner:
@@ -201,8 +202,8 @@ class ZImage(nn.Module):
         image = self.x_embedder(patches.flatten(3).flatten(1, 2))  # channels as (row, column, C)
         padding = self.x_pad_token.expand(len(x), -image.shape[1] % MULTIPLE, -1)
         context = F.pad(context, (0, 0, 0, -context.shape[1] % MULTIPLE))
-        inside = torch.arange(context.shape[1], device=x.device) < y  # (B, T)
-        context = torch.where(inside[:, :, None], self.cap_embedder(context), self.cap_pad_token)
+        is_word = inside(y, context.shape[1])  # (B, T)
+        context = torch.where(is_word[:, :, None], self.cap_embedder(context), self.cap_pad_token)
         return torch.cat([image, padding], dim=1), context
 
     def rotation(self, lengths: Tensor, grid: tuple[int, int], num_image: int, context: Tensor) -> Tensor:

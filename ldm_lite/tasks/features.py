@@ -66,6 +66,7 @@ FEATURES = {
     "ldm_lite.features.noise:Noise": Entry(("noise", "ensd", "variation_seed", "variation_strength", "brownian")),
     "ldm_lite.features.regions:Regions": Entry(("regions",)),
     "ldm_lite.features.depth:Depth": Entry(("depth",)),
+    "ldm_lite.features.references:References": Entry(("reference",)),
     "ldm_lite.features.guidance_schedule:GuidanceSchedule": Entry(("guidance_schedule",)),
     "ldm_lite.features.rescale:Rescale": Entry(("guidance_rescale", "dynamic_threshold")),
     "ldm_lite.features.apg:AdaptiveProjectedGuidance": Entry(("apg",)),

@@ -34,6 +34,7 @@ _QWEN3_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 SAID, ANSWERED = "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"
+WITHOUT_THINKING = "<think>\n\n</think>\n\n"
 QWEN3_SPECIAL = {"<|endoftext|>": 151643, "<|im_start|>": 151644, "<|im_end|>": 151645}
 
 
@@ -221,15 +222,24 @@ class Qwen3Tokenizer(TextTokenizer):
     """Qwen3's tokenizer, from its `tokenizer.json`, or `vocab.json` with `merges.txt` beside it.
 
     A text is put into the template of a chat, as what the user says, and truncated at the end of the whole, as
-    transformers does with `enable_thinking`.  Raises ValueError, one line, for any other file.
+    transformers does, with `enable_thinking` or without.  Raises ValueError, one line, for any other file.
     """
 
     path: Path | None = None
+    thinks: bool = True
 
     def _backend(self) -> Tokenizer:
         if self.path is None:
             raise ValueError("Qwen3 needs its vocabulary: wanted the path of a tokenizer.json")
+        if not self.thinks and _qwen3(self.path).token_to_id("<think>") is None:
+            raise ValueError(f"{self.path}: lacks <think>: wanted Qwen3's tokenizer.json")
         return _qwen3(self.path)
+
+    @property
+    def end_id(self) -> int:
+        """The id of the end of a document, which Qwen3 pads with."""
+        token: int = self._backend().get_vocab()["<|endoftext|>"]
+        return token
 
     @property
     def vocab_size(self) -> int:
@@ -238,7 +248,9 @@ class Qwen3Tokenizer(TextTokenizer):
 
     def units(self, text: str) -> list[tuple[tuple[int, ...], int]]:
         """Return the tokens of a text in its template, and where in the text each begins."""
-        whole = super().units(f"{SAID}{text}{ANSWERED}" if isinstance(text, str) else text)
+        whole = super().units(
+            f"{SAID}{text}{ANSWERED}{'' if self.thinks else WITHOUT_THINKING}" if isinstance(text, str) else text
+        )
         return [(tokens, min(max(start - len(SAID), 0), len(text))) for tokens, start in whole]
 
 

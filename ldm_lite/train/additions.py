@@ -292,9 +292,14 @@ def kohya_file(lora: nn.Module, model: Pipeline) -> Content:
     assert isinstance(lora, LoRA)
     second = model.family.unet.context_dim == 1024
     version = ("sd_v2" + "_v" * (model.schedule.prediction == "v")) if second else "sd_v1"
-    version = {"flux": "flux1", "sd3": "sd3", "z_image": "zimage", "sdxl": "sdxl_base_v1-0"}.get(
-        model.family.conditioner, version
-    )
+    version = {
+        "flux": "flux1",
+        "chroma": "chroma",
+        "flux2": "flux_2_klein_4b",
+        "sd3": "sd3",
+        "z_image": "zimage",
+        "sdxl": "sdxl_base_v1-0",
+    }.get(model.family.conditioner, version)
     metadata = {
         "ss_network_module": "networks.lora" if lora.kind == "lora" else "lycoris.kohya",
         "ss_network_dim": str(lora.rank),

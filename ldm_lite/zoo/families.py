@@ -52,12 +52,16 @@ MODULES = {
     ),
     "upscaler": Module(("x4",), contexts=(1024,)),
     "flux": Module(("flux_dev", "flux_schnell", "flux_kontext", "flux_fill", "flux_control", "flux_canny")),
+    "chroma": Module(("chroma", "chroma_flash")),
+    "flux2": Module(("flux2_klein", "flux2_klein_base")),
     "sd3": Module(("sd3_medium", "sd35_medium", "sd35_large", "sd35_large_turbo")),
     "z_image": Module(("z_image_turbo", "z_image")),
     "deepfloyd": Module(("if_I", "if_II")),
 }
 # A key of a network that is no UNet of latent diffusion -> (its shapes, metadata) -> its row, with its sizes.
 DENOISERS = {
+    "distilled_guidance_layer.in_proj.weight": "ldm_lite.families.chroma:row",  # before FLUX.1, whose key they have
+    "double_stream_modulation_img.lin.weight": "ldm_lite.families.flux2:row",
     "double_blocks.0.img_attn.norm.key_norm.scale": "ldm_lite.families.flux:row",
     "joint_blocks.0.context_block.attn.qkv.weight": "ldm_lite.families.sd3:row",
     "cap_pad_token": "ldm_lite.families.z_image:row",

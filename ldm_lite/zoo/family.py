@@ -42,9 +42,12 @@ NETWORKS = {  # the class of a spec -> its network's
     "UNetSpec": "ldm_lite.models.unet:UNet",
     "IFSpec": "ldm_lite.models.unet_if:UNetIF",
     "FluxSpec": "ldm_lite.models.flux:Flux",
+    "ChromaSpec": "ldm_lite.models.chroma:Chroma",
+    "Flux2Spec": "ldm_lite.models.flux2:Flux2",
     "MMDiTSpec": "ldm_lite.models.mmdit:MMDiT",
     "ZImageSpec": "ldm_lite.models.z_image:ZImage",
     "VAESpec": "ldm_lite.core.vae:AutoencoderKL",
+    "Flux2VAESpec": "ldm_lite.models.flux2:Flux2Autoencoder",
     "VQSpec": "ldm_lite.models.vae_vq:VQModel",
     "TAESDSpec": "ldm_lite.models.taesd:TAESD",
     "PixelSpec": "ldm_lite.models.pixels:Pixels",
@@ -60,6 +63,7 @@ NETWORKS = {  # the class of a spec -> its network's
 AUTOENCODERS = {  # a key of an autoencoder that is not KL -> the class of its spec
     "encoder.1.conv.0.weight": "ldm_lite.models.taesd:TAESDSpec",
     "decoder.1.weight": "ldm_lite.models.taesd:TAESDSpec",
+    "bn.running_mean": "ldm_lite.models.flux2:Flux2VAESpec",
     "quantize.embedding.weight": "ldm_lite.models.vae_vq:VQSpec",
 }
 KL_F8 = VAESpec(channels=128, channel_mult=(1, 2, 4, 4), num_res_blocks=2, z_channels=4, embed_dim=4)
@@ -186,6 +190,7 @@ class Family:
     skip_layers: SkipLayers | None = None  # guidance by leaving blocks out
     optional: tuple[Spec, ...] = ()  # text encoders that a model may lack
     dtype: str | None = None  # on a GPU, if not float16, which some values exceed
+    vae_file: str = "FILE"  # one with the autoencoder, on the hub, for a file that lacks it
     scheduler: str | None = None  # in a diffusers folder, which tells it from others with the same networks
     hints: tuple[Hint, ...] = ()
     predicts: Callable[[Tensors], tuple[Prediction, str]] | None = None  # by a UNet's weights, with the reason

@@ -15,6 +15,12 @@ TEXTS = {  # a key of a text encoder -> the class of its spec
     "layers.0.self_attn.q_norm.weight": "Qwen3Spec",
 }
 CLIP = "CLIPTextSpec"
+FILES = {  # one with each released text encoder, on the hub
+    "CLIPTextSpec": "comfyanonymous/flux_text_encoders/clip_l.safetensors",
+    "OpenCLIPTextSpec": "Comfy-Org/stable-diffusion-3.5-fp8/text_encoders/clip_g.safetensors",
+    "T5Spec": "comfyanonymous/flux_text_encoders/t5xxl_fp16.safetensors",
+    "Qwen3Spec": "Comfy-Org/flux2-klein/split_files/text_encoders/qwen_3_4b.safetensors",
+}
 TITLES = {"CLIPTextSpec": "CLIP-L", "OpenCLIPTextSpec": "OpenCLIP bigG", "T5Spec": "T5 XXL", "Qwen3Spec": "Qwen3 4B"}
 
 
@@ -70,19 +76,19 @@ def fitted(shapes: Mapping[str, Shapes], metadata: Mapping[str, str]) -> Family:
     if missing := [kind for kind in kinds if kind not in texts.keys() | optional]:
         raise ValueError(
             f"is {row.title}, which reads text with {_titles(kinds)}: name the file of {_titles(missing)} with "
-            "`text_encoder=FILE`, which may be repeated"
+            f"`text_encoder=FILE`, which may be repeated{_instead(row, missing)}"
         )
     if row.conditioner == "sd3" and shapes["text_encoder"].get("text_projection.weight", (0,))[0] == texts[CLIP].width:
         texts[CLIP] = replace(texts[CLIP], projection=True)  # else its pooled output is read as it is
     if "vae" not in shapes:
-        raise ValueError(f"is {row.title} without its autoencoder: name its file with `vae=FILE`")
+        raise ValueError(f"is {row.title} without its autoencoder: name its file with `vae=FILE`{_instead(row)}")
     vae = infer_vae(shapes["vae"])
     if vae.embed_dim != row.unet.out_channels:
         raise ValueError(
             f"is {row.title}, whose latents have {row.unet.out_channels} channels, but those of the autoencoder "
             f"{vae.embed_dim}: name another with `vae=FILE`"
         )
-    widths = {kind: spec.width for kind, spec in texts.items()}
+    widths = {kind: getattr(spec, "output_width", spec.width) for kind, spec in texts.items()}
     clips = [widths[kind] for kind in ("CLIPTextSpec", "OpenCLIPTextSpec") if kind in widths]
     for what, width, wanted in (
         ("T5's output is", widths.get("T5Spec"), row.unet.context_dim),
@@ -94,6 +100,17 @@ def fitted(shapes: Mapping[str, Shapes], metadata: Mapping[str, str]) -> Family:
                 f"is {row.title}, but {what} {width} wide, wanted {wanted}: take another `text_encoder=FILE`"
             )
     return replace(row, vae=vae, text_encoders=tuple(texts.values()), **scale_of(vae))
+
+
+def _instead(row: Family, kinds: Iterable[str] = ()) -> str:
+    """Return the files that supply text encoders, or none and the autoencoder; '' if the released ones do not fit."""
+    widths = {type(spec).__name__: getattr(spec, "output_width", spec.width) for spec in row.text_encoders}
+    kinds = list(kinds)
+    reads = [kind for kind in ("T5Spec", "Qwen3Spec") if kind in widths]
+    if any(widths[kind] != row.unet.context_dim for kind in reads) or (not kinds and row.vae_file == "FILE"):
+        return ""
+    files = [f"`text_encoder={FILES[kind]}`" for kind in kinds] or [f"`vae={row.vae_file}`"]
+    return f": {' and '.join(files)} are those of the release" if len(files) > 1 else f": {files[0]} is the release's"
 
 
 def _titles(kinds: Iterable[str]) -> str:

@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 import torch
 import toy
+import toy_chroma
 import toy_flow
+import toy_flux2
 import toy_z_image
 from flow_files import SPIECE
 from PIL import Image
@@ -312,6 +314,17 @@ def test_t5_has_the_names_of_llama_cpp(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("toy_family", [toy_chroma, toy_flux2])
+def test_chroma_and_flux2_have_the_names_of_the_originals(toy_family: Any, tmp_path: Path) -> None:
+    tensors, worth = stored(weights(toy_family.small())["unet"])
+    path = gguf(tmp_path / "unet.gguf", tensors, general__architecture="flux")
+    pipe = ldm_lite.load(path, **{name: value for name, value in toy_family.write(tmp_path).items() if name != "ckpt"})
+    network = build(toy_family.SPEC)
+    network.load_state_dict(worth)
+    assert sum(isinstance(layer, BlockLinear) for layer in linears(pipe.unet)) > 10
+    assert torch.equal(pipe.unet(*toy_family.inputs()), network(*toy_family.inputs()))
+
+
 def test_qwen3_has_the_names_of_llama_cpp(tmp_path: Path) -> None:
     """And Z-Image's transformer those of ComfyUI."""
     files, parts = toy_z_image.write(tmp_path), weights(toy_z_image.small())

@@ -23,6 +23,9 @@ RENAMED = {  # the file's name -> ours
     "sd35-medium": "transformer_sd35_medium",
     "sd35-large": "transformer_sd35_large",
     "zimage": "transformer_z_image",
+    "chroma": "transformer_chroma",
+    "flux2-klein": "transformer_flux2_klein",
+    "flux2-vae": "vae_flux2",
 }
 
 

@@ -68,8 +68,9 @@ FILES: dict[str, dict[str, str]] = {
     **{
         name: {UNET: f"transformer_{name}", **(SD3 if name.startswith("sd3") else FLUX)}
         for name in TRANSFORMERS
-        if name != "z_image"
+        if name not in ("z_image", "flux2_klein")
     },
+    "flux2_klein": {UNET: "transformer_flux2_klein", "vae.": "vae_flux2"},
     "z_image_turbo": {UNET: "transformer_z_image", "vae.": "vae_kl_f8_flux"},
     "if_I": {"": "unet_if_I_XL"},
     "if_II": {"": "unet_if_II_L"},
@@ -104,7 +105,7 @@ def built(spec: Spec) -> nn.Module:
         return build(spec)
 
 
-BESIDE["z_image_turbo"] = {
+BESIDE["flux2_klein"] = BESIDE["z_image_turbo"] = {
     f"text_encoders.qwen3_4b.transformer.model.{key}": tuple(value.shape)
     for key, value in built(QWEN3_4B).state_dict().items()
 }
@@ -121,10 +122,41 @@ def file_of(name: str) -> dict[str, tuple[int, ...]]:
     return shapes | BESIDE.get(name, {}) | BUFFERS
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "autoencoder"),
+    [
+        ("flux_schnell", ["clip_l.safetensors", "t5xxl_fp16.safetensors"], "FLUX.1-schnell/ae.safetensors"),
+        ("chroma", ["t5xxl_fp16.safetensors"], "FLUX.1-schnell/ae.safetensors"),
+        ("flux2_klein", ["qwen_3_4b.safetensors"], "vae/flux2-vae.safetensors"),
+        ("z_image", ["qwen_3_4b.safetensors"], "vae/ae.safetensors"),
+    ],
+)
+def test_what_a_transformer_lacks_is_named_with_its_file(name: str, text: list[str], autoencoder: str) -> None:
+    with on_meta():
+        unet = {key: tuple(value.shape) for key, value in build(TRANSFORMERS[name]).state_dict().items()}
+    with pytest.raises(ValueError, match=r".*".join(f"`text_encoder=[^`]*{file}`" for file in text)):
+        detect_family({"unet": unet}, {})
+    likes = FAMILIES["z_image_turbo" if name == "z_image" else name].texts
+    encoders = {
+        role: {key: tuple(value.shape) for key, value in built(spec).state_dict().items()}
+        for role, spec in likes.items()
+    }
+    with pytest.raises(ValueError, match=f"without its autoencoder: .*`vae=[^`]*{autoencoder}`"):
+        detect_family({"unet": unet, **encoders}, {})
+
+
 def test_every_manifest_is_part_of_a_file_or_a_file() -> None:
     used = {manifest for file in FILES.values() for manifest in file.values()} | set(ALONE)
     assert used == set(MANIFESTS)
-    by_metadata = {"z_image", "flux_kontext", "sdxl_turbo", "sd35_large_turbo", "flux_canny"}
+    by_metadata = {
+        "z_image",
+        "chroma_flash",
+        "flux2_klein_base",
+        "flux_kontext",
+        "sdxl_turbo",
+        "sd35_large_turbo",
+        "flux_canny",
+    }
     assert set(FILES) == set(FAMILIES) - by_metadata
 
 
@@ -213,12 +245,11 @@ LOOK_ALIKES: dict[str, tuple[dict[str, tuple[int, ...]], str]] = {
     "playground": (file_of("sdxl_base") | {"edm_mean": (1, 4, 1, 1), "edm_std": (1, 4, 1, 1)}, "Playground 2.5"),
     "cosxl": (file_of("sdxl_base") | {"edm_vpred.sigma_max": (), "edm_vpred.sigma_min": ()}, "CosXL"),
     "altdiffusion": (file_of("sd1") | {"cond_stage_model.roberta.embeddings.LayerNorm.weight": (1024,)}, "AltDiff"),
-    "chroma": (
-        under("", "transformer_flux_schnell") | {"distilled_guidance_layer.in_proj.weight": (5120, 64)},
-        "Chroma",
+    "radiance": (under("", "transformer_chroma") | {"nerf_blocks.0.norm.scale": (64,)}, "Chroma1-Radiance"),
+    "flux.2 dev": (
+        under("", "transformer_flux2_klein") | {"guidance_in.in_layer.weight": (3072, 256)},
+        r"is FLUX.2 \[dev\], which reads text with Mistral 3",
     ),
-    "flux.2": ({"double_stream_modulation_img.lin.weight": (36864, 6144)}, "FLUX.2, which is not read: take FLUX.1"),
-    "flux.2 single": ({f"{UNET}single_stream_modulation.lin.weight": (18432, 6144)}, "FLUX.2"),
     "redux": ({"redux_up.weight": (12288, 1152), "redux_down.weight": (4096, 12288)}, "is FLUX.1 Redux, to be used"),
     "hunyuan": ({"double_blocks.0.img_attn_qkv.weight": (9216, 3072)}, "another diffusion transformer"),
     "pixart": ({"transformer_blocks.0.attn1.to_q.weight": (1152, 1152)}, "another diffusion transformer"),

@@ -1,0 +1,51 @@
+"""FLUX.2 [klein], and its base, whose weights do not tell them apart; Qwen3 reads the text."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from ldm_lite.core.layers import Shapes
+from ldm_lite.families.sd1 import SD1
+from ldm_lite.models.flux2 import KL_F16_128, RELEASED, Flux2Spec
+from ldm_lite.models.qwen3 import QWEN3_4B
+from ldm_lite.zoo.families import chosen
+from ldm_lite.zoo.family import Family, Flow, Hint
+
+# Logarithms of the shift of 200 steps, which grow with the image's tokens: see flow_flux2.
+BY_SIZE = (0.00016927 * 256 + 0.45666666, 0.00016927 * 4096 + 0.45666666)
+
+KLEIN = replace(
+    SD1,
+    title="FLUX.2 [klein]",
+    unet=RELEASED["flux2_klein"],
+    vae=KL_F16_128,
+    vae_file="Comfy-Org/flux2-klein/split_files/vae/flux2-vae.safetensors",
+    text_encoders=(replace(QWEN3_4B, states=(9, 18, 27)),),
+    conditioner="flux2",
+    prediction="flow",
+    noise=Flow("s", "flow_flux2", by_size=BY_SIZE),
+    scale_factor=1.0,
+    shift_factor=0.0,
+    sampler="euler",
+    resolution=1024,
+    dtype="bf16",
+    vae_overflows=True,
+    steps=4,
+    scale=1.0,
+    hints=(Hint("base", "flux2_klein_base", like="its base"),),
+)
+ROWS = {
+    "flux2_klein": KLEIN,
+    "flux2_klein_base": replace(KLEIN, title="FLUX.2 [klein] base", steps=50, scale=4.0, hints=()),
+}
+
+
+def row(unet: Shapes, metadata: Mapping[str, str]) -> Family:
+    """Return the row of a file, with the spec of its network.  Raises ValueError for other networks."""
+
+    def variant(spec: Flux2Spec) -> object:
+        return spec.in_channels - spec.out_channels
+
+    spec = Flux2Spec.from_shapes(unet)
+    if spec.guidance:
+        raise ValueError("is FLUX.2 [dev], which reads text with Mistral 3: that is not here, take FLUX.2 [klein]")
+    return chosen(ROWS, spec, variant, metadata)
