@@ -3,6 +3,7 @@
 That is a variance that the network predicts, or times of a Brownian motion.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -73,10 +74,12 @@ class TimedPlan(Plan):
         of_timesteps, known = float32_sigmas(schedule).tolist(), list[float | None]()
         for level in levels:
             whole = level.s > 0 and level.t == int(level.t) and level == schedule.at(int(level.t))
-            known.append(getattr(level, "time", of_timesteps[int(level.t)] if whole else None))
+            time = getattr(level, "time", of_timesteps[int(level.t)] if whole else math.nan)
+            known.append(time if math.isclose(time, level.sigma, rel_tol=1e-3) else None)  # else near infinity
         sigmas = [level.sigma if time is None else time for level, time in zip(levels, known, strict=True)]
         times = torch.tensor(sigmas, dtype=torch.float32)
-        motion = float(times[times > 0].min()), float(times.max())
+        used = times[(times > 0) & (times < torch.inf)]
+        motion = float(used.min()), float(used.max())
         if two_stages:
             after, lambdas = times[1:], (times if any(known) else times.double()).log().neg()
             middle = (lambdas[:-1] + (lambdas[1:] - lambdas[:-1]) * 0.5).neg().exp()
