@@ -10,6 +10,7 @@ from ldm_lite.core.plan import ASIDE, H1, H2, H3, NOISE, H, Plan, Rows, X
 from ldm_lite.core.samplers import dpmpp_2m
 from ldm_lite.core.schedule import Array, Level, Schedule, Spacing, ancestral
 from ldm_lite.diffusion.names import register
+from ldm_lite.diffusion.plan import TimedPlan
 from ldm_lite.diffusion.samplers import finite_levels, level_below, only_preserving
 from ldm_lite.diffusion.schedule import levels_of, spacing_of, straightened
 
@@ -73,7 +74,7 @@ def dpmpp_sde(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace
         down, up = ancestral(now.sigma, after.sigma, eta)
         ratio = down / now.sigma
         rows.add(i, mid, after.a * (ratio * ASIDE / now.a + (1 - ratio) * H + up * noise))
-    return rows.plan(end=levels[-1])
+    return TimedPlan.of(rows.plan(end=levels[-1]), schedule, levels, two_stages=True)
 
 
 @register(label="DPM++ 2M SDE")
@@ -118,7 +119,7 @@ def _multistep_sde(
             y = y + phi2 * (d0 + (d0 - d1) * r0 / (r0 + r1)) - (phi2 / h - 0.5) * (d0 - d1) / (r0 + r1)
         noise = after.sigma * np.sqrt(-np.expm1(-2 * eta * hs[i]))
         rows.add(i, now, after.a * (y + noise * NOISE))
-    return rows.plan(end=levels[-1])
+    return TimedPlan.of(rows.plan(end=levels[-1]), schedule, levels)
 
 
 @register(label="UniPC", aliases=("uni_pc", "uni_pc_bh2", "unipc_multistep", "unipcmultistep"))

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ldm_lite.core.denoise import Draw as Draw
-from ldm_lite.core.plan import Plan
+from ldm_lite.diffusion.plan import TimedPlan
 
 Shape = tuple[int, int, int]  # (C,h,w)
 
@@ -136,12 +136,10 @@ class BrownianNoise:
     Every motion has its own seed, and starts at the plan's least sigma above 0.  k-diffusion, BrownianTreeNoiseSampler.
     """
 
-    def __init__(self, seeds: Sequence[int], normal: Normal, plan: Plan) -> None:
-        a, s = np.vstack([plan.level, [plan.end.a, plan.end.s]]).T
-        sigmas = np.divide(s, a, out=np.full_like(s, np.inf), where=a > 0).astype(np.float32)  # theirs are float32
-        self._spans = [(float(sigmas[i + 1]), float(sigmas[i])) for i in range(len(plan.t)) if plan.adds_noise[i]]
-        used = [float(sigma) for sigma in sigmas if 0 < sigma < np.inf]
-        self._trees = [BrownianTree(min(used), max(used), seed, normal) for seed in seeds]
+    def __init__(self, seeds: Sequence[int], normal: Normal, plan: TimedPlan) -> None:
+        times = plan.times
+        self._spans = [(float(times[i + 1]), float(times[i])) for i in range(len(plan.t)) if plan.adds_noise[i]]
+        self._trees = [BrownianTree(*plan.motion, seed, normal) for seed in seeds]
         self._calls = 0
 
     def __call__(self) -> Tensor:

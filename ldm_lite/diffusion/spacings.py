@@ -10,8 +10,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from ldm_lite.core.schedule import CLEAN, SPACINGS, Array, Level, Schedule, leading, trailing
+from ldm_lite.diffusion.plan import float32_sigmas, timed
 from ldm_lite.diffusion.schedule import GENERAL, MADE_FOR_BETAS, FlowSchedule, shifted, straightened
 
 # ---- whole timesteps ------------------------------------------------------------------------------------------------
@@ -129,23 +132,37 @@ def _in_sections(schedule: Schedule, counts: Sequence[int]) -> list[Level]:
 # ---- fractional timesteps -------------------------------------------------------------------------------------------
 
 
-def at_timesteps(schedule: Schedule, timesteps: Array) -> list[Level]:
-    """The levels of fractional timesteps, then clean."""
-    return [*(schedule.between(float(t)) for t in timesteps), CLEAN]
+def at_timesteps(schedule: Schedule, timesteps: Array, rounded: Tensor | None = None) -> list[Level]:
+    """The levels of fractional timesteps, then clean; `rounded` are the same as k-diffusion rounds them."""
+    levels = [*(schedule.between(float(t)) for t in timesteps), CLEAN]
+    if isinstance(schedule, FlowSchedule):
+        return levels
+    t = torch.from_numpy(timesteps).float() if rounded is None else rounded
+    logs, low, high = float32_sigmas(schedule).log(), t.floor().long(), t.ceil().long()
+    return timed(levels, ((1 - t.frac()) * logs[low] + t.frac() * logs[high]).exp())
+
+
+def linspace(schedule: Schedule, steps: int) -> list[Level]:
+    """The core's `linspace`: fractional timesteps linspace(999, 0, steps), then clean.  k-diffusion's default."""
+    last = len(schedule.alpha_bar) - 1
+    return at_timesteps(schedule, np.linspace(last, 0, steps), torch.linspace(last, 0, steps))
 
 
 def sgm_uniform(
     schedule: Schedule, steps: int, sigma_min: float | None = None, sigma_max: float | None = None
 ) -> list[Level]:
     """Fractional timesteps linspace(999, 0, steps + 1) without the last, then clean: Stability AI's sgm."""
-    return at_timesteps(schedule, _timesteps(schedule, steps + 1, sigma_min, sigma_max)[:-1])
+    timesteps = _timesteps(schedule, steps + 1, sigma_min, sigma_max)
+    rounded = torch.linspace(timesteps[0], timesteps[-1], steps + 1)
+    return at_timesteps(schedule, timesteps[:-1], rounded[:-1])
 
 
 def normal(
     schedule: Schedule, steps: int, sigma_min: float | None = None, sigma_max: float | None = None
 ) -> list[Level]:
     """Fractional timesteps evenly from that of sigma_max to that of sigma_min, then clean: ComfyUI's "normal"."""
-    return at_timesteps(schedule, _timesteps(schedule, steps, sigma_min, sigma_max))
+    timesteps = _timesteps(schedule, steps, sigma_min, sigma_max)
+    return at_timesteps(schedule, timesteps, torch.linspace(timesteps[0], timesteps[-1], steps))
 
 
 def _timesteps(schedule: Schedule, count: int, sigma_min: float | None, sigma_max: float | None) -> Array:
@@ -236,6 +253,14 @@ def sigma_range(schedule: Schedule, sigma_min: float | None, sigma_max: float | 
     return low, high
 
 
+def _float32_range(schedule: Schedule, sigma_min: float | None, sigma_max: float | None) -> tuple[float, float] | None:
+    """The same range for times of Brownian motions, from the schedule's sigmas in float32; None for rectified flows."""
+    if isinstance(schedule, FlowSchedule):
+        return None
+    sigmas = float32_sigmas(schedule)
+    return (sigmas[0].item() if sigma_min is None else sigma_min, sigmas[-1].item() if sigma_max is None else sigma_max)
+
+
 def karras(
     schedule: Schedule,
     steps: int,
@@ -245,14 +270,25 @@ def karras(
 ) -> list[Level]:
     """The core's `karras` over a range of sigmas, of rectified flows too.  Karras et al. 2022, eq. 5."""
     low, high = (sigma ** (1 / rho) for sigma in sigma_range(schedule, sigma_min, sigma_max))
-    return at_sigmas(schedule, np.linspace(high, low, steps) ** rho)
+    levels = at_sigmas(schedule, np.linspace(high, low, steps) ** rho)
+    if (ends := _float32_range(schedule, sigma_min, sigma_max)) is None:
+        return levels
+    low, high = (sigma ** (1 / rho) for sigma in ends)
+    return timed(levels, (high + torch.linspace(0, 1, steps) * (low - high)) ** rho)
 
 
 def exponential(
     schedule: Schedule, steps: int, sigma_min: float | None = None, sigma_max: float | None = None
 ) -> list[Level]:
     """Sigmas evenly spaced in log sigma over the schedule's range, then clean.  k-diffusion."""
-    return polyexponential(schedule, steps, sigma_min, sigma_max)
+    levels, ends = (
+        polyexponential(schedule, steps, sigma_min, sigma_max),
+        _float32_range(schedule, sigma_min, sigma_max),
+    )
+    if ends is None:
+        return levels
+    low, high = map(math.log, ends)
+    return timed(levels, torch.linspace(high, low, steps).exp())
 
 
 def polyexponential(
@@ -264,7 +300,11 @@ def polyexponential(
 ) -> list[Level]:
     """Log sigmas fall like a power of the steps left; rho 1 is exponential.  k-diffusion."""
     low, high = np.log(sigma_range(schedule, sigma_min, sigma_max))
-    return at_sigmas(schedule, np.exp(np.linspace(1, 0, steps) ** rho * (high - low) + low))
+    levels = at_sigmas(schedule, np.exp(np.linspace(1, 0, steps) ** rho * (high - low) + low))
+    if (ends := _float32_range(schedule, sigma_min, sigma_max)) is None:
+        return levels
+    low, high = map(math.log, ends)
+    return timed(levels, (torch.linspace(1, 0, steps) ** rho * (high - low) + low).exp())
 
 
 def beta_sigma(
@@ -277,7 +317,11 @@ def beta_sigma(
 ) -> list[Level]:
     """Sigmas at quantiles of the Beta distribution, both ends included, then clean: "Beta" in A1111."""
     low, high = sigma_range(schedule, sigma_min, sigma_max)
-    return at_sigmas(schedule, low + beta_quantiles(1 - np.linspace(0, 1, steps), alpha, beta) * (high - low))
+    quantiles = beta_quantiles(1 - np.linspace(0, 1, steps), alpha, beta)
+    levels = at_sigmas(schedule, low + quantiles * (high - low))
+    if (ends := _float32_range(schedule, sigma_min, sigma_max)) is None:
+        return levels
+    return timed(levels, torch.from_numpy(ends[0] + quantiles * (ends[1] - ends[0])))
 
 
 def kl_optimal(
@@ -289,7 +333,11 @@ def kl_optimal(
     """
     low, high = np.arctan(sigma_range(schedule, sigma_min, sigma_max))
     *levels, end = at_sigmas(schedule, np.tan(np.linspace(high, low, steps + 1)))[:-1]
-    return [*levels, Level(end.t, 1.0, end.sigma)]
+    levels.append(Level(end.t, 1.0, end.sigma))
+    if (ends := _float32_range(schedule, sigma_min, sigma_max)) is None:
+        return levels
+    (least, most), shares = torch.tensor(ends).arctan(), torch.arange(steps + 1) / steps
+    return timed(levels, (shares * least + (1 - shares) * most).tan())
 
 
 # Optimised for 10 steps.  Sabour et al. 2024 (Align Your Steps), and the authors' page on how to use them.
@@ -350,7 +398,18 @@ def _with_shift(schedule: Schedule, shift: float | None) -> FlowSchedule:
 SPACINGS |= {
     function.__name__: function
     for function in (
-        *(karras, exponential, polyexponential, sgm_uniform, beta, lcm, original, leading_clean, trailing_to_0),
+        *(
+            linspace,
+            karras,
+            exponential,
+            polyexponential,
+            sgm_uniform,
+            beta,
+            lcm,
+            original,
+            leading_clean,
+            trailing_to_0,
+        ),
         *(respaced, normal, simple, turbo, kl_optimal, ddim_uniform, beta_sigma, time_uniform, webui_ddim, webui_unipc),
         *(flow, flow_flux2, flow_sd3),
     )

@@ -21,7 +21,7 @@ from ldm_lite.diffusion.noise import (
     is_brownian,
     slerp,
 )
-from ldm_lite.diffusion.plan import Plan
+from ldm_lite.diffusion.plan import TimedPlan
 from ldm_lite.tasks.features import Feature
 from ldm_lite.tasks.job import Job, sampler_of
 
@@ -79,6 +79,7 @@ class Noise(Feature):
                 seeds, variations = [item.seed for item in items], [variation(item) for item in items]
                 draw = draws(program, options.ensd, options.variation_strength, seeds, variations, job.shape)
             if brownian and job.plan is not None:
+                assert isinstance(job.plan, TimedPlan), "is_brownian names samplers whose plans are"
                 draw = first_then(
                     draw, brownian_noise(program, [item.seed for item in items], job.shape, job.plan), first_draws
                 )
@@ -134,7 +135,7 @@ class DiffusersNoise(SharedNoise):
         return SharedNoise(self.generator, 1, self.size[1:])()
 
 
-def brownian_noise(program: str, seeds: Sequence[int], shape: tuple[int, int, int], plan: Plan) -> Draw:
+def brownian_noise(program: str, seeds: Sequence[int], shape: tuple[int, int, int], plan: TimedPlan) -> Draw:
     """Return what draws the noise (B,C,h,w) of a plan's calls from Brownian motions, as a program does."""
     if program == "comfy":  # one motion for the batch
         generator = torch.Generator("cpu")

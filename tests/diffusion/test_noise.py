@@ -1,5 +1,6 @@
 """Whose noise a seed means: the numbers of other programs, the order they draw them in, variation seeds."""
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,8 +13,10 @@ from runs import unet_calls
 
 import ldm_lite
 from ldm_lite import Pipeline
+from ldm_lite.diffusion.names import make_plan
 from ldm_lite.diffusion.noise import BrownianTree, CudaNoise, Draw, cuda_normal, slerp
 from ldm_lite.diffusion.plan import Plan
+from ldm_lite.diffusion.schedule import Schedule
 from ldm_lite.diffusion.spacings import at_sigmas
 from ldm_lite.features.noise import brownian_noise, draws
 
@@ -185,9 +188,13 @@ def test_a_brownian_tree_equals_torchsde() -> None:
 
 
 def curved(pipe: Pipeline, sampler: str, levels: np.ndarray, draw: Callable[[Plan], Draw]) -> np.ndarray:
-    """What a sampler makes of x0 = tanh(y / (1 + sigma^2)), from the goldens' noise."""
+    """What a sampler makes of x0 = tanh(y / (1 + sigma^2)) at some levels, from the goldens' noise."""
     plan = pipe.plan(sampler, len(levels) - 1, spacing=lambda *_: at_sigmas(pipe.schedule, levels[:-1]))
-    noises = draw(plan)
+    return run_curved(plan, draw(plan))
+
+
+def run_curved(plan: Plan, noises: Draw) -> np.ndarray:
+    """The same by a plan."""
     calls = iter(plan.level)
 
     def model(x: np.ndarray, t: float) -> np.ndarray:  # predicts eps
@@ -205,6 +212,33 @@ def test_samplers_with_a_brownian_tree_equal_k_diffusion(sampler: str, pipe: Pip
     made = curved(pipe, sampler, sigmas, lambda plan: brownian_noise("own", SEEDS, SHAPE, plan))
     # both start at 14.6: ours from a variance-preserving latent of unit variance
     assert toy.relative_error(made, TRICKS[sampler]) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("sampler", "spacing", "steps"),
+    [("dpmpp_2m_sde", "linspace", 30), ("dpmpp_3m_sde", "karras", 20), ("dpmpp_sde", "exponential", 10)],
+)
+def test_times_of_a_motion_are_k_diffusion_s_to_the_last_bit(
+    sampler: str, spacing: str, steps: int, pipe: Pipeline
+) -> None:
+    """One unit of float32 in a sigma is worth up to 0.03 in an image."""
+    plan = pipe.plan(sampler, steps, spacing=spacing)
+    made = run_curved(plan, brownian_noise("own", SEEDS, SHAPE, plan))
+    assert np.abs(made - TRICKS[f"{sampler}.{spacing}"]).max() < 5e-5
+
+
+def test_times_of_every_spacing_are_float32_sigmas(pipe: Pipeline) -> None:
+    for spacing in ("simple", "normal", "sgm_uniform", "beta", "beta_sigma", "kl_optimal", "polyexponential:rho=2"):
+        plan, last = (pipe.plan("dpmpp_2m_sde", 9, spacing=spacing, last=last) for last in (None, 4))
+        sigmas = plan.level[:, 1] / plan.level[:, 0]
+        assert np.abs(plan.times[:-1] / sigmas - 1).max() < 1e-4
+        assert np.array_equal(plan.times, plan.times.astype(np.float32))
+        assert np.array_equal(plan.times[-5:], last.times), "of an image that starts later"
+    endless = Schedule.from_betas(pipe.schedule.betas, "v").zero_terminal_snr()
+    for sampler, spacing in itertools.product(("dpmpp_sde", "dpmpp_2m_sde"), ("linspace", "karras", "simple")):
+        plan = make_plan(sampler, endless, 6, spacing=spacing)
+        assert torch.isfinite(brownian_noise("own", SEEDS, SHAPE, plan)()).all()
+        assert plan.motion[1] == plan.times[0] == 4096
 
 
 @pytest.mark.slow
@@ -228,8 +262,8 @@ def test_each_program_has_its_own_brownian_motions(program: str, pipe: Pipeline)
     plan = pipe.plan("dpmpp_2m_sde", 3, spacing="karras")
     draw = brownian_noise(program, SEEDS, SHAPE, plan)
     first = draw()
-    high, low = (float(np.float32(s / a)) for a, s in plan.level[:2])
-    least = float(np.float32(plan.level[-1, 1] / plan.level[-1, 0]))
+    high, low, least = (float(np.float32(time)) for time in plan.times[:3])
+    np.testing.assert_allclose([high, low, least], plan.level[:, 1] / plan.level[:, 0], rtol=1e-4)
     if program == "comfy":  # one for the batch, of the first seed
         whole = lambda seed: torch.randn(2, *SHAPE, generator=torch.Generator().manual_seed(seed))  # noqa: E731
         wanted = BrownianTree(least, high, SEEDS[0], whole)(low, high)

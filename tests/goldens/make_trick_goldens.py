@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import diffusers
+import k_diffusion.external
 import k_diffusion.sampling
 import numpy as np
 import peers
@@ -79,6 +80,20 @@ def brownian(arrays: dict[str, NDArray[np.float64]]) -> None:
         source = k_diffusion.sampling.BrownianTreeNoiseSampler(x, sigmas[:-1].min(), sigmas.max(), seed=seeds)
         sampler = getattr(k_diffusion.sampling, f"sample_{name}")
         arrays[name] = sampler(denoise, start, sigmas.double(), noise_sampler=source, disable=True).numpy()
+    # in float32, at k-diffusion's own sigmas
+    betas = torch.linspace(BETAS["beta_start"] ** 0.5, BETAS["beta_end"] ** 0.5, 1000, dtype=torch.float64) ** 2
+    alpha_bar = (1 - betas).cumprod(0).float()
+    schedule = k_diffusion.external.DiscreteSchedule(((1 - alpha_bar) / alpha_bar) ** 0.5, quantize=False)
+    ends = schedule.sigma_min.item(), schedule.sigma_max.item()
+    for name, spacing, sigmas in (
+        ("dpmpp_2m_sde", "linspace", schedule.get_sigmas(30)),
+        ("dpmpp_3m_sde", "karras", k_diffusion.sampling.get_sigmas_karras(20, *ends)),
+        ("dpmpp_sde", "exponential", k_diffusion.sampling.get_sigmas_exponential(10, *ends)),
+    ):
+        source = k_diffusion.sampling.BrownianTreeNoiseSampler(x, sigmas[:-1].min(), sigmas.max(), seed=seeds)
+        sampler = getattr(k_diffusion.sampling, f"sample_{name}")
+        start = toy.normal(4, 2, 4, 8, 8) * sigmas[0]
+        arrays[f"{name}.{spacing}"] = sampler(denoise, start, sigmas, noise_sampler=source, disable=True).numpy()
 
 
 def main() -> None:
