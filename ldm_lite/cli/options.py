@@ -148,7 +148,7 @@ def _typed(name: str, value: Any, kinds: Sequence[Any]) -> Any:
 
 def random_seeds(name: str, value: Any) -> Any:
     """Parse a seed or several: -1 is a random one, as in AUTOMATIC1111's web UI."""
-    if hasattr(value, "__iter__") and not isinstance(value, (str, bytes)) and getattr(value, "ndim", 1):
+    if hasattr(value, "__iter__") and not isinstance(value, (str, bytes)) and getattr(value, "ndim", True):
         return [random_seeds(name, seed) for seed in value]
     return secrets.randbelow(RANDOM_SEEDS) if value == -1 else value
 
