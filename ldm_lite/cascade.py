@@ -4,11 +4,6 @@ T5 reads the prompt; the stages make images of 64, 256 and (with Stable Diffusio
 is loaded when it is its turn.
 """
 
-import sys
-
 from ldm_lite.commands import main_of
 
-main = main_of("cascade", __doc__)
-
-if __name__ == "__main__":
-    sys.exit(main())
+main = main_of("cascade", __doc__, __name__)

@@ -6,6 +6,7 @@ What a command runs is imported when it runs, so that `--help` is instant.
 
 import argparse
 import importlib
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -39,8 +40,11 @@ TABLE = {
 }
 
 
-def main_of(name: str, about: str | None) -> Callable[..., int]:
-    """Return `main` of a command, whose module has a docstring: a function of its arguments -> exit status."""
+def main_of(name: str, about: str | None, module: str = "") -> Callable[..., int]:
+    """Return `main` of a command, whose module has a docstring: a function of its arguments -> exit status.
+
+    As `python -m ldm_lite.NAME`, where the module is named __main__, run it and exit.
+    """
     command = TABLE[name]
 
     def main(argv: Sequence[str] | None = None) -> int:
@@ -54,4 +58,6 @@ def main_of(name: str, about: str | None) -> Callable[..., int]:
 
         return console.run(run, options)
 
+    if module == "__main__":
+        sys.exit(main())
     return main

@@ -4,11 +4,6 @@
 has no weights: it runs on those of the checkpoint that is loaded.
 """
 
-import sys
-
 from ldm_lite.commands import main_of
 
-main = main_of("export", __doc__)
-
-if __name__ == "__main__":
-    sys.exit(main())
+main = main_of("export", __doc__, __name__)

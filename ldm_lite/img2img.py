@@ -4,11 +4,6 @@ Takes the flags of the original scripts/img2img.py and of InstructPix2Pix's edit
 checkpoint the prompt says what to change.
 """
 
-import sys
-
 from ldm_lite.commands import main_of
 
-main = main_of("img2img", __doc__)
-
-if __name__ == "__main__":
-    sys.exit(main())
+main = main_of("img2img", __doc__, __name__)

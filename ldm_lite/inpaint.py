@@ -4,11 +4,6 @@ Takes inpainting checkpoints, which see the masked image, and ordinary ones.  `-
 the edges; `--indir` works as in the original scripts/inpaint.py.
 """
 
-import sys
-
 from ldm_lite.commands import main_of
 
-main = main_of("inpaint", __doc__)
-
-if __name__ == "__main__":
-    sys.exit(main())
+main = main_of("inpaint", __doc__, __name__)

@@ -12,12 +12,9 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack, overload
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
-from PIL import Image
 from torch import Tensor
 
 from ldm_lite import generate
@@ -46,28 +43,17 @@ from ldm_lite.runtime import attention
 from ldm_lite.runtime.precision import short_name
 from ldm_lite.tasks import img2img, inpaint, txt2img, upscale
 from ldm_lite.tasks.image_inputs import open_source
-from ldm_lite.tasks.job import Result, Task, results, run
+from ldm_lite.tasks.job import Task, results, run
 
 if TYPE_CHECKING:
     from ldm_lite.adapters.lora import Lora
     from ldm_lite.adapters.merging import MergedLora
-    from ldm_lite.cli.arguments import Img2imgArguments as Img2img
-    from ldm_lite.cli.arguments import InpaintArguments as Inpaint
-    from ldm_lite.cli.arguments import LoadArguments
-    from ldm_lite.cli.arguments import Txt2imgArguments as Txt2img
-    from ldm_lite.cli.arguments import UpscaleArguments as Large
+    from ldm_lite.cli import arguments as t
 
 log = logging.getLogger("ldm_lite")
 
 Options = TypeVar("Options")
 
-Prompts: TypeAlias = str | Sequence[str] | None
-Pil: TypeAlias = Literal["pil"]  # the values of `output`, and what they return
-Images: TypeAlias = list[Image.Image]
-Numpy: TypeAlias = Literal["numpy"]
-Arrays: TypeAlias = list[NDArray[np.uint8]]
-Tensors: TypeAlias = Literal["tensor"]
-Whole: TypeAlias = Literal["result"]
 OUTPUTS = ("pil", "numpy", "tensor", "result")
 
 
@@ -76,7 +62,7 @@ def load(
     *,
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
-    **options: Unpack[LoadArguments],
+    **options: Unpack[t.Load],
 ) -> Pipeline:
     """Load a checkpoint: a file, a diffusers folder, owner/repository[/file] on the hub, or None for the bundled model.
 
@@ -99,14 +85,14 @@ class Pipeline(Model):
     # ---- tasks ------------------------------------------------------------------------------------------------------
 
     @overload
-    def txt2img(self, prompt: Prompts = None, *, output: Pil = "pil", **options: Unpack[Txt2img]) -> Images: ...
+    def txt2img(self, prompt: t.Prompt = None, *, output: t.Pil = "pil", **options: Unpack[t.Txt2img]) -> t.Images: ...
     @overload
-    def txt2img(self, prompt: Prompts = None, *, output: Numpy, **options: Unpack[Txt2img]) -> Arrays: ...
+    def txt2img(self, prompt: t.Prompt = None, *, output: t.Numpy, **options: Unpack[t.Txt2img]) -> t.Arrays: ...
     @overload
-    def txt2img(self, prompt: Prompts = None, *, output: Tensors, **options: Unpack[Txt2img]) -> list[Tensor]: ...
+    def txt2img(self, prompt: t.Prompt = None, *, output: t.AsTensor, **options: Unpack[t.Txt2img]) -> t.Tensors: ...
     @overload
-    def txt2img(self, prompt: Prompts = None, *, output: Whole, **options: Unpack[Txt2img]) -> list[Result]: ...
-    def txt2img(self, prompt: Prompts = None, *, output: str = "pil", **options: Unpack[Txt2img]) -> list[Any]:
+    def txt2img(self, prompt: t.Prompt = None, *, output: t.Whole, **options: Unpack[t.Txt2img]) -> t.Results: ...
+    def txt2img(self, prompt: t.Prompt = None, *, output: str = "pil", **options: Unpack[t.Txt2img]) -> list[Any]:
         """Text to image: one image for each prompt, or batch_size of a single prompt.
 
         options are the fields of Txt2imgOptions: steps=, sampler=, scale=, seed= (one, or one for each image; -1 is a
@@ -118,14 +104,18 @@ class Pipeline(Model):
         return _outputs(txt2img, self, Txt2imgOptions, "txt2img", {"prompt": prompt, **options}, output)
 
     @overload
-    def img2img(self, prompt: Prompts, image: Any, *, output: Pil = "pil", **options: Unpack[Img2img]) -> Images: ...
+    def img2img(
+        self, prompt: t.Prompt, image: Any, *, output: t.Pil = "pil", **options: Unpack[t.Img2img]
+    ) -> t.Images: ...
     @overload
-    def img2img(self, prompt: Prompts, image: Any, *, output: Numpy, **options: Unpack[Img2img]) -> Arrays: ...
+    def img2img(self, prompt: t.Prompt, image: Any, *, output: t.Numpy, **options: Unpack[t.Img2img]) -> t.Arrays: ...
     @overload
-    def img2img(self, prompt: Prompts, image: Any, *, output: Tensors, **options: Unpack[Img2img]) -> list[Tensor]: ...
+    def img2img(
+        self, prompt: t.Prompt, image: Any, *, output: t.AsTensor, **options: Unpack[t.Img2img]
+    ) -> t.Tensors: ...
     @overload
-    def img2img(self, prompt: Prompts, image: Any, *, output: Whole, **options: Unpack[Img2img]) -> list[Result]: ...
-    def img2img(self, prompt: Prompts, image: Any, *, output: str = "pil", **options: Unpack[Img2img]) -> list[Any]:
+    def img2img(self, prompt: t.Prompt, image: Any, *, output: t.Whole, **options: Unpack[t.Img2img]) -> t.Results: ...
+    def img2img(self, prompt: t.Prompt, image: Any, *, output: str = "pil", **options: Unpack[t.Img2img]) -> list[Any]:
         """Image to image: every prompt on every image (a path, PIL, numpy or tensor, or a list of them).
 
         options are the fields of Img2imgOptions: strength=, resize=, and txt2img's.  Output and errors as for txt2img.
@@ -135,22 +125,22 @@ class Pipeline(Model):
 
     @overload
     def inpaint(
-        self, prompt: Prompts, image: Any, mask: Any = None, *, output: Pil = "pil", **options: Unpack[Inpaint]
-    ) -> Images: ...
+        self, prompt: t.Prompt, image: Any, mask: Any = None, *, output: t.Pil = "pil", **options: Unpack[t.Fill]
+    ) -> t.Images: ...
     @overload
     def inpaint(
-        self, prompt: Prompts, image: Any, mask: Any = None, *, output: Numpy, **options: Unpack[Inpaint]
-    ) -> Arrays: ...
+        self, prompt: t.Prompt, image: Any, mask: Any = None, *, output: t.Numpy, **options: Unpack[t.Fill]
+    ) -> t.Arrays: ...
     @overload
     def inpaint(
-        self, prompt: Prompts, image: Any, mask: Any = None, *, output: Tensors, **options: Unpack[Inpaint]
-    ) -> list[Tensor]: ...
+        self, prompt: t.Prompt, image: Any, mask: Any = None, *, output: t.AsTensor, **options: Unpack[t.Fill]
+    ) -> t.Tensors: ...
     @overload
     def inpaint(
-        self, prompt: Prompts, image: Any, mask: Any = None, *, output: Whole, **options: Unpack[Inpaint]
-    ) -> list[Result]: ...
+        self, prompt: t.Prompt, image: Any, mask: Any = None, *, output: t.Whole, **options: Unpack[t.Fill]
+    ) -> t.Results: ...
     def inpaint(
-        self, prompt: Prompts, image: Any, mask: Any = None, *, output: str = "pil", **options: Unpack[Inpaint]
+        self, prompt: t.Prompt, image: Any, mask: Any = None, *, output: str = "pil", **options: Unpack[t.Fill]
     ) -> list[Any]:
         """Repaint where the mask is white; extend= paints beyond the edges.  Images and masks are given as for img2img.
 
@@ -161,20 +151,22 @@ class Pipeline(Model):
 
     @overload
     def upscale(
-        self, image: Any, prompt: Prompts = None, *, output: Pil = "pil", **options: Unpack[Large]
-    ) -> Images: ...
-    @overload
-    def upscale(self, image: Any, prompt: Prompts = None, *, output: Numpy, **options: Unpack[Large]) -> Arrays: ...
+        self, image: Any, prompt: t.Prompt = None, *, output: t.Pil = "pil", **options: Unpack[t.Enlarge]
+    ) -> t.Images: ...
     @overload
     def upscale(
-        self, image: Any, prompt: Prompts = None, *, output: Tensors, **options: Unpack[Large]
-    ) -> list[Tensor]: ...
+        self, image: Any, prompt: t.Prompt = None, *, output: t.Numpy, **options: Unpack[t.Enlarge]
+    ) -> t.Arrays: ...
     @overload
     def upscale(
-        self, image: Any, prompt: Prompts = None, *, output: Whole, **options: Unpack[Large]
-    ) -> list[Result]: ...
+        self, image: Any, prompt: t.Prompt = None, *, output: t.AsTensor, **options: Unpack[t.Enlarge]
+    ) -> t.Tensors: ...
+    @overload
     def upscale(
-        self, image: Any, prompt: Prompts = None, *, output: str = "pil", **options: Unpack[Large]
+        self, image: Any, prompt: t.Prompt = None, *, output: t.Whole, **options: Unpack[t.Enlarge]
+    ) -> t.Results: ...
+    def upscale(
+        self, image: Any, prompt: t.Prompt = None, *, output: str = "pil", **options: Unpack[t.Enlarge]
     ) -> list[Any]:
         """Enlarge images four times, with an upscaler's checkpoint.
 
@@ -183,7 +175,7 @@ class Pipeline(Model):
         named = _joined("upscale", {"prompt": prompt, "init_img": image}, options)
         return _outputs(upscale, self, UpscaleOptions, "upscale", named, output)
 
-    def stream(self, prompt: Prompts = None, **options: Unpack[Txt2img]) -> Iterator[State]:
+    def stream(self, prompt: t.Prompt = None, **options: Unpack[t.Txt2img]) -> Iterator[State]:
         """Run txt2img step by step: yield the state after each step, with its latents and the predicted x0.
 
         decode() turns either into images; nothing else is decoded.  Leaving the loop stops the job.

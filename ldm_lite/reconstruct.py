@@ -4,11 +4,6 @@ Encodes and decodes an image with the autoencoder of any checkpoint, or with an 
 saves the result, and prints its peak signal-to-noise ratio.
 """
 
-import sys
-
 from ldm_lite.commands import main_of
 
-main = main_of("reconstruct", __doc__)
-
-if __name__ == "__main__":
-    sys.exit(main())
+main = main_of("reconstruct", __doc__, __name__)

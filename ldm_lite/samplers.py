@@ -4,11 +4,6 @@ The error is that of the final latents, relative to a long run of Heun's method 
 matplotlib (extra "plot").
 """
 
-import sys
-
 from ldm_lite.commands import main_of
 
-main = main_of("samplers", __doc__)
-
-if __name__ == "__main__":
-    sys.exit(main())
+main = main_of("samplers", __doc__, __name__)

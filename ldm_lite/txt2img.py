@@ -3,11 +3,6 @@
 Takes the flags of the original scripts/txt2img.py, so that a command line written for it runs unchanged.
 """
 
-import sys
-
 from ldm_lite.commands import main_of
 
-main = main_of("txt2img", __doc__)
-
-if __name__ == "__main__":
-    sys.exit(main())
+main = main_of("txt2img", __doc__, __name__)

@@ -5,11 +5,6 @@ super-resolution model (bsr_sr), which reads the image alone, and ESRGAN's netwo
 no steps.  Large images go tile by tile.
 """
 
-import sys
-
 from ldm_lite.commands import main_of
 
-main = main_of("upscale", __doc__)
-
-if __name__ == "__main__":
-    sys.exit(main())
+main = main_of("upscale", __doc__, __name__)

@@ -4,11 +4,6 @@ Runs the recipes of diffusers' own tests for this family of checkpoints, from fi
 float32, and prints expected values, values got, and the difference.  It passes if all vectors of one checkpoint agree.
 """
 
-import sys
-
 from ldm_lite.commands import main_of
 
-main = main_of("verify", __doc__)
-
-if __name__ == "__main__":
-    sys.exit(main())
+main = main_of("verify", __doc__, __name__)

@@ -26,14 +26,28 @@ HEAD = '''"""What load and the methods of Pipeline take by name.  Made of the op
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypeAlias, TypedDict
 
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
 from torch import Tensor
 
 from ldm_lite.core.denoise import State
 from ldm_lite.core.plan import Plan
+from ldm_lite.tasks.job import Result
 
-class RunArguments(TypedDict, total=False):
+Prompt: TypeAlias = str | Sequence[str] | None
+Pil: TypeAlias = Literal["pil"]  # the values of `output`, and what they return
+Images: TypeAlias = list[Image.Image]
+Numpy: TypeAlias = Literal["numpy"]
+Arrays: TypeAlias = list[NDArray[np.uint8]]
+AsTensor: TypeAlias = Literal["tensor"]
+Tensors: TypeAlias = list[Tensor]
+Whole: TypeAlias = Literal["result"]
+Results: TypeAlias = list[Result]
+
+class Run(TypedDict, total=False):
     progress: bool
     on_step: Callable[[State], object]
 '''
@@ -44,6 +58,24 @@ SPECIAL = {
     "guidance": "float | Callable[..., Any] | None",
     "plan": "Plan | None",
     "hires_upscaler": "str",
+}
+
+
+NAMES: dict[type, str] = {  # of the TypedDicts
+    RuntimeOptions: "Runtime",
+    LoadOptions: "Load",
+    ConditioningOptions: "Conditioned",
+    Txt2imgOptions: "Txt2img",
+    Img2imgOptions: "Img2img",
+    InpaintOptions: "Fill",
+    UpscaleOptions: "Enlarge",
+}
+BASES: dict[type, type | None] = {
+    RuntimeOptions: None,
+    LoadOptions: RuntimeOptions,
+    ConditioningOptions: None,
+    **{Txt2imgOptions: ConditioningOptions, Img2imgOptions: Txt2imgOptions},
+    **{InpaintOptions: Txt2imgOptions, UpscaleOptions: Txt2imgOptions},
 }
 
 
@@ -69,23 +101,15 @@ def written(field: dataclasses.Field[Any]) -> str:
 def classes() -> str:
     """The text of the file."""
     texts, known = [HEAD], dict[str, set[str]]()
-    for kind, base in (
-        (RuntimeOptions, None),
-        (LoadOptions, RuntimeOptions),
-        (ConditioningOptions, None),
-        (Txt2imgOptions, ConditioningOptions),
-        (Img2imgOptions, Txt2imgOptions),
-        (InpaintOptions, Txt2imgOptions),
-        (UpscaleOptions, Txt2imgOptions),
-    ):
+    for kind, base in BASES.items():
         fields = [field for field in dataclasses.fields(kind) if field.name not in POSITIONAL]
-        bases = [] if base is None else [base.__name__.replace("Options", "Arguments")]
-        bases += ["RunArguments"] if kind is Txt2imgOptions else []
+        bases = [] if base is None else [NAMES[base]]
+        bases += ["Run"] if kind is Txt2imgOptions else []
         inherited = set() if base is None else known[base.__name__]
         lines = [f"    {field.name}: {written(field)}\n" for field in fields if field.name not in inherited]
         known[kind.__name__] = {field.name for field in fields}
         heads = ", ".join([*(bases or ["TypedDict"]), "total=False"])
-        texts.append(f"class {kind.__name__.replace('Options', 'Arguments')}({heads}):\n" + "".join(lines))
+        texts.append(f"class {NAMES[kind]}({heads}):\n" + "".join(lines))
     return "\n".join(texts)
 
 

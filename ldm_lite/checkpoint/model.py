@@ -302,8 +302,6 @@ def recognise(file: Tensors, options: LoadOptions) -> tuple[Family, dict[str, Te
 
 def _with_ema(file: Tensors, unet: Tensors, ema: str, family: Family) -> tuple[Tensors, str]:
     """Return the UNet's weights to load from its file, and their name for the log, for `ema` as in LoadOptions."""
-    if ema not in ("auto", "yes", "no", "original"):
-        raise ValueError(f"got `ema` {ema!r}, wanted auto, yes, no or original")
     if ema == "original":
         ema = "auto" if family.original_ema else "no"
     copy = ema_copy(file, unet)

@@ -2,18 +2,32 @@
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypeAlias, TypedDict
 
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
 from torch import Tensor
 
 from ldm_lite.core.denoise import State
 from ldm_lite.core.plan import Plan
+from ldm_lite.tasks.job import Result
 
-class RunArguments(TypedDict, total=False):
+Prompt: TypeAlias = str | Sequence[str] | None
+Pil: TypeAlias = Literal["pil"]  # the values of `output`, and what they return
+Images: TypeAlias = list[Image.Image]
+Numpy: TypeAlias = Literal["numpy"]
+Arrays: TypeAlias = list[NDArray[np.uint8]]
+AsTensor: TypeAlias = Literal["tensor"]
+Tensors: TypeAlias = list[Tensor]
+Whole: TypeAlias = Literal["result"]
+Results: TypeAlias = list[Result]
+
+class Run(TypedDict, total=False):
     progress: bool
     on_step: Callable[[State], object]
 
-class RuntimeArguments(TypedDict, total=False):
+class Runtime(TypedDict, total=False):
     attention: str | Callable[[Tensor, Tensor, Tensor], Tensor] | None
     compile: str | None
     compiled: str | os.PathLike[str] | None
@@ -23,7 +37,7 @@ class RuntimeArguments(TypedDict, total=False):
     storage: Literal["fp8", "int8"] | None
     vae_tiling: bool
 
-class LoadArguments(RuntimeArguments, total=False):
+class Load(Runtime, total=False):
     vae: str | os.PathLike[str] | None
     unet: str | os.PathLike[str] | None
     text_encoder: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -35,7 +49,7 @@ class LoadArguments(RuntimeArguments, total=False):
     zero_snr: bool
     metadata: Mapping[str, str] | Sequence[str]
 
-class ConditioningArguments(TypedDict, total=False):
+class Conditioned(TypedDict, total=False):
     original_size: tuple[int, int] | str | None
     crop_top_left: tuple[int, int] | str | None
     target_size: tuple[int, int] | str | None
@@ -45,7 +59,7 @@ class ConditioningArguments(TypedDict, total=False):
     noise_level: int
     image_statistics: Any
 
-class Txt2imgArguments(ConditioningArguments, RunArguments, total=False):
+class Txt2img(Conditioned, Run, total=False):
     deep_cache: str | None
     gate_step: int | None
     freeu: str | None
@@ -102,7 +116,7 @@ class Txt2imgArguments(ConditioningArguments, RunArguments, total=False):
     cond: Any
     uncond: Any
 
-class Img2imgArguments(Txt2imgArguments, total=False):
+class Img2img(Txt2img, total=False):
     exact_steps: bool
     resize: Literal["crop", "fit", "stretch"]
     sample_posterior: bool
@@ -110,7 +124,7 @@ class Img2imgArguments(Txt2imgArguments, total=False):
     image_scale: float | None
     resolution: int | None
 
-class InpaintArguments(Txt2imgArguments, total=False):
+class Fill(Txt2img, total=False):
     exact_steps: bool
     resize: Literal["crop", "fit", "stretch"]
     sample_posterior: bool
@@ -123,5 +137,5 @@ class InpaintArguments(Txt2imgArguments, total=False):
     no_paste: bool
     strength: float | None
 
-class UpscaleArguments(Txt2imgArguments, total=False):
+class Enlarge(Txt2img, total=False):
     tile: int

@@ -1,6 +1,7 @@
 """Options: frozen dataclasses whose fields are arguments in Python and flags on the command line.
 
-Each option is declared once, here or in task_options.py: its name, default, range, help, and name in a PNG's text.
+Each option is declared once, here or in task_options.py: its name, default, range, help, and name in a PNG's text; for
+type checkers scripts/make_arguments.py writes it into arguments.pyi.
 Nothing here imports torch, so `--help` is instant.
 """
 
@@ -147,9 +148,9 @@ def _typed(name: str, value: Any, kinds: Sequence[Any]) -> Any:
 
 def random_seeds(name: str, value: Any) -> Any:
     """Parse a seed or several: -1 is a random one, as in AUTOMATIC1111's web UI."""
-    if isinstance(value, (list, tuple)):
+    if hasattr(value, "__iter__") and not isinstance(value, (str, bytes)) and getattr(value, "ndim", True):
         return [random_seeds(name, seed) for seed in value]
-    return secrets.randbelow(RANDOM_SEEDS) if value == -1 and isinstance(value, int) else value
+    return secrets.randbelow(RANDOM_SEEDS) if value == -1 else value
 
 
 def pair(name: str, value: Any) -> tuple[int, int]:

@@ -82,7 +82,7 @@ def test_ema_choices(tmp_path: Path, reference: ldm_lite.Pipeline, small_path: P
     assert_same(ldm_lite.load(path, device="cpu", ema="yes"), reference)
     with pytest.raises(ValueError, match="no complete EMA copy"):
         ldm_lite.load(small_path, device="cpu", ema="yes")
-    with pytest.raises(ValueError, match="wanted auto, yes, no or original"):
+    with pytest.raises(ValueError, match="wanted one of auto, yes, no, original"):
         ldm_lite.load(path, device="cpu", ema="maybe")
 
 

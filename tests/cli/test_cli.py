@@ -14,6 +14,7 @@ import typing
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -141,6 +142,9 @@ def test_a_seed_of_minus_one_is_random() -> None:
     seeds = {Options("a", seed=-1).seed for _ in range(4)} | {*Img2img("a", seed=[-1, -1]).seed}  # type: ignore[misc]
     assert len(seeds) > 4
     assert all(isinstance(seed, int) and 0 <= seed < 2**32 for seed in seeds)
+    for seed in (np.int64(-1), torch.tensor(-1)):
+        assert 0 <= Options("a", seed=seed).seed < 2**32  # type: ignore[arg-type,operator]
+    assert all(0 <= seed < 2**32 for seed in Options("a", seed=np.array([-1, 3])).seed)  # type: ignore[arg-type,union-attr]
     options = Options("a", seed=[5, -1])
     assert options.seed[0] == 5  # type: ignore[index]
     assert replace(options, steps=3).seed == options.seed
