@@ -1,14 +1,16 @@
 """How well a text-to-emoji checkpoint does what its prompt says, measured on prompts that nobody chose.
 
-    python scripts/evaluate_emoji.py [--ckpt FILE] [--count 1000] [--emoji N] [--kinds one,tinted,two,counted]
-                                     [--split held_out] [--curves] [--out DIR]
+    python scripts/evaluate_emoji.py [--ckpt FILE] [--count 1000] [--emoji N] [--colours N] [--styles flat,3d]
+                                     [--kinds one,tinted,sized,gradient,two,counted] [--split held_out] [--curves]
+                                     [--out DIR]
 
-Background: the median colour of the image's border is nearest, among the twelve, to the one asked for.  Identity: a
-classifier of renders of the first N emoji, trained here and then frozen, names those asked for, each at its place.
-Composition: of two, both are right, and on the sides that the prompt names.  Count: as many are there as asked for,
-and all are right.  Colour: of the same emoji drawn in every colour, the one asked for is nearest.  All with Wilson's
-95 % interval, for wordings that the training captions have and for others.  The judge itself is judged first, on clean
-and on degraded renders of the same prompts.  Prints a table and one line of JSON.
+Background: the median colour of the image's border, of a gradient that of both ends, is nearest among all to the one
+asked for.  Identity: a classifier of renders of the first N emoji, trained here and then frozen, names those asked for,
+each at its place.  Style: it names the style too.  Composition: of two, both are right, and on the sides that the
+prompt names.  Count: as many are there as asked for, and all are right.  Colour: of the same emoji drawn in every
+colour, the one asked for is nearest.  Size: small and large emoji are.  All with Wilson's 95 % interval, for wordings
+that the training captions have and for others.  The judge itself is judged first, on clean and on degraded renders of
+the same prompts.  Prints a table and one line of JSON.
 
     python scripts/evaluate_emoji.py --compare quality.json --count 48 --emoji 200 [--compare-steps 5,10,20]
 
@@ -33,13 +35,19 @@ from PIL import Image, ImageDraw
 from render_emoji import (
     COLOURED,
     COLOURS,
+    FLAT,
+    GRADIENTS,
+    GRADIENTS_ACROSS,
     GROUNDS,
     GROUNDS_PLAIN,
     LAYOUTS,
     PLAIN,
     SEVERAL,
     SHARE_PLAIN,
+    SIZES,
+    SOLID,
     SPLITS,
+    STYLED,
     Entry,
     Scene,
     Scenes,
@@ -48,8 +56,10 @@ from render_emoji import (
     backgrounds,
     caption,
     contact_sheet,
+    gradient_caption,
     ground_caption,
     in_split,
+    pictures_folder,
     render,
     tints,
     vocabulary,
@@ -86,8 +96,12 @@ NEW_GROUNDS = (  # the same for several objects, {x}
     "a picture of {x}, everything behind is {c}",
     "{c} backdrop, {x}",
 )
+NEW_GRADIENTS = ("{x}, the background turns from {c} into {c2}", "{c} fading to {c2} below, in front {x}")
+NEW_GRADIENTS_ACROSS = ("{x}, {c} at the left edge and {c2} at the right edge",)
+NEW_STYLES = {FLAT: ("{x}",), SOLID: ("{x} as a 3d model", "a rendered 3d {x}")}
 SHARE_NEW = 0.25
-KINDS = ("one", "tinted", "two", "counted")
+KINDS = ("one", "tinted", "two", "counted", "sized", "gradient")
+STYLES = (FLAT, SOLID)
 FIRST_SEED = 2**40  # of the noise, far from any seed that people try
 FIRST_SCENE = 2**50  # of the classifier's renders, far from those of training
 
@@ -105,11 +119,13 @@ class Prompt:
     seed: int
     kind: str = "one"
     scene: Scene | None = None  # of what is asked for; None: one emoji as it is
+    style: str = FLAT
 
     @property
     def group(self) -> str:
         """Whether training captions are worded like it."""
-        return "new wording" if self.template in (*NEW_WORDINGS, *NEW_GROUNDS) else "trained wording"
+        new = (*NEW_WORDINGS, *NEW_GROUNDS, *NEW_GRADIENTS, *NEW_GRADIENTS_ACROSS)
+        return "new wording" if self.template in new else "trained wording"
 
     @property
     def layout(self) -> str:
@@ -143,37 +159,85 @@ def draw_prompts(
 
 
 def draw_several(kind: str, scenes: Scenes, count: int, seed: int) -> list[Prompt]:
-    """Prompts of emoji in other colours, of two emoji, or of some of a kind."""
+    """Prompts of emoji in other colours or sizes, on gradients, of two emoji, or of some of a kind."""
     rng, prompts = np.random.default_rng([seed, 0xE41, KINDS.index(kind)]), list[Prompt]()
+    alone = kind in ("tinted", "sized", "gradient")
     while len(prompts) < count:
-        scene = scenes.one(rng) if kind == "tinted" else scenes.several(rng, kind == "two")
-        if kind == "tinted" and not scene.things[0].tint:
+        scene = scenes.one(rng) if alone else scenes.several(rng, kind == "two")
+        if alone and not {"tinted": scene.things[0].tint, "sized": scene.size, "gradient": scene.second}[kind]:
             continue
         template, text = scene.template, scene.caption
         if rng.random() < SHARE_NEW:
-            template = NEW_GROUNDS[int(rng.integers(len(NEW_GROUNDS)))]
-            text = ground_caption(template, scene.phrase, scene.colour)
+            if scene.second:
+                templates: Sequence[str] = NEW_GRADIENTS_ACROSS if scene.across else NEW_GRADIENTS
+            else:
+                templates = NEW_GROUNDS
+            template = templates[int(rng.integers(len(templates)))]
+            if scene.second:
+                text = gradient_caption(rng, template, scene.phrase, (scene.colour, scene.second))
+            else:
+                text = ground_caption(template, scene.phrase, scene.colour)
         number = FIRST_SEED + seed * 2**24 + (KINDS.index(kind) << 20) + len(prompts)
         prompts.append(Prompt(text, template, scene.things[0].label, scene.colour, number, kind, scene))
     return prompts
 
 
-def all_prompts(entries: tuple[Entry, ...], kinds: Sequence[str], count: int, seed: int, **more: str) -> list[Prompt]:
-    """`count` prompts, about as many of each kind.  more: split and font, as of Scenes."""
-    split, font, prompts = more.get("split", "all"), more.get("font"), list[Prompt]()
+@dataclass(frozen=True)
+class World:
+    """What is asked for: the emoji, how many of COLOURS, and the styles, with what draws them."""
+
+    entries: tuple[Entry, ...]
+    font: str | None = None
+    colours: int = len(COLOURS)
+    styles: tuple[str, ...] = (FLAT,)
+    pictures: str | None = None
+
+    def scenes(self, resolution: int, jitter: float, **more: float | str) -> Scenes:
+        """Scenes of it; more: shares and the split, as of Scenes."""
+        about = {"colours": self.colours, "pictures": self.pictures}
+        return Scenes(resolution, self.entries, 0.0, jitter, self.font, **about, **more)  # type: ignore[arg-type]
+
+    def source(self, style: str) -> str | None:
+        """What draws a style."""
+        return self.pictures if style == SOLID else self.font
+
+
+def styled(world: World, prompts: Sequence[Prompt], seed: int) -> list[Prompt]:
+    """The same prompts, each in one of the styles that have its colours; the font's is not named."""
+    rng, asked = np.random.default_rng([seed, 0xE42]), []
+    for prompt in prompts:
+        tinted = [(world.entries[thing.label], thing.tint) for thing in prompt.things if thing.tint]
+        known = [each for each in world.styles if all(tint in tints(e, world.source(each)) for e, tint in tinted)]
+        style = known[int(rng.integers(len(known)))] if known else FLAT
+        wordings = NEW_STYLES[style] if prompt.group == "new wording" or style == FLAT else STYLED[style]
+        text = wordings[int(rng.integers(len(wordings)))].format(x=prompt.text)
+        scene = None if prompt.scene is None else dataclasses.replace(prompt.scene, style=style)
+        asked.append(dataclasses.replace(prompt, text=text, style=style, scene=scene))
+    return asked
+
+
+def all_prompts(world: World, kinds: Sequence[str], count: int, seed: int, split: str = "all") -> list[Prompt]:
+    """`count` prompts, about as many of each kind, in all styles."""
+    prompts = list[Prompt]()
 
     def allowed(entry: Entry) -> list[str]:
-        seen = backgrounds(entry.character, font)
-        return [name for name in seen if in_split(split, entry.character, name)]
+        common = set.intersection(*(set(backgrounds(entry.character, world.source(style))) for style in world.styles))
+        names = [name for name in list(COLOURS)[: world.colours] if name in common]
+        return [name for name in names if in_split(split, entry.character, name)]
 
     for i, kind in enumerate(kinds):
         part = count // len(kinds) + (i < count % len(kinds))
         if kind == "one":
-            prompts += draw_prompts(entries, part, seed, allowed)
+            prompts += draw_prompts(world.entries, part, seed, allowed)
         else:
-            share = {"tinted": 1.0, "two": 0.25, "counted": 0.0}[kind]
-            prompts += draw_several(kind, Scenes(128, entries, 0.0, 0.0, font, tinted=share, split=split), part, seed)
-    return prompts
+            shares = {
+                "tinted": {"tinted": 1.0},
+                "two": {"tinted": 0.25},
+                "sized": {"sized": 1.0},
+                "gradient": {"gradients": 1.0},
+            }
+            prompts += draw_several(kind, world.scenes(128, 0.0, split=split, **shares.get(kind, {})), part, seed)
+    return prompts if world.styles == (FLAT,) else styled(world, prompts, seed)
 
 
 # ---- statistics -----------------------------------------------------------------------------------------------------
@@ -209,11 +273,25 @@ class Verdict:
     labels: tuple[int, ...]  # at the places of the prompt's layout
     layout: str = "one"  # whose places are taken
     tints: tuple[str, ...] = ("",)
+    styles: tuple[str, ...] = (FLAT,)  # at the places
+    size: str = ""
+    second: str = ""  # the colour at a gradient's other end, where one is asked for
 
     @property
     def background(self) -> bool:
-        """Whether the background is right."""
-        return self.colour == self.prompt.colour
+        """Whether the background is right, both colours of a gradient."""
+        second = "" if self.prompt.scene is None else self.prompt.scene.second
+        return (self.colour, self.second) == (self.prompt.colour, second)
+
+    @property
+    def styled(self) -> bool:
+        """Whether all objects are in the style."""
+        return all(style == self.prompt.style for style in self.styles)
+
+    @property
+    def sized(self) -> bool:
+        """Whether the emoji is right, and of the size asked for."""
+        return self.identity and self.prompt.scene is not None and self.size == self.prompt.scene.size
 
     @property
     def label(self) -> int:
@@ -250,6 +328,10 @@ def summary(verdicts: Sequence[Verdict]) -> dict[str, object]:
             found[name] = share(asked)
     if asked := [v.tinted for v in verdicts if any(thing.tint for thing in v.prompt.things)]:
         found["colour"] = share(asked)
+    if asked := [v.sized for v in verdicts if v.prompt.kind == "sized"]:
+        found["size"] = share(asked)
+    if any(v.prompt.style != FLAT for v in verdicts):
+        found["style"] = share([v.styled for v in verdicts])
     return found
 
 
@@ -261,7 +343,10 @@ def by_group(verdicts: Sequence[Verdict]) -> dict[str, dict[str, object]]:
         groups[name] = [v for v in verdicts if v.prompt.group == name]
     for kind in KINDS:
         groups[kind] = [v for v in verdicts if v.prompt.kind == kind]
-    for template in (*PLAIN, *COLOURED, *NEW_WORDINGS, *GROUNDS_PLAIN, *GROUNDS, *NEW_GROUNDS):
+    for style in STYLES:
+        groups[style] = [v for v in verdicts if v.prompt.style == style]
+    templates = (*PLAIN, *COLOURED, *NEW_WORDINGS, *GROUNDS_PLAIN, *GROUNDS, *NEW_GROUNDS)
+    for template in (*templates, *GRADIENTS, *GRADIENTS_ACROSS, *NEW_GRADIENTS, *NEW_GRADIENTS_ACROSS):
         groups[template] = [v for v in verdicts if v.prompt.template == template]
     return {name: summary(members) for name, members in groups.items() if members}
 
@@ -278,9 +363,38 @@ def border_colour(images: Tensor) -> Tensor:
     return images[:, :, ~inside].median(-1).values.reshape(b, 3)
 
 
-def nearest_colour(rgb: Tensor) -> list[str]:
-    """Colours (B,3) in [0,1] -> the name of the nearest of the twelve, for each."""
-    names, values = list(COLOURS), torch.tensor(list(COLOURS.values())) / 255
+def ground_of(images: Tensor) -> Tensor:
+    """Images (B,3,H,W) -> their backgrounds (B,3,H,W): the border's colour, or what the corners give if they differ."""
+    _, _, h, w = images.shape
+    m = max(2, h // 16)
+    corners = [
+        images[:, :, y, x].flatten(2).median(-1).values
+        for y in (slice(0, m), slice(h - m, h))
+        for x in (slice(0, m), slice(w - m, w))
+    ]
+    four = torch.stack(corners, -1).unflatten(-1, (2, 2))  # (B,3,2,2)
+    spread = (four.amax((2, 3)) - four.amin((2, 3))).amax(1)[:, None, None, None]
+    between = F.interpolate(four, size=(h, w), mode="bilinear", align_corners=True)
+    return torch.where(spread > 0.15, between, border_colour(images)[:, :, None, None])
+
+
+def end_colours(image: Tensor, across: bool) -> Tensor:
+    """An image (3,H,W) -> (2,3), the median colours of its top and bottom edges, or of the left and right ones."""
+    m = max(1, image.shape[-1] // 32)
+    turned = image.transpose(1, 2) if across else image
+    return torch.stack([part.flatten(1).median(-1).values for part in (turned[:, :m], turned[:, -m:])])
+
+
+def size_of(image: Tensor) -> str:
+    """An image (3,H,W) -> of which of SIZES its one object is."""
+    differs = (image - ground_of(image[None])[0]).abs().amax(0) > 0.15
+    longest = max(int(differs.any(axis).sum()) for axis in (0, 1)) / image.shape[-1]
+    return min(SIZES, key=lambda name: abs(SIZES[name][0] - longest))
+
+
+def nearest_colour(rgb: Tensor, colours: int = len(COLOURS)) -> list[str]:
+    """Colours (B,3) in [0,1] -> the name of the nearest of the first `colours`, for each."""
+    names, values = list(COLOURS), torch.tensor(list(COLOURS.values()))[:colours] / 255
     return [names[int(i)] for i in torch.cdist(rgb.float(), values).argmin(1)]
 
 
@@ -298,8 +412,8 @@ def places(image: Tensor, layout: str) -> list[Tensor]:
 
 
 def occupied(images: Tensor) -> Tensor:
-    """Images (B,3,H,W) -> (B,256): where they differ from their border's colour, on 16 x 16 squares."""
-    differs = (images - border_colour(images)[:, :, None, None]).abs().amax(1, keepdim=True)
+    """Images (B,3,H,W) -> (B,256): where they differ from their background, on 16 x 16 squares."""
+    differs = (images - ground_of(images)).abs().amax(1, keepdim=True)
     return F.adaptive_avg_pool2d(((differs - 0.12) * 5).clamp(0, 1), 16).flatten(1)
 
 
@@ -308,7 +422,7 @@ def nearest_tint(cut: Tensor, entry: Entry, alone: bool, colour: str, font: str 
 
     "" is the emoji as it is; a colour in which it looks the same counts as its own, by whichever name.
     """
-    names, size = ["", *tints(entry, font)], 0.72 if alone else 2 * SEVERAL
+    names, size = ["", *tints(entry, font)], SIZES[""][0] if alone else 2 * SEVERAL
     drawn = [np.asarray(render(entry.character, colour, 64, size=size, font=font, tint=name)) for name in names]
     x = torch.from_numpy(np.stack(drawn)).permute(0, 3, 1, 2) / 255
     apart = F.avg_pool2d(x, 4) - F.avg_pool2d(cut[None], 4)
@@ -316,18 +430,18 @@ def nearest_tint(cut: Tensor, entry: Entry, alone: bool, colour: str, font: str 
 
 
 CROP = 32
-VERSION = "2"  # of the classifier and its training: raise it with every change
+VERSION = "3"  # of the classifier and its training: raise it with every change
 
 
 def crops(images: Tensor, shake: float = 0.0) -> Tensor:
-    """Images (B,3,H,W) in [0,1] -> (B,7,CROP,CROP): what differs from the border's colour, cut out and enlarged.
+    """Images (B,3,H,W) in [0,1] -> (B,7,CROP,CROP): what differs from the background, cut out and enlarged.
 
-    The channels: the crop, its difference from the border's colour, and that difference's largest part.  shake moves
-    the box at random by that share of its size.
+    The channels: the crop, its difference from the background, and that difference's largest part.  shake moves the box
+    at random by that share of its size.
     """
     if images.shape[-1] != 64:
         images = F.interpolate(images, size=(64, 64), mode="bilinear", antialias=True, align_corners=False)
-    ground = border_colour(images)[:, :, None, None]
+    ground = ground_of(images)
     differs = (images - ground).abs().amax(1)  # (B,64,64)
     weight = (differs - 0.12).clamp(min=0, max=0.3)
     middle, half = [], []
@@ -346,7 +460,8 @@ def crops(images: Tensor, shake: float = 0.0) -> Tensor:
     y = centre[:, 1:, None] + scale[:, :, None] * steps[None, :, None].expand(1, CROP, CROP)
     grid = torch.stack([x, y], -1)  # (B,CROP,CROP,2)
     cut = F.grid_sample(images, grid, padding_mode="border", align_corners=False)
-    return torch.cat([cut * 2 - 1, cut - ground, (cut - ground).abs().amax(1, keepdim=True)], 1)
+    apart = F.grid_sample(images - ground, grid, padding_mode="border", align_corners=False)
+    return torch.cat([cut * 2 - 1, apart, apart.abs().amax(1, keepdim=True)], 1)
 
 
 def worsen(images: Tensor, generator: torch.Generator) -> Tensor:
@@ -373,28 +488,39 @@ def network(classes: int) -> nn.Sequential:
 
 @dataclass(frozen=True, eq=False)
 class Descriptor:
-    """The frozen classifiers of emoji and of layouts, with the former's accuracy on renders that it has not seen."""
+    """The frozen classifiers of emoji and of layouts, with the former's accuracy on renders that it has not seen.
+
+    The classes of the first are the emoji in the first style, then in the second.
+    """
 
     net: nn.Sequential
     clean: float
     worsened: float
     layout_net: nn.Module
-    entries: tuple[Entry, ...]
-    font: str | None
+    world: World
 
     @torch.no_grad()
+    def classes(self, images: Tensor) -> Tensor:
+        """Images (B,3,H,W) in [0,1] -> classes (B): labels + emoji x style."""
+        return torch.cat([self.net(crops(part)).argmax(1) for part in images.split(256)])
+
     def __call__(self, images: Tensor) -> Tensor:
         """Images (B,3,H,W) in [0,1] -> labels (B)."""
-        return torch.cat([self.net(crops(part)).argmax(1) for part in images.split(256)])
+        return self.classes(images) % len(self.world.entries)
+
+    def styles(self, images: Tensor) -> list[str]:
+        """Images (B,3,H,W) in [0,1] -> the style of each."""
+        return [self.world.styles[int(k)] for k in self.classes(images) // len(self.world.entries)]
 
     @torch.no_grad()
     def layouts(self, images: Tensor) -> list[str]:
         """Images (B,3,H,W) in [0,1] -> which places of them are taken: names of LAYOUTS."""
         return [list(LAYOUTS)[int(i)] for i in self.layout_net(occupied(images)).argmax(1)]
 
-    def tint(self, cut: Tensor, thing: Thing, layout: str, colour: str) -> str:
+    def tint(self, cut: Tensor, thing: Thing, prompt: Prompt) -> str:
         """A place of an image -> the colour in which the emoji that should be there resembles it most."""
-        return nearest_tint(cut, self.entries[thing.label], layout == "one", colour, self.font)
+        entry, source = self.world.entries[thing.label], self.world.source(prompt.style)
+        return nearest_tint(cut, entry, prompt.layout == "one", prompt.colour, source)
 
     @property
     def complaint(self) -> str | None:
@@ -407,15 +533,18 @@ class Descriptor:
         )
 
 
-def renders(emoji: int, per_emoji: int, first: int, font: str | None) -> tuple[Tensor, Tensor]:
-    """Jittered renders on all backgrounds -> images (N,3,64,64) uint8 and labels (N), as many of each emoji."""
+def renders(world: World, per_class: int, first: int) -> tuple[Tensor, Tensor]:
+    """Jittered renders on all backgrounds -> images (N,3,64,64) uint8 and classes (N), as many of each."""
     images = []
-    for label, entry in enumerate(vocabulary(emoji)):
-        scene = Scenes(64, (entry,), two=0.0, jitter=1.0, font=font, tinted=0.3)
-        start = FIRST_SCENE + first + label * 2**20
-        images += [np.asarray(scene(start + k)[0]) for k in range(per_emoji)]
+    shares = {"tinted": 0.3} if world.styles == (FLAT,) else {"tinted": 0.3, "sized": 0.3, "gradients": 0.3}
+    for k, style in enumerate(world.styles):
+        for label, entry in enumerate(world.entries):
+            only = dataclasses.replace(world, entries=(entry,))
+            scene = only.scenes(64, 1.0, **shares, solid=float(style == SOLID))
+            start = FIRST_SCENE + first + (k * len(world.entries) + label) * 2**20
+            images += [np.asarray(scene(start + i)[0]) for i in range(per_class)]
     stacked = torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2)
-    return stacked, torch.arange(emoji).repeat_interleave(per_emoji)
+    return stacked, torch.arange(len(world.entries) * len(world.styles)).repeat_interleave(per_class)
 
 
 @torch.no_grad()
@@ -429,13 +558,13 @@ def _training_crops(images: Tensor, generator: torch.Generator) -> Tensor:
     return torch.cat(parts)
 
 
-def train_descriptor(emoji: int, font: str | None, say: Callable[[str], None]) -> Descriptor:
+def train_descriptor(world: World, say: Callable[[str], None]) -> Descriptor:
     """Train the classifier on renders, blurred and noisy in half of the batches: minutes on two cores."""
-    generator = torch.Generator().manual_seed(0)
+    generator, classes = torch.Generator().manual_seed(0), len(world.entries) * len(world.styles)
     torch.manual_seed(0)
     start = time.perf_counter()
-    images, labels = renders(emoji, max(20, 4000 // emoji), 0, font)
-    x, net, batch = _training_crops(images, generator), network(emoji), 256
+    images, labels = renders(world, max(20, 4000 // classes), 0)
+    x, net, batch = _training_crops(images, generator), network(classes), 256
     say(f"classifier: {len(x)} renders, {time.perf_counter() - start:.0f} s")
     total = max(200, len(x) * 8 // batch)
     optimiser = torch.optim.AdamW(net.parameters(), lr=1e-3, weight_decay=0.02)
@@ -449,22 +578,22 @@ def train_descriptor(emoji: int, font: str | None, say: Callable[[str], None]) -
         schedule.step()
         if step % 100 == 0:
             say(f"classifier: step {step}/{total}, loss {loss.item():.3f}, {time.perf_counter() - start:.0f} s")
-    layout_net, entries = train_layouts(vocabulary(emoji), font), vocabulary(emoji)
-    descriptor = Descriptor(net.eval(), 0.0, 0.0, layout_net, entries, font)
-    images, labels = renders(emoji, max(4, 2000 // emoji), 2**19, font)
+    descriptor = Descriptor(net.eval(), 0.0, 0.0, train_layouts(world), world)
+    images, labels = renders(world, max(4, 2000 // classes), 2**19)
     x = images.float() / 255
-    clean, worsened = (float((descriptor(y) == labels).float().mean()) for y in (x, worsen(x, generator)))
+    clean, worsened = (float((descriptor.classes(y) == labels).float().mean()) for y in (x, worsen(x, generator)))
     say(f"classifier: {clean:.2%} clean, {worsened:.2%} worsened, of {len(x)}")
     return dataclasses.replace(descriptor, clean=clean, worsened=worsened)
 
 
-def train_layouts(entries: tuple[Entry, ...], font: str | None, count: int = 3000) -> nn.Module:
+def train_layouts(world: World, count: int = 3000) -> nn.Module:
     """Train the classifier of layouts on scenes of all kinds: seconds."""
     names, images, labels = list(LAYOUTS), [], []
-    scenes = Scenes(64, entries, 0.0, 1.0, font)
-    for k in range(count if len(entries) > 1 else 8):
+    styles = len(world.styles) > 1
+    scenes = world.scenes(64, 1.0, **({"sized": 0.3, "gradients": 0.3, "solid": 0.5} if styles else {}))
+    for k in range(count if len(world.entries) > 1 else 8):
         rng = np.random.default_rng(FIRST_SCENE + k)
-        scene = scenes.one(rng) if k % 4 == 0 or len(entries) == 1 else scenes.several(rng, k % 4 < 3)
+        scene = scenes.one(rng) if k % 4 == 0 or len(world.entries) == 1 else scenes.several(rng, k % 4 < 3)
         images.append(
             occupied(torch.from_numpy(np.asarray(scenes.draw(scene, rng)).copy()).permute(2, 0, 1)[None] / 255)
         )
@@ -486,9 +615,9 @@ def layout_network() -> nn.Module:
 
 def judge_the_judge(prompts: Sequence[Prompt], classify: Descriptor) -> dict[str, dict[str, object]]:
     """The accuracies of true renders of the prompts, at 128 pixels, clean and degraded: what a perfect model gets."""
-    scenes, images = Scenes(128, classify.entries, 0.0, 0.2, classify.font), []
+    scenes, images = classify.world.scenes(128, 0.2), []
     for prompt in prompts:
-        scene = prompt.scene or Scene(prompt.things, "one", False, prompt.colour, "", "", "")
+        scene = prompt.scene or Scene(prompt.things, "one", False, prompt.colour, "", "", "", prompt.style)
         drawn = scenes.draw(scene, np.random.default_rng(prompt.seed))
         images.append(torch.from_numpy(np.asarray(drawn).copy()).permute(2, 0, 1) / 255)
     x = torch.stack(images)
@@ -496,25 +625,21 @@ def judge_the_judge(prompts: Sequence[Prompt], classify: Descriptor) -> dict[str
     return {"clean": summary(judge(x, prompts, classify)), "degraded": summary(judge(bad, prompts, classify))}
 
 
-def descriptor(emoji: int, folder: Path, font: str | None, say: Callable[[str], None]) -> Descriptor:
-    """The classifier of the first `emoji` emoji: from its file in `folder`, or trained and put there."""
-    path = folder / f"descriptor-{emoji}.safetensors"
-    characters = "".join(entry.character for entry in vocabulary(emoji))
+def descriptor(world: World, folder: Path, say: Callable[[str], None]) -> Descriptor:
+    """The classifier of the emoji of a world: from its file in `folder`, or trained and put there."""
+    emoji, styles = len(world.entries), ",".join(world.styles)
+    path = folder / f"descriptor-{emoji}{'' if styles == FLAT else f'-{styles}'}.safetensors"
+    key = {"characters": "".join(entry.character for entry in world.entries), "styles": styles, "version": VERSION}
     if path.exists():
         with safe_open(path, "pt") as file:
             about = file.metadata()
-            if about.get("characters") == characters and about.get("version") == VERSION:
-                nets = nn.ModuleDict({"emoji": network(emoji), "layout": layout_network()}).eval()
+            if all(about.get(name) == value for name, value in key.items()):
+                nets = nn.ModuleDict({"emoji": network(emoji * len(world.styles)), "layout": layout_network()}).eval()
                 nets.load_state_dict({key: file.get_tensor(key) for key in file.keys()})  # noqa: SIM118
-                rates, entries = (float(about["clean"]), float(about["worsened"])), vocabulary(emoji)
-                return Descriptor(nets["emoji"], *rates, nets["layout"], entries, font)  # type: ignore[arg-type]
-    made = train_descriptor(emoji, font, say)
-    about = {
-        "characters": characters,
-        "version": VERSION,
-        "clean": str(made.clean),
-        "worsened": str(made.worsened),
-    }
+                rates = float(about["clean"]), float(about["worsened"])
+                return Descriptor(nets["emoji"], *rates, nets["layout"], world)  # type: ignore[arg-type]
+    made = train_descriptor(world, say)
+    about = {**key, "clean": str(made.clean), "worsened": str(made.worsened)}
     folder.mkdir(parents=True, exist_ok=True)
     save_file(nn.ModuleDict({"emoji": made.net, "layout": made.layout_net}).state_dict(), path, about)
     return made
@@ -553,15 +678,29 @@ def draw_images(pipe: Pipeline, prompts: Sequence[Prompt], settings: Settings) -
 def judge(images: Tensor, prompts: Sequence[Prompt], classify: Classify) -> list[Verdict]:
     """Images (B,3,H,W) in [0,1] of as many prompts -> a verdict on each."""
     cuts = [places(image, prompt.layout) for image, prompt in zip(images, prompts, strict=True)]
-    labels = iter(classify(torch.stack([cut for each in cuts for cut in each])).tolist())
-    layouts = classify.layouts(images) if isinstance(classify, Descriptor) else ["one"] * len(images)
-    verdicts = []
-    for prompt, own, colour, layout in zip(prompts, cuts, nearest_colour(border_colour(images)), layouts, strict=True):
-        seen = ("",)
+    joined = torch.stack([cut for parts in cuts for cut in parts])
+    labels, layouts, styles, colours = (
+        iter(classify(joined).tolist()),
+        ["one"] * len(images),
+        iter([FLAT] * len(joined)),
+        len(COLOURS),
+    )
+    if isinstance(classify, Descriptor):
+        layouts, styles, colours = classify.layouts(images), iter(classify.styles(joined)), classify.world.colours
+    borders, verdicts = nearest_colour(border_colour(images), colours), []
+    for image, prompt, parts, colour, layout in zip(images, prompts, cuts, borders, layouts, strict=True):
+        tints, second = ("",), ""
         if isinstance(classify, Descriptor) and any(thing.tint for thing in prompt.things):
-            things = zip(own, prompt.things, strict=True)
-            seen = tuple(classify.tint(cut, thing, prompt.layout, prompt.colour) for cut, thing in things)
-        verdicts.append(Verdict(prompt, colour, tuple(next(labels) for _ in own), layout, seen))
+            tints = tuple(classify.tint(cut, thing, prompt) for cut, thing in zip(parts, prompt.things, strict=True))
+        if prompt.scene is not None and prompt.scene.second:
+            colour, second = nearest_colour(end_colours(image, prompt.scene.across), colours)
+        places_of = tuple((next(labels), next(styles)) for _ in parts)
+        verdicts.append(
+            Verdict(
+                prompt, colour, tuple(label for label, _ in places_of), layout, tints,
+                tuple(style for _, style in places_of), size_of(image) if prompt.kind == "sized" else "", second,
+            )
+        )  # fmt: skip
     return verdicts
 
 
@@ -578,10 +717,12 @@ def marked_sheet(images: Tensor, verdicts: Sequence[Verdict], entries: Sequence[
     cells = []
     for pixels, verdict in zip(images, verdicts, strict=True):
         picture, text = to_pil(pixels * 2 - 1), verdict.prompt.text
-        if not (verdict.background and verdict.identity and verdict.layout == verdict.prompt.layout):
+        right = verdict.background and verdict.identity and verdict.styled
+        if not (right and verdict.layout == verdict.prompt.layout):
             ImageDraw.Draw(picture).rectangle((0, 0, picture.width - 1, picture.height - 1), outline=(255, 0, 0))
             seen = [] if verdict.identity else [entries[label].names[0] for label in verdict.labels]
-            seen += [] if verdict.background else [f"on {verdict.colour}"]
+            seen += [] if verdict.background else [f"on {verdict.colour} {verdict.second}".rstrip()]
+            seen += [] if verdict.styled else [verdict.styles[0]]
             text += f" [{' '.join(seen)}]"
         cells.append((picture, text))
     return contact_sheet(cells)
@@ -711,12 +852,16 @@ def run(args: argparse.Namespace) -> None:
     steps = pipe.family.steps if args.steps is None else args.steps
     settings = Settings(args.sampler or pipe.family.sampler, steps, scale, args.batch)
     make_plan(settings.sampler, pipe.schedule, steps)  # a mistake is said before the classifier is trained
-    font = {} if args.font is None else {"font": args.font}
-    classify = descriptor(len(entries), args.out, args.font, say)
-    kinds = args.kinds.split(",")
-    if unknown := [kind for kind in kinds if kind not in KINDS]:
-        raise ValueError(f"got the kind {unknown[0]!r}, wanted some of {', '.join(KINDS)}")
-    prompts = all_prompts(entries, kinds, args.count, args.seed, split=args.split, **font)
+    kinds, styles = args.kinds.split(","), tuple(args.styles.split(","))
+    for what, asked, known in (("kind", kinds, KINDS), ("style", styles, STYLES)):
+        if unknown := [name for name in asked if name not in known]:
+            raise ValueError(f"got the {what} {unknown[0]!r}, wanted some of {', '.join(known)}")
+    if not 2 <= args.colours <= len(COLOURS):
+        raise ValueError(f"got {args.colours} colours, wanted 2 to {len(COLOURS)}")
+    pictures = pictures_folder(args.pictures) if SOLID in styles else None
+    world = World(entries, args.font, args.colours, styles, pictures)
+    classify = descriptor(world, args.out, say)
+    prompts = all_prompts(world, kinds, args.count, args.seed, args.split)
     rates = judge_the_judge(prompts, classify)
     for name, numbers in rates.items():
         say(f"the judge on {name} renders of the same prompts: {_line(numbers)}")
@@ -735,6 +880,8 @@ def run(args: argparse.Namespace) -> None:
         "seed": args.seed,
         "seconds": round(time.perf_counter() - start, 1),
         "kinds": kinds,
+        "styles": styles,
+        "colours": args.colours,
         "split": args.split,
         "descriptor": {"clean": round(classify.clean, 4), "worsened": round(classify.worsened, 4)},
         "judge": rates,
@@ -762,6 +909,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--count", type=int, default=1000, metavar="N", help="images (default: %(default)s)")
     parser.add_argument("--emoji", type=int, metavar="N", help="how many of the vocabulary it knows (default: all)")
     parser.add_argument("--kinds", default="one", metavar="LIST", help=f"of {','.join(KINDS)} (default: %(default)s)")
+    parser.add_argument("--styles", default=FLAT, metavar="LIST", help=f"of {','.join(STYLES)} (default: %(default)s)")
+    parser.add_argument("--pictures", metavar="DIR", help="folder of the style 3d (default: EMOJI_PICTURES)")
+    parser.add_argument(
+        "--colours", type=int, default=12, metavar="N", help="backgrounds asked for (default: the bundled model's 12)"
+    )
     parser.add_argument("--split", choices=SPLITS, default="all", help="of combinations (default: %(default)s)")
     parser.add_argument("--steps", type=int, metavar="N", help="default: the checkpoint's")
     parser.add_argument("--sampler", metavar="NAME", help="default: the checkpoint's")

@@ -1,21 +1,25 @@
 """Captioned emoji scenes, the data that the bundled model is trained on: drawn, not downloaded.
 
-    python scripts/render_emoji.py OUT_DIR --count 100 --resolution 64 [--emoji N] [--two X] [--counts X] [--tinted X]
+    python scripts/render_emoji.py OUT_DIR --count 100 --resolution 128 [--emoji N] [--two X] [--counts X] [--tinted X]
+                                           [--sized X] [--gradients X] [--solid X --pictures DIR]
 
 scenes() is what the trainer takes; a scene depends on its index alone.  One emoji, two side by side or one above the
-other, two or three of a kind, and some in another colour than their own.  The font is Noto Color Emoji (SIL OFL 1.1,
-the Debian package fonts-noto-color-emoji).  Needs numpy and Pillow only; what a caption says is known without the font.
+other, two or three of a kind; some in another colour than their own, small or large, on two colours, or "3d".  The font
+is Noto Color Emoji (SIL OFL 1.1, the Debian package fonts-noto-color-emoji).  The second style is Microsoft's Fluent
+Emoji 3D (MIT), the files of the npm package @lobehub/fluent-emoji-3d: `npm pack` fetches it once, and --pictures or
+EMOJI_PICTURES names its folder of .webp files.  Needs numpy and Pillow only; what a caption says is known without them.
 """
 
 import argparse
 import colorsys
 import functools
 import math
+import os
 import sys
 import unicodedata
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +27,8 @@ from PIL import Image, ImageDraw, ImageFont
 
 FONT = "/usr/share/fonts/truetype/noto/NotoColorEmoji.ttf"
 FONT_SIZE, GLYPH = 109, (136, 128)  # the only size of its bitmaps, and their width and height
+PICTURE = 144  # the side to which the second style's pictures are reduced
+PICTURES = "EMOJI_PICTURES"  # the environment variable with the folder of the second style
 
 COLOURS: dict[str, tuple[int, int, int]] = {  # any two are more than 100 apart
     "white": (255, 255, 255),
@@ -37,6 +43,10 @@ COLOURS: dict[str, tuple[int, int, int]] = {  # any two are more than 100 apart
     "purple": (130, 30, 170),
     "pink": (255, 150, 200),
     "brown": (120, 65, 20),
+    "navy": (10, 30, 105),
+    "teal": (0, 130, 144),
+    "lime": (140, 235, 60),
+    "lavender": (170, 150, 255),
 }
 
 # {n} is an emoji's name, {an} the same with its article, {c} a colour, {ac} that with its article; 2 is the right one.
@@ -56,6 +66,29 @@ STACKED = {
     "below": ("{an2} below {an}", "{an2} under {an}", "{an2} at the bottom and {an} at the top"),
 }
 COUNTED = {2: ("two {p}", "2 {p}", "a pair of {p}"), 3: ("three {p}", "3 {p}")}
+# Of one emoji, as shares of the image: its longer side, how much that varies, and how far it is off the centre.
+SIZES = {"": (0.72, 0.12, 0.08), "small": (0.38, 0.05, 0.12), "large": (0.9, 0.03, 0.02)}
+SIZE_WORDS = {"small": ("small", "small", "tiny", "little"), "large": ("large", "large", "big", "huge")}
+# {c} and {c2} are the colours of a gradient, the first at the top, or on the left.
+GRADIENTS = (
+    *("{x} on {ac} to {c2} gradient", "{x}, {c} and {c2} gradient background", "{x} on a gradient from {c} to {c2}"),
+    *("{x}, background from {c} to {c2}", "{c} to {c2} gradient with {x}"),
+    "{x} on a background that is {c} at the top and {c2} at the bottom",
+)
+GRADIENTS_ACROSS = (
+    *("{x} on {ac} to {c2} gradient from left to right", "{x}, background from {c} on the left to {c2} on the right"),
+    *("{x}, horizontal gradient from {c} to {c2}", "{x} on a background that is {c} on the left and {c2} on the right"),
+)
+# A caption {x} with its style: none is that of the font.
+FLAT, SOLID = "flat", "3d"
+STYLED = {
+    FLAT: ("{x}, flat", "{x}, flat style", "{x} in 2d", "flat drawing of {x}", "{x}, flat design"),
+    SOLID: (
+        *("{x}, 3d", "{x}, 3d", "{x} in 3d", "{x}, 3d style", "3d render of {x}", "a 3d image of {x}"),
+        *("3d {x}", "3d: {x}", "{x}, rendered in 3d"),
+    ),
+}
+SHARE_FLAT = 0.15  # of the captions of the font's style that say so
 # The grounds of such a phrase {x}.
 GROUNDS_PLAIN = ("{x}", "{x} emoji")
 GROUNDS = ("{x} on {ac} background", "{x}, {c} background", "{x} on {c}", "{x} with {ac} background")
@@ -75,8 +108,8 @@ BEFORE_SEVERAL = (
 )
 AFTER_SEVERAL = ("", "", "", " here", " please", " centered")
 # Freer words around them, so that a model learns to read past words that say nothing: before, after, and the ground.
-BEFORE = ("", "a photo of ", "a drawing of ", "an image of ", "a sticker of ", "a small painting of ", "draw ", "cute ")
-BEFORE += ("show me ", "one ", "please make ", "the ", "a big ", "my favourite ", "simple ", "nice clean ", "this is ")
+BEFORE = ("", "a photo of ", "a drawing of ", "an image of ", "a sticker of ", "a painting of ", "draw ", "cute ")
+BEFORE += ("show me ", "one ", "please make ", "the ", "my favourite ", "simple ", "nice clean ", "this is ")
 AFTER = ("", "", " emoji", " sticker", " symbol", " drawing", " sign", " logo", " here", " please", " centered", " art")
 GROUND = ("background", "background", "ground", "field", "page", "paper", "screen", "surface", "canvas", "card", "sky")
 FREE = (
@@ -89,43 +122,45 @@ FREE = (
     ),
     *("{b}{an}{a} on the {c} {g}", "{b}{n}{a}, the {g} is {c}", "the {g} is {c}, {b}{n}{a}", "{c} {g} under {an}{a}"),
 )
-WORDS = """very really lovely tiny little shiny funny pretty beautiful great good best fine well made drawn style
-cartoon vector pixel colored whole entire just only also there where that which seen shown placed against above
-below near beside inside around all some any every other same another by as for so then now today always i want would
-like see have has was are""".split()  # they say nothing of the picture, and are in no name  # noqa: SIM905
+# They say nothing of the picture, and are in no name.
+WORDS = """very really lovely shiny funny pretty beautiful great good best fine well made drawn cartoon vector pixel
+colored whole entire just only also there where that which seen shown placed against inside around all
+some any every other same another by as for so then now today always i want would like see have has was
+are""".split()  # noqa: SIM905
 SHARE_PLAIN = 0.2  # of scenes whose caption names no colour
 
 # ---- the vocabulary -------------------------------------------------------------------------------------------------
 
-# In a fixed order, so that the first N are always the same: 66, then 200 that are common and look different, animals,
-# food, vehicles, places and things, faces, people and hands, signs.  Left out: flags, skin tones, keycaps, ideographs
-# in squares, and whatever looks nearly as another does (the tests say how nearly): all clock faces but one, and so on.
+# In a fixed order, so that the first N are always the same: 66, 200, then 440 that are common and look different; then
+# animals, food, vehicles, places and things, faces, people and hands, signs.  Left out: flags, skin tones, keycaps,
+# ideographs in squares, and whatever looks nearly as another does (the tests say how nearly): all clock faces but one.
 ORDER = """
 🍎🐱🚗❤🌻🍌🐶🏠⭐🍇🦊🚀🌵🐸🍓🐼⚽🌈🎁🐧🍕☀👻🐙🍄🚲🐻🌲🍉🐝👑🐷🎈🌹😀🦋🍊✈🐮🍩🐢🔥🦁🎸🍍🐰⛵🥕🦉🌙🍔🐞🌴😂🐟🎂
 🍋🐵☂🦀🐯☕🌽🐘🍒🤖
 😍😎😢😡😴😱🤔👽💩😈🤡🐨🐴🐺🦄🐗🐭🐹🐲🐬🐳🦈🐊🦒🐪🦓🦔🐌🦆🦅🦜🦚🦩🦢🐓🐔🦇🦑🐠🕷🐜🦖🦕🐍🌷🌸🍁🍀🌳🍐🍑🥝🥥🥑🍅🍆
 🌶🥦🥔🍞🥐🧀🥚🍳🌭🌮🍟🍿🍣🍪🍫🍭🍦🧁🥞🍺🍷🌍🌋⛄❄⚡☁💧🌊🪐🌪🚌🚂🚁🚢🚜🚒🚑🏍🛸🚦⏰💡🔑🔔🔨✂📚✏📷📱💻📺🎧🎤🎺
-🎻🥁🎲🎯🏀🏈🎾🏆💎💍👟🎩👓👕👗🔒⚓💣🎃🎄🧸🏰⛺💀👍💔💙
-🐀🐁🐂🐃🐄🐅🐆🐇🐈🐉🐋🐎🐏🐐🐑🐒🐕🐖🐚🐛🐡🐣🐤🐥🐦🐩🐫🐽🐾🐿🦂🦃🦌🦍🦎🦏🦐🦗🦘🦙🦛🦝🦞🦟🦠🦡🦣🦤🦥🦦🦧🦨🦪🦫🦬🦭
-🦮🪰🪱🪲🪳🪴🪵🪶🪷🪸🪹🪺🌯🌰🌱🌺🌼🌾🌿🍂🍃🍈🍏🍖🍗🍘🍙🍚🍛🍜🍝🍠🍡🍢🍤🍥🍧🍨🍬🍮🍯🍰🍱🍲🍴🍵🍶🍸🍹🍻🍼🍽🍾🥒🥓🥖
-🥗🥘🥙🥛🥜🥟🥠🥡🥢🥣🥤🥧🥨🥩🥪🥫🥬🥭🥮🥯🧂🧃🧄🧅🧆🧇🧈🧉🧊🧋🫐🫑🫒🫓🫔🫕🫖🫗🫘🫙🚃🚄🚅🚆🚇🚈🚉🚊🚋🚍🚎🚏🚐🚓🚔🚕
-🚖🚘🚙🚚🚛🚝🚞🚟🚠🚡🚤🚥🚧🚨🚩🚪🚬🚽🚿🛁🛋🛍🛎🛏🛑🛒🛕🛖🛗🛝🛞🛟🛠🛡🛢🛣🛤🛥🛩🛫🛬🛰🛳🛴🛵🛶🛷🛹🛺🛻🛼🌀🌁🌂🌃🌄
-🌅🌆🌇🌉🌌🌎🌏🌐🌚🌛🌜🌝🌞🌟🌠🌡🌤🌥🌦🌧🌨🌩🌫🌬🎀🎆🎇🎉🎊🎋🎌🎍🎎🎏🎐🎑🎒🎓🎖🎗🎙🎚🎛🎞🎟🎠🎡🎢🎣🎥🎨🎪🎫🎬🎭🎮
-🎰🎱🎳🎴🎵🎶🎷🎹🎼🎽🎿🏁🏅🏉🏎🏏🏐🏑🏒🏓🏔🏕🏖🏗🏘🏙🏚🏛🏜🏝🏞🏟🏡🏢🏣🏤🏥🏦🏨🏩🏪🏫🏬🏭🏮🏯🏳🏴🏵🏷🏸🏹🏺⌚⌛⌨
-⏱⏲⏳☃☄☎☔☘♥♦♨⚒⚔⚖⚗⚙⚛⚜⚠⚪⚫⚰⚱⚾⛅⛈⛎⛏⛑⛓⛔⛩⛪⛰⛱⛲⛳⛴⛸⛽✉✒✨❌❓❗🀄🃏👀👁👋👌👏👒👔👖
-👘👙👚👛👜👝👞👠👡👢👣👹👺👾👿💄💈💉💊💋💌💐💒💓💕💖💗💘💚💛💜💝💞💟💤💥💦💨💫💬💭💯💰💲💳💴💵💶💷💸💺💼💽💾💿📀
-📁📂📃📄📅📆📇📈📉📊📋📌📍📎📏📐📑📒📓📔📕📖📗📘📙📛📜📝📞📟📠📡📢📣📤📥📦📧📨📩📪📫📬📭📮📯📰📲📸📹📻📼📽📿🔇🔈
-🔉🔊🔋🔌🔍🔎🔏🔐🔓🔖🔦🔧🔩🔪🔫🔬🔭🔮🔱🕊🕋🕌🕍🕒🕯🕰🕳🕶🕸🕹🖇🖊🖋🖌🖍🖤🖥🖨🖱🖲🖼🗂🗃🗄🗑🗒🗓🗜🗝🗞🗡🗳🗺🗻🗼🗽
-🗾🗿🤍🤎🤿🥀🥂🥃🥄🥅🥇🥈🥉🥊🥋🥌🥍🥎🥏🥻🥼🥽🥾🥿🦯🦴🦷🦺🦼🦽🦾🦿🧠🧡🧢🧣🧤🧥🧦🧧🧨🧩🧪🧫🧬🧭🧮🧯🧰🧱🧲🧳🧴🧵🧶🧷
-🧹🧺🧻🧼🧽🧾🧿🩰🩱🩲🩳🩴🩸🩹🩺🩻🩼🪀🪁🪂🪃🪄🪅🪆🪑🪒🪓🪔🪕🪖🪗🪘🪙🪚🪛🪜🪝🪞🪟🪠🪡🪢🪣🪤🪥🪦🪧🪨🪩🪪🪫🪬🫀🫁🫧😁
-😃😄😅😆😇😉😊😋😌😏😐😑😒😓😔😕😖😗😘😚😛😜😝😞😟😠😣😤😥😦😨😩😪😫😬😭😮😯😰😲😳😵😶😷😸😹😺😻😼😽😾😿🙀🙁🙂🙃
-🙄🙈🙉🙊🤐🤑🤒🤓🤕🤗🤠🤢🤣🤤🤥🤧🤨🤩🤪🤫🤬🤭🤮🤯🥰🥱🥲🥳🥴🥵🥶🥸🥹🥺🧐🫠🫡🫢🫣🫤🫥🫦☝⛷⛹✊✋✌✍🎅🏂🏃🏄🏇🏊🏋
-🏌👂👃👄👅👊👎👐👤👥👦👧👨👩👪👫👬👭👮👯👰👱👲👳👴👵👶👷👸👼💁💂💃💅💆💇💏💑💪🕴🕵🕺🖐🖖🗣🙅🙆🙇🙋🙌🙍🙎🙏🚣🚴🚵
-🚶🛀🛌🤌🤏🤘🤙🤚🤛🤜🤝🤞🤟🤦🤰🤱🤲🤳🤴🤵🤶🤷🤸🤹🤺🤼🤽🤾🥷🦵🦶🦸🦹🦻🧌🧍🧎🧏🧑🧒🧓🧔🧕🧖🧗🧘🧙🧚🧛🧜🧝🧞🧟🫂🫃🫄
-🫅🫰🫱🫲🫳🫴🫵🫶©®‼⁉™ℹ↔↕↖↗↘↙↩↪⏏⏩⏪⏫⏬⏭⏮⏯⏸⏹⏺Ⓜ▶◀☑☠☢☣☦☪☮☯☸☹☺♀♂♈♉♊♋♌♍♎
-♏♐♑♒♓♟♠♣♻♾♿⚕⚧✅✔✖✝✡✳✴❇❎❔❕❣➕➖➗➡➰➿⤴⤵⬅⬆⬇⬛⬜⭕〰〽㊗㊙🅰🅱🅾🅿🆎🆑🆒🆓🆔🆕🆖🆗🆘
-🆙🆚🌑🌒🌓🌔🌕🌖🌗🌘🎦🏧👆👇👈👉💠💢💮💱💹📳📴📵📶🔀🔁🔂🔃🔄🔅🔆🔕🔗🔘🔙🔚🔛🔜🔝🔞🔟🔠🔡🔢🔣🔤🔰🔲🔳🔴🔵🔶🔷🔺🔻
-🔼🔽🕉🕎🗨🗯🚫🚭🚮🚯🚰🚱🚳🚷🚸🚹🚻🚼🚾🛂🛃🛄🛅🛐🟠🟡🟢🟣🟤🟥🟦🟧🟨🟩🟪🟫🟰
+🎻🥁🎲🎯🏀🏈🎾🏆💎💍👟🎩👓👕👗🔒⚓💣🎃🎄🧸🏰
+🐐🐑🐒🐚🐛🐣🐥🐦🐩🐾🐿🦂🦃🦌🦍🦎🦏🦐🦘🦙🦛🦝🦞🦠🦣🦥🦨🦭🪴🪵🪷🌯🌰🌱🌼🍂🍏🍖🍗🍙🍜🍝🍡🍤🍨🍬🍯🍰🍵🍸🍹🍼🍾🥒🥓🥖
+🥗🥛🥜🥟🥤🥧🥨🥩🥪🥭🥯🧄🧅🧇🧊🧋🫐🫑🫒🫖🍴🚓🚕🚙🚚🚨🚩🚪🛁🚽🛋🛏🛑🛒🛟🛡🛢🛴🛵🛶🛷🛹🌝🎡🎪🏝🏛🏮⛲🎀🎒🎓🎖🎙🎟🎠
+🎨🎬🎮🎱🎳🎵🎷🎹🏐🏓🏹⌚⌛☎⚙⚔⛽✉✨❌❓❗👀👏👒👔👖👜👠👢👾💄💉💊💋💌💐💘💚💛💜💥💰💾💿📅📌📎📏📕📜📡📣📦📻🔋
+🔌🔍🔪🔬🔭🔮🕯🕶🖤🖥🗑🗝🗡🗿🥇🥊🦴🦷🧠🧢🧣🧤🧦🧩🧭🧱🧲🧳🧶🧹🪁🪂🪑🪓🪙🪜🪣🧡😅😇😉😋😘😜😭😮😷🤑🤓🤠🤢🤯🥳🥵🥶🧐
+🙈✊✌👂👃👄👎🤘💪🎅🧙🧚🧜☠♻✅
+🏅🐏🐋🌞🏉🚃⛺💀👍💔💙🐀🐁🐂🐃🐄🐅🐆🐇🐈🐉🐎🐕🐖🐡🐤🐫🐽🦗🦟🦡🦤🦦🦧🦪🦫🦬🦮🪰🪱🪲🪳🪶🪸🪹🪺🌺🌾🌿🍃🍈🍘🍚🍛🍠🍢
+🍥🍧🍮🍱🍲🍶🍻🍽🥘🥙🥠🥡🥢🥣🥫🥬🥮🧂🧃🧆🧈🧉🫓🫔🫕🫗🫘🫙🚄🚅🚆🚇🚈🚉🚊🚋🚍🚎🚏🚐🚔🚖🚘🚛🚝🚞🚟🚠🚡🚤🚥🚧🚬🚿🛍🛎
+🛕🛖🛗🛝🛞🛠🛣🛤🛥🛩🛫🛬🛰🛳🛺🛻🛼🌀🌁🌂🌃🌄🌅🌆🌇🌉🌌🌎🌏🌐🌚🌛🌜🌟🌠🌡🌤🌥🌦🌧🌨🌩🌫🌬🎆🎇🎉🎊🎋🎌🎍🎎🎏🎐🎑🎗
+🎚🎛🎞🎢🎣🎥🎫🎭🎰🎴🎶🎼🎽🎿🏁🏎🏏🏑🏒🏔🏕🏖🏗🏘🏙🏚🏜🏞🏟🏡🏢🏣🏤🏥🏦🏨🏩🏪🏫🏬🏭🏯🏳🏴🏵🏷🏸🏺⌨⏱⏲⏳☃☄☔☘
+♥♦♨⚒⚖⚗⚛⚜⚠⚪⚫⚰⚱⚾⛅⛈⛎⛏⛑⛓⛔⛩⛪⛰⛱⛳⛴⛸✒🀄🃏👁👋👌👘👙👚👛👝👞👡👣👹👺👿💈💒💓💕💖💗💝💞💟💤💦
+💨💫💬💭💯💲💳💴💵💶💷💸💺💼💽📀📁📂📃📄📆📇📈📉📊📋📍📐📑📒📓📔📖📗📘📙📛📝📞📟📠📢📤📥📧📨📩📪📫📬📭📮📯📰📲📸
+📹📼📽📿🔇🔈🔉🔊🔎🔏🔐🔓🔖🔦🔧🔩🔫🔱🕊🕋🕌🕍🕒🕰🕳🕸🕹🖇🖊🖋🖌🖍🖨🖱🖲🖼🗂🗃🗄🗒🗓🗜🗞🗳🗺🗻🗼🗽🗾🤍🤎🤿🥀🥂🥃🥄
+🥅🥈🥉🥋🥌🥍🥎🥏🥻🥼🥽🥾🥿🦯🦺🦼🦽🦾🦿🧥🧧🧨🧪🧫🧬🧮🧯🧰🧴🧵🧷🧺🧻🧼🧽🧾🧿🩰🩱🩲🩳🩴🩸🩹🩺🩻🩼🪀🪃🪄🪅🪆🪒🪔🪕🪖
+🪗🪘🪚🪛🪝🪞🪟🪠🪡🪢🪤🪥🪦🪧🪨🪩🪪🪫🪬🫀🫁🫧😁😃😄😆😊😌😏😐😑😒😓😔😕😖😗😚😛😝😞😟😠😣😤😥😦😨😩😪😫😬😯😰😲😳
+😵😶😸😹😺😻😼😽😾😿🙀🙁🙂🙃🙄🙉🙊🤐🤒🤕🤗🤣🤤🤥🤧🤨🤩🤪🤫🤬🤭🤮🥰🥱🥲🥴🥸🥹🥺🫠🫡🫢🫣🫤🫥🫦☝⛷⛹✋✍🏂🏃🏄🏇🏊
+🏋🏌👅👊👐👤👥👦👧👨👩👪👫👬👭👮👯👰👱👲👳👴👵👶👷👸👼💁💂💃💅💆💇💏💑🕴🕵🕺🖐🖖🗣🙅🙆🙇🙋🙌🙍🙎🙏🚣🚴🚵🚶🛀🛌🤌
+🤏🤙🤚🤛🤜🤝🤞🤟🤦🤰🤱🤲🤳🤴🤵🤶🤷🤸🤹🤺🤼🤽🤾🥷🦵🦶🦸🦹🦻🧌🧍🧎🧏🧑🧒🧓🧔🧕🧖🧗🧘🧛🧝🧞🧟🫂🫃🫄🫅🫰🫱🫲🫳🫴🫵🫶
+©®‼⁉™ℹ↔↕↖↗↘↙↩↪⏏⏩⏪⏫⏬⏭⏮⏯⏸⏹⏺Ⓜ▶◀☑☢☣☦☪☮☯☸☹☺♀♂♈♉♊♋♌♍♎♏♐♑♒♓♟♠♣♾
+♿⚕⚧✔✖✝✡✳✴❇❎❔❕❣➕➖➗➡➰➿⤴⤵⬅⬆⬇⬛⬜⭕〰〽㊗㊙🅰🅱🅾🅿🆎🆑🆒🆓🆔🆕🆖🆗🆘🆙🆚🌑🌒🌓🌔🌕🌖🌗🌘🎦
+🏧👆👇👈👉💠💢💮💱💹📳📴📵📶🔀🔁🔂🔃🔄🔅🔆🔕🔗🔘🔙🔚🔛🔜🔝🔞🔟🔠🔡🔢🔣🔤🔰🔲🔳🔴🔵🔶🔷🔺🔻🔼🔽🕉🕎🗨🗯🚫🚭🚮🚯🚰
+🚱🚳🚷🚸🚹🚻🚼🚾🛂🛃🛄🛅🛐🟠🟡🟢🟣🟤🟥🟦🟧🟨🟩🟪🟫🟰
 """  # noqa: RUF001
 
 # What people call them, where Unicode calls them otherwise or has named them since Python 3.10 only: the usual name,
@@ -164,7 +199,7 @@ NAMES = """
 🌁 foggy bridge; 🌎 globe showing america; 🌏 globe showing asia; 🌚 new moon with a face;
 🌛 first quarter moon with a face; 🌜 last quarter moon with a face; 🌝 full moon with a face; 🌞 sun with a face;
 🌤 sun behind a small cloud; 🌥 sun behind a large cloud; 🌦 sun behind a rain cloud; 🌧 rain cloud; 🌨 snow cloud;
-🌩 thundercloud; 🌬 wind face; 🎀 pink ribbon, bow; 🎇 sparkler; 🎒 backpack, school bag; 🎣 fishing pole;
+🌩 thundercloud; 🌬 wind face; 🎀 ribbon, bow; 🎇 sparkler; 🎒 backpack, school bag; 🎣 fishing pole;
 🎭 theater masks; 🎮 game controller, video game; 🎱 billiard ball, eight ball; 🎶 musical notes; 🎹 piano keys;
 🎽 running shirt; 🎿 skis; 🏁 checkered flag; 🏎 race car; 🏓 ping pong paddle; 🏖 beach; 🏘 houses; 🏚 derelict house;
 🏡 house with a garden; 🏤 post office; 🏮 red lantern; 🏳 white flag; 🏴 black flag; 🏷 label tag;
@@ -394,6 +429,26 @@ def ground_caption(template: str, phrase: str, colour: str, rng: np.random.Gener
     return template.format(x=phrase, c=colour, ac=with_article(colour), **around)
 
 
+def gradient_caption(
+    rng: np.random.Generator, template: str, phrase: str, colours: tuple[str, str], free: bool = False
+) -> str:
+    """A phrase on a gradient between two colours, in freer words if asked for."""
+    parts = template.split(" ")
+    if free:
+        before, after = (choices[int(rng.integers(len(choices)))] for choices in (BEFORE_SEVERAL, AFTER_SEVERAL))
+        phrase = f"{before}{phrase}{after}"
+        for _ in range(int(rng.integers(3))):
+            parts.insert(int(rng.integers(len(parts) + 1)), WORDS[int(rng.integers(len(WORDS)))])
+    return " ".join(parts).format(x=phrase, c=colours[0], ac=with_article(colours[0]), c2=colours[1])
+
+
+def styled_caption(rng: np.random.Generator, text: str, style: str) -> str:
+    """A caption with its style; that of the font is seldom named."""
+    if style == FLAT and rng.random() >= SHARE_FLAT:
+        return text
+    return STYLED[style][int(rng.integers(len(STYLED[style])))].format(x=text)
+
+
 def free_caption(rng: np.random.Generator, name: str, colour: str, plain: bool) -> str:
     """A caption in freer words; a plain one names no colour."""
 
@@ -423,13 +478,42 @@ def _font(path: str) -> ImageFont.FreeTypeFont:
 
 @functools.cache
 def glyph(character: str, font: str | None = None) -> Image.Image:
-    """One emoji as drawn by the font, RGBA, cropped to what is not transparent.  Raises ValueError if it has none."""
-    canvas = Image.new("RGBA", GLYPH)
-    ImageDraw.Draw(canvas).text((0, 0), character, font=_font(font or FONT), embedded_color=True)
+    """One emoji as drawn by the font, RGBA, cropped to what is not transparent.  Raises ValueError if it has none.
+
+    font is a font's file, or a folder of pictures whose names are code points: 1f34e.webp, 2764-fe0f.webp.
+    """
+    if font is not None and os.path.isdir(font):
+        canvas = _picture(character, Path(font))
+    else:
+        canvas = Image.new("RGBA", GLYPH)
+        ImageDraw.Draw(canvas).text((0, 0), character, font=_font(font or FONT), embedded_color=True)
     box = canvas.getchannel("A").getbbox()
     if box is None:
         raise ValueError(f"{font or FONT}: has no glyph for U+{ord(character):X}: take a newer font")
     return canvas.crop(box)
+
+
+def _picture(character: str, folder: Path) -> Image.Image:
+    for name in (f"{ord(character):04x}.webp", f"{ord(character):04x}-fe0f.webp"):
+        try:
+            with Image.open(folder / name) as image:
+                return image.convert("RGBA").resize((PICTURE, PICTURE), Image.Resampling.HAMMING)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            raise ValueError(f"{folder / name}: cannot be read ({error}): unpack the pictures again") from error
+    raise ValueError(f"{folder}: has no picture of U+{ord(character):X}: wanted {ord(character):04x}.webp")
+
+
+def pictures_folder(folder: str | None = None) -> str:
+    """The folder of the second style's pictures, `folder` or that of the environment.  Raises ValueError without."""
+    folder = folder or os.environ.get(PICTURES)
+    if folder is None or not os.path.isdir(folder):
+        raise ValueError(
+            f"got {folder or 'no folder'} for the pictures of the 3d style: unpack what `npm pack "
+            f"@lobehub/fluent-emoji-3d` fetches, and name its folder `assets` with --pictures or in {PICTURES}"
+        )
+    return folder
 
 
 TINTS = ("red", "orange", "yellow", "green", "cyan", "blue", "purple", "pink")  # colours that objects can have
@@ -439,6 +523,7 @@ UNTINTED = set(
     vampire mermaid superhero prince princess climber swimmer wrestlers dancers worker selfie horse_racing lungs
     anatomical polish claus monkey speaking""".split()  # noqa: SIM905
 )
+COLOUR_WORDS = {"golden", "gold", "silver", "bronze", "rainbow", "blond", "blueberries"}  # besides COLOURS
 BODY, NEAR, VIVID = 0.6, 0.09, 0.3  # least share of one hue in an emoji, its width in turns, least saturation
 
 
@@ -466,7 +551,7 @@ def tints(entry: Entry, font: str | None = None) -> dict[str, str]:
     An emoji is tinted if most of it has one hue and one of its names tells no colour; people, hands and yellow faces
     are left as they are.  Without a colour that would make it another emoji of the vocabulary, such as "blue heart".
     """
-    names = [name for name in entry.names if not set(name.split()) & {*COLOURS, "golden", "rainbow", "blond"}]
+    names = [name for name in entry.names if not set(name.split()) & {*COLOURS, *COLOUR_WORDS}]
     if not names or names[0] in PROPER or set(names[0].split()) & UNTINTED or hue(entry.character, font) is None:
         return {}
     coloured = {colour: f"{colour} {names[0]}" for colour in TINTS}
@@ -597,6 +682,10 @@ class Scene:
     template: str
     phrase: str  # the objects alone, as the caption says it
     caption: str
+    style: str = FLAT
+    size: str = ""  # of SIZES, if there is one object
+    second: str = ""  # the colour at the bottom, or on the right, of a gradient
+    across: bool = False  # from left to right
 
 
 def in_split(split: str, *what: object) -> bool:
@@ -617,7 +706,12 @@ class Scenes:
     free: float = 0.0
     counts: float = 0.0
     tinted: float = 0.0
+    sized: float = 0.0
+    gradients: float = 0.0
+    solid: float = 0.0
     split: str = "all"
+    colours: int = len(COLOURS)
+    pictures: str | None = None  # the folder of the second style
 
     def __call__(self, index: int) -> tuple[Image.Image, str]:
         """The scene of a number >= 0: RGB, resolution x resolution, and what is on it."""
@@ -628,42 +722,70 @@ class Scenes:
 
     def draw(self, scene: Scene, rng: np.random.Generator) -> Image.Image:
         """A scene, its sizes and places by the jitter."""
-        image = Image.new("RGB", (self.resolution, self.resolution), COLOURS[scene.colour])
-        alone = scene.layout == "one"
-        size, spread, shift = (0.72, 0.12, 0.08) if alone else (SEVERAL, 0.03, 0.015)
+        image = ground(scene.colour, self.resolution, scene.second, scene.across)
+        size, spread, shift = SIZES[scene.size] if scene.layout == "one" else (SEVERAL, 0.03, 0.015)
         for thing, (x, y) in zip(scene.things, LAYOUTS[scene.layout], strict=True):
             u = rng.uniform(-1, 1, 3) * self.jitter
             longest = max(1, round((size + spread * u[0]) * self.resolution))
-            small = _scaled(self.entries[thing.label].character, thing.tint, longest, self.font)
+            small = _scaled(self.entries[thing.label].character, thing.tint, longest, self.source(scene.style))
             _paste(image, small, (x + shift * u[1], y + shift * u[2]))
         return image
 
+    def source(self, style: str) -> str | None:
+        """What draws a style: the font, or the folder of pictures."""
+        return self.pictures if style == SOLID else self.font
+
+    # The first particular of a scene, in the order of its drawing, makes the combination of the split; all others are
+    # of training: so each held-out scene has one thing that training has not shown.
+
     def one(self, rng: np.random.Generator) -> Scene:
-        """One emoji; its background, or its tint, makes the combination of the split."""
+        """One emoji; its tint, its size, the two colours or else its background makes the combination of the split."""
+        style = self._style(rng)
         while True:
             label = int(rng.integers(len(self.entries)))
-            thing = self._tinted(rng, label, self.split)
+            entry, split = self.entries[label], self.split
+            thing = self._tinted(rng, label, split, style)
             if thing is None:
-                thing = Thing(label, "", any_name(rng, self.entries[label]))
-            character = self.entries[label].character
-            seen = backgrounds(character, self.font, thing.tint)
-            if not thing.tint:
-                seen = tuple(colour for colour in seen if in_split(self.split, character, colour))
+                thing = Thing(label, "", any_name(rng, entry))
+            else:
+                split = self._others()
+            sizes = [size for size in SIZE_WORDS if in_split(split, entry.character, "size", size)]
+            size = sizes[int(rng.integers(len(sizes)))] if rng_below(rng, self.sized) and sizes else ""
+            if size:
+                words, split = SIZE_WORDS[size], self._others()
+                thing = replace(thing, name=f"{words[int(rng.integers(len(words)))]} {thing.name}")
+            seen = self._seen(thing, style)
+            gradient = self._gradient(rng, seen, split)
+            if gradient is None:
+                seen = tuple(colour for colour in seen if in_split(split, entry.character, colour))
             if seen:
                 break
-        colour, template = self._background(rng, seen, PLAIN, COLOURED)
-        text = caption(template, thing.name, colour)
-        if self.free > 0 and rng.random() < self.free:
-            text = free_caption(rng, thing.name, colour, template in PLAIN)
-        return Scene((thing,), "one", False, colour, template, with_article(thing.name), text)
+        free = self.free > 0 and gradient is not None and rng.random() < self.free
+        if gradient is not None:
+            colour, second, across, template = gradient
+            phrase = (thing.name, with_article(thing.name))[int(rng.integers(2))]
+            text = gradient_caption(rng, template, phrase, (colour, second), free)
+        else:
+            (colour, template), second, across = self._background(rng, seen, PLAIN, COLOURED), "", False
+            text = caption(template, thing.name, colour)
+            if self.free > 0 and rng.random() < self.free:
+                text = free_caption(rng, thing.name, colour, template in PLAIN)
+        text = styled_caption(rng, text, style) if self.solid > 0 else text
+        phrase = with_article(thing.name)
+        return Scene((thing,), "one", False, colour, template, phrase, text, style, size, second, across)
 
     def several(self, rng: np.random.Generator, two: bool) -> Scene:
         """Two different emoji, or two or three of one; which, makes the combination of the split."""
-        things, count = (self._pair(rng), 0) if two else self._alike(rng)
-        looks = (backgrounds(self.entries[thing.label].character, self.font, thing.tint) for thing in things)
-        common = set.intersection(*map(set, looks))
-        seen = tuple(name for name in COLOURS if name in common) or tuple(COLOURS)
-        colour, ground = self._background(rng, seen, GROUNDS_PLAIN, GROUNDS)
+        style = self._style(rng)
+        things, count = (self._pair(rng, style), 0) if two else self._alike(rng)
+        common = set.intersection(*(set(self._seen(thing, style)) for thing in things))
+        names = list(COLOURS)[: self.colours]
+        seen = tuple(name for name in names if name in common) or tuple(names)
+        gradient = self._gradient(rng, seen, self._others())
+        if gradient is not None:
+            colour, second, across, ground = gradient
+        else:
+            (colour, ground), second, across = self._background(rng, seen, GROUNDS_PLAIN, GROUNDS), "", False
         if two:
             layout = ("beside", "beside", "stacked")[int(rng.integers(3))]
             sides = list((BESIDE if layout == "beside" else STACKED).items())
@@ -672,19 +794,46 @@ class Scenes:
             layout, side, templates = ("beside", "three")[count - 2], "", COUNTED[count]
         phrase = caption(templates[int(rng.integers(len(templates)))], things[0].name, second=things[1].name)
         free = rng if self.free > 0 and rng.random() < self.free else None
-        if free is not None:
-            ground = "{b}{x}{a}" if ground in GROUNDS_PLAIN else GROUNDS_FREE[int(rng.integers(len(GROUNDS_FREE)))]
-        text = ground_caption(ground, phrase, colour, free)
-        return Scene(things, layout, bool(side), colour, ground, phrase, text)
+        if gradient is not None:
+            text = gradient_caption(rng, ground, phrase, (colour, second), free is not None)
+        else:
+            if free is not None:
+                ground = "{b}{x}{a}" if ground in GROUNDS_PLAIN else GROUNDS_FREE[int(rng.integers(len(GROUNDS_FREE)))]
+            text = ground_caption(ground, phrase, colour, free)
+        text = styled_caption(rng, text, style) if self.solid > 0 else text
+        return Scene(things, layout, bool(side), colour, ground, phrase, text, style, "", second, across)
 
-    def _pair(self, rng: np.random.Generator) -> tuple[Thing, ...]:
+    def _others(self) -> str:
+        """The split of what is not the particular of a scene."""
+        return "all" if self.split == "all" else "train"
+
+    def _style(self, rng: np.random.Generator) -> str:
+        return SOLID if rng_below(rng, self.solid) else FLAT
+
+    def _seen(self, thing: Thing, style: str) -> tuple[str, ...]:
+        """The colours on which an object can be seen."""
+        seen = backgrounds(self.entries[thing.label].character, self.source(style), thing.tint)
+        return tuple(colour for colour in seen if colour in list(COLOURS)[: self.colours])
+
+    def _gradient(self, rng: np.random.Generator, seen: Sequence[str], split: str) -> tuple[str, str, bool, str] | None:
+        """Two colours of a gradient, whether it goes from left to right, and a template; None at times."""
+        if not rng_below(rng, self.gradients):
+            return None
+        pairs = [(a, b) for a in seen for b in seen if a != b and in_split(split, "gradient", a, b)]
+        if not pairs:
+            return None
+        first, second = pairs[int(rng.integers(len(pairs)))]
+        across = rng.random() < 0.4
+        templates = GRADIENTS_ACROSS if across else GRADIENTS
+        return first, second, across, templates[int(rng.integers(len(templates)))]
+
+    def _pair(self, rng: np.random.Generator, style: str) -> tuple[Thing, ...]:
         while True:
             labels = [int(i) for i in rng.choice(len(self.entries), 2, replace=False)]
             if in_split(self.split, *sorted(self.entries[label].character for label in labels)):
                 break
-        tints_of = "all" if self.split == "all" else "train"
         return tuple(
-            self._tinted(rng, label, tints_of) or Thing(label, "", any_name(rng, self.entries[label]))
+            self._tinted(rng, label, self._others(), style) or Thing(label, "", any_name(rng, self.entries[label]))
             for label in labels
         )
 
@@ -695,13 +844,13 @@ class Scenes:
             if names and in_split(self.split, self.entries[label].character, count):
                 return (Thing(label, "", names[int(rng.integers(len(names)))]),) * count, count
 
-    def _tinted(self, rng: np.random.Generator, label: int, split: str) -> Thing | None:
+    def _tinted(self, rng: np.random.Generator, label: int, split: str, style: str) -> Thing | None:
         """An emoji in a colour of its split, or None: for those of one hue alone, and at times."""
-        if self.tinted == 0 or rng.random() >= self.tinted:
+        if not rng_below(rng, self.tinted):
             return None
-        entry = self.entries[label]
-        found = [each for each in tints(entry, self.font).items() if in_split(split, entry.character, "tint", each[0])]
-        return Thing(label, *found[int(rng.integers(len(found)))]) if found else None
+        entry, tinted = self.entries[label], tints(self.entries[label], self.source(style)).items()
+        allowed = [(tint, name) for tint, name in tinted if in_split(split, entry.character, "tint", tint)]
+        return Thing(label, *allowed[int(rng.integers(len(allowed)))]) if allowed else None
 
     @staticmethod
     def _background(
@@ -714,10 +863,28 @@ class Scenes:
         return colour, templates[int(rng.integers(len(templates)))]
 
 
+def rng_below(rng: np.random.Generator, share: float) -> bool:
+    """True in that share of calls; draws no number for a share of 0, so that scenes without an option stay the same."""
+    return share > 0 and rng.random() < share
+
+
+def ground(colour: str, resolution: int, second: str = "", across: bool = False) -> Image.Image:
+    """A background of one colour, or of two: the first at the top or on the left.  RGB, resolution x resolution."""
+    image = Image.new("RGB", (resolution, resolution), COLOURS[colour])
+    if not second:
+        return image
+    ramp = np.linspace(np.array(COLOURS[colour]), np.array(COLOURS[second]), resolution).round().astype(np.uint8)
+    rows = np.broadcast_to(ramp[None] if across else ramp[:, None], (resolution, resolution, 3))
+    return Image.fromarray(np.ascontiguousarray(rows))
+
+
 def any_name(rng: np.random.Generator, entry: Entry) -> str:
     """An entry's name: mostly the usual name, at times one of the others."""
     others = entry.names[1:]
     return others[rng.integers(len(others))] if rng.random() < 0.3 and others else entry.names[0]
+
+
+SHARES = ("free", "counts", "tinted", "sized", "gradients", "solid")  # options of scenes() in [0,1]
 
 
 def scenes(
@@ -726,30 +893,38 @@ def scenes(
     two: float = 0.0,
     jitter: float = 1.0,
     font: str | None = None,
-    **more: float | str,
+    **more: float | str | None,
 ) -> Callable[[int], tuple[Image.Image, str]]:
     """A function index >= 0 -> (RGB image, resolution x resolution, and its caption), the same in every process.
 
     emoji is how many of the vocabulary to draw (default: all), two the share of scenes with two different ones, beside
     or above each other, jitter in [0,1] how much size and place vary, font another file of the font.  More: free, the
     share of captions in freer words; counts, the share of scenes with two or three of a kind; tinted, the share of
-    single and paired emoji in another colour, of those that can have one; split, "train" without the combinations that
-    are held out, "held_out" with these alone, or "all".  A caption that names no colour is of a white background.
-    The result pickles.  Raises ValueError, also for a missing font.
+    single and paired emoji in another colour, of those that can have one; sized, that of single emoji that are small or
+    large; gradients, that of backgrounds of two colours; solid, that of scenes in the style "3d", for which pictures is
+    the folder (default: the environment's EMOJI_PICTURES); colours, how many of COLOURS the backgrounds have; split,
+    "train" without the combinations that are held out, "held_out" with these alone, or "all".  A caption that names no
+    colour is of a white background, one that names no style is of the font's.
+    The result pickles.  Raises ValueError, also for a missing font or folder.
     """
     entries = vocabulary(emoji)
-    known = {"free": 0.0, "counts": 0.0, "tinted": 0.0, "split": "all"}
-    if unknown := sorted(set(more) - set(known)):
-        raise ValueError(f"got the option {unknown[0]!r}, wanted one of emoji, two, jitter, font, {', '.join(known)}")
-    split = more.pop("split", "all")
-    shares = {"two": two, "jitter": jitter, **more}
+    shares = {"two": two, "jitter": jitter, **dict.fromkeys(SHARES, 0.0)}
+    others = {"split": "all", "colours": len(COLOURS), "pictures": None}
+    if unknown := sorted(set(more) - {*SHARES, *others}):
+        wanted = ", ".join((*SHARES, *others))
+        raise ValueError(f"got the option {unknown[0]!r}, wanted one of emoji, two, jitter, font, {wanted}")
+    for name, value in more.items():
+        (others if name in others else shares)[name] = value  # type: ignore[assignment]
+    split, colours, pictures = others["split"], others["colours"], others["pictures"]
     for name, value in shares.items():
         if not isinstance(value, (int, float)) or not 0 <= value <= 1:
             raise ValueError(f"got {name} {value!r}, wanted 0 to 1")
     if split not in SPLITS:
         raise ValueError(f"got the split {split!r}, wanted one of {', '.join(SPLITS)}")
-    if two + float(more.get("counts", 0.0)) > 1:
-        raise ValueError(f"got two {two} and counts {more['counts']}, wanted 1 or less together")
+    if type(colours) is not int or not 2 <= colours <= len(COLOURS):
+        raise ValueError(f"got colours {colours!r}, wanted 2 to {len(COLOURS)}")
+    if two + shares["counts"] > 1:
+        raise ValueError(f"got two {two} and counts {shares['counts']}, wanted 1 or less together")
     if two > 0 and len(entries) < 2:
         raise ValueError("got one emoji and scenes of two different ones: take --emoji 2 or more")
     if split == "held_out" and len(entries) < 200:
@@ -757,9 +932,9 @@ def scenes(
     if resolution < 16:
         raise ValueError(f"got a resolution of {resolution} pixels, wanted 16 or more")
     _font(font or FONT)
-    return Scenes(
-        resolution, entries, two, jitter, font, **{name: float(more[name]) for name in more}, split=str(split)
-    )
+    folder = pictures_folder(None if pictures is None else str(pictures)) if shares["solid"] > 0 else None
+    kinds = {name: float(shares[name]) for name in SHARES}
+    return Scenes(resolution, entries, two, jitter, font, **kinds, split=str(split), colours=colours, pictures=folder)
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------
@@ -801,6 +976,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--two", type=float, default=0.0, metavar="X", help="share of scenes with two emoji")
     parser.add_argument("--counts", type=float, default=0.0, metavar="X", help="share with two or three of a kind")
     parser.add_argument("--tinted", type=float, default=0.0, metavar="X", help="share of emoji in another colour")
+    parser.add_argument("--sized", type=float, default=0.0, metavar="X", help="share of emoji that are small or large")
+    parser.add_argument("--gradients", type=float, default=0.0, metavar="X", help="share of backgrounds of two colours")
+    parser.add_argument("--solid", type=float, default=0.0, metavar="X", help="share of scenes in the style 3d")
+    parser.add_argument("--pictures", metavar="DIR", help=f"folder of the style 3d (default: {PICTURES})")
+    parser.add_argument("--colours", type=int, default=len(COLOURS), metavar="N", help="of backgrounds (%(default)s)")
     parser.add_argument("--free", type=float, default=0.0, metavar="X", help="share of captions in freer words")
     parser.add_argument("--split", choices=SPLITS, default="all", help="of combinations (default: %(default)s)")
     parser.add_argument("--jitter", type=float, default=1.0, metavar="X", help="how much size and place vary, 0 to 1")
@@ -810,7 +990,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if args.count < 1 or args.seed < 0:
             raise ValueError(f"got count {args.count} and seed {args.seed}, wanted 1 or more and 0 or more")
-        more = {name: getattr(args, name) for name in ("free", "counts", "tinted", "split")}
+        more = {name: getattr(args, name) for name in (*SHARES, "split", "colours", "pictures")}
         scene = scenes(args.resolution, args.emoji, args.two, args.jitter, args.font, **more)
         cells = []
         for k in range(args.count):

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import render_emoji as emoji
 import torch
-from PIL import Image
+from PIL import Image, ImageDraw
 from torch.nn import functional as F
 
 
@@ -106,7 +106,7 @@ def test_captions() -> None:
 
 
 def test_the_colours_are_far_apart() -> None:
-    assert len(emoji.COLOURS) == 12
+    assert len(emoji.COLOURS) == 16
     assert min(math.dist(a, b) for a, b in itertools.combinations(emoji.COLOURS.values(), 2)) > 100
 
 
@@ -125,6 +125,12 @@ def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
         emoji.scenes(64, split="test")
     with pytest.raises(ValueError, match="'count', wanted one of"):
         emoji.scenes(64, count=0.5)
+    with pytest.raises(ValueError, match="wanted 2 to 16"):
+        emoji.scenes(64, colours=17)
+    with pytest.raises(ValueError, match="got sized 2, wanted 0 to 1"):
+        emoji.scenes(64, sized=2)
+    with pytest.raises(ValueError, match="fluent-emoji-3d"):
+        emoji.scenes(64, solid=0.5, pictures=str(tmp_path / "none"))
     with pytest.raises(ValueError, match="fonts-noto-color-emoji"):
         emoji.scenes(64, font=str(tmp_path / "none.ttf"))
     assert emoji.main([str(tmp_path / "out"), "--font", str(tmp_path / "none.ttf")]) == 2
@@ -268,24 +274,165 @@ def test_objects_have_the_colour_that_the_caption_names() -> None:
 @needs_font
 def test_what_is_held_out_is_never_drawn_for_training() -> None:
     def what(split: str) -> set[tuple[object, ...]]:
-        scenes = emoji.Scenes(16, emoji.vocabulary(200), 0.3, 0.0, None, counts=0.3, tinted=0.5, split=split)
+        shares = {"counts": 0.2, "tinted": 0.3, "sized": 0.3, "gradients": 0.3}
+        scenes = emoji.Scenes(16, emoji.vocabulary(200), 0.3, 0.0, None, **shares, split=split)  # type: ignore[arg-type]
         found = set[tuple[object, ...]]()
         for i in range(150):
             rng = np.random.default_rng(i)
             kind = rng.random()
-            scene = scenes.several(rng, kind < 0.3) if kind < 0.6 else scenes.one(rng)
+            scene = scenes.several(rng, kind < 0.3) if kind < 0.5 else scenes.one(rng)
             characters = [scenes.entries[thing.label].character for thing in scene.things]
             if len(set(characters)) == 2:
                 found.add(tuple(sorted(characters)))
             elif len(characters) > 1:
                 found.add((characters[0], len(characters)))
             else:
-                tint = scene.things[0].tint
-                found.add((characters[0], "tint", tint) if tint else (characters[0], scene.colour))
+                particulars = [(characters[0], "tint", tint) for tint in (scene.things[0].tint,) if tint]
+                particulars += [(characters[0], "size", scene.size)] if scene.size else []
+                particulars += [("gradient", scene.colour, scene.second)] if scene.second else []
+                particulars += [] if scene.second else [(characters[0], scene.colour)]
+                found.update(particulars[:1] if split == "held_out" else particulars)
         return found
 
     assert all(emoji.in_split("train", *each) for each in what("train"))
     assert all(emoji.in_split("held_out", *each) for each in what("held_out"))
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Pictures of the second style: a disc in a square's hole, of another colour for each of the first 200 emoji."""
+    folder = tmp_path_factory.mktemp("pictures")
+    for k, entry in enumerate(emoji.vocabulary(200)):
+        image = Image.new("RGBA", (256, 256))
+        draw = ImageDraw.Draw(image)
+        draw.ellipse((20, 30, 236, 226), fill=(*np.random.default_rng(k).integers(0, 256, 3).tolist(), 255))
+        image.save(folder / f"{ord(entry.character):04x}{'-fe0f' if k % 2 else ''}.webp", lossless=True)
+    return str(folder)
+
+
+def test_a_picture_of_the_second_style_is_cropped_and_reduced(pictures: str, tmp_path: Path) -> None:
+    character = emoji.vocabulary(1)[0].character
+    image = emoji.glyph(character, pictures)
+    assert image.mode == "RGBA"
+    assert all(abs(side - wanted * 144 / 256) < 3 for side, wanted in zip(image.size, (217, 197), strict=True))
+    with pytest.raises(ValueError, match=r"has no picture of U\+1F34E: wanted 1f34e.webp"):
+        emoji.glyph(character, str(tmp_path))
+    (tmp_path / "1f34e.webp").write_bytes(b"no picture")
+    with pytest.raises(ValueError, match="unpack the pictures again"):
+        emoji.glyph(character, str(tmp_path))
+
+
+@needs_font
+def test_captions_say_the_style_and_only_those_of_the_second_say_3d(pictures: str) -> None:
+    scenes, seen = emoji.scenes(64, 200, 0.3, 0.0, solid=0.5, pictures=pictures, counts=0.2, free=0.5), set()
+    assert isinstance(scenes, emoji.Scenes)
+    for i in range(80):
+        rng = np.random.default_rng(i)
+        kind = rng.random()
+        scene = scenes.several(rng, kind < 0.3) if kind < 0.5 else scenes.one(rng)
+        image, text = scenes(i)
+        assert text == scene.caption
+        assert (scene.style == "3d") == ("3d" in text.replace(":", "").replace(",", "").split())
+        flat = dataclasses.replace(scene, style=emoji.FLAT)
+        assert (scenes.draw(flat, rng).tobytes() == image.tobytes()) == (scene.style == emoji.FLAT)
+        seen.add((scene.style, scene.layout == "one"))
+    assert len(seen) == 4
+
+
+@needs_font
+def test_pictures_come_from_the_environment(pictures: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(emoji.PICTURES, pictures)
+    named = emoji.scenes(32, 200, solid=1.0, pictures=pictures)
+    assert emoji.scenes(32, 200, solid=1.0) == named
+    assert pickle.loads(pickle.dumps(named))(3)[0].tobytes() == named(3)[0].tobytes()
+
+
+def test_gradients_go_from_the_first_colour_to_the_second() -> None:
+    red, blue = emoji.COLOURS["red"], emoji.COLOURS["blue"]
+    down, across = (emoji.ground("red", 64, "blue", across) for across in (False, True))
+    assert [down.getpixel(at) for at in ((0, 0), (63, 0), (0, 63), (63, 63))] == [red, red, blue, blue]
+    assert [across.getpixel(at) for at in ((0, 0), (63, 0), (0, 63), (63, 63))] == [red, blue, red, blue]
+    middle = [(a + b) / 2 for a, b in zip(red, blue, strict=True)]
+    assert math.dist(np.asarray(down)[31:33].mean((0, 1)), middle) < 4
+
+
+@needs_font
+def test_captions_of_gradients_name_both_colours_in_order_and_say_when_they_go_across() -> None:
+    scenes = emoji.scenes(32, 66, 0.3, 0.0, gradients=1.0, free=0.3, counts=0.2)
+    assert isinstance(scenes, emoji.Scenes)
+    for i in range(60):
+        image, text = scenes(i)
+        pixels = np.asarray(image)
+        first, last = tuple(pixels[0, 0]), tuple(pixels[-1, -1])
+        [start] = [name for name, value in emoji.COLOURS.items() if value == first]
+        [end] = [name for name, value in emoji.COLOURS.items() if value == last]
+        words = text.replace(",", "").split()
+        assert start != end
+        assert {start, end} <= set(words)
+        across = bool((pixels[0, 0] != pixels[0, -1]).any())
+        assert across == ("horizontal" in words or f"{start} on the left" in text or "from left to right" in text or (
+            "left and" in text and "top" not in text and f"is {start}" in text
+        ))  # fmt: skip
+
+
+@needs_font
+def test_small_is_small_and_large_is_large() -> None:
+    scenes, seen = emoji.scenes(128, 66, jitter=0.5, sized=0.7), set()
+    assert isinstance(scenes, emoji.Scenes)
+    for i in range(60):
+        rng = np.random.default_rng(i)
+        rng.random()
+        scene = scenes.one(rng)
+        words = set(scene.caption.replace(",", "").split())
+        assert (scene.size == "small") == bool({"small", "tiny", "little"} & words)
+        assert (scene.size == "large") == bool({"large", "big", "huge"} & words)
+        pixels = torch.from_numpy(np.asarray(scenes(i)[0]).copy()).permute(2, 0, 1) / 255
+        assert evaluation.size_of(pixels) == scene.size
+        seen.add(scene.size)
+    assert seen == {"", "small", "large"}
+
+
+def test_scenes_of_the_first_twelve_colours_are_on_these_alone() -> None:
+    world = evaluation.World(emoji.vocabulary(66), colours=12)
+    names = list(emoji.COLOURS)[:12]
+    assert evaluation.nearest_colour(torch.tensor([emoji.COLOURS["navy"]]) / 255, 12)[0] in names
+    assert world.scenes(64, 0.0).colours == 12
+
+
+def test_the_background_of_a_gradient_is_found_from_its_corners() -> None:
+    for across in (False, True):
+        image = torch.from_numpy(np.asarray(emoji.ground("red", 64, "blue", across)).copy()).permute(2, 0, 1) / 255
+        filled = image.clone()
+        filled[:, 16:48, 20:40] = 0
+        assert (evaluation.ground_of(filled[None])[0] - image).abs().max() < 0.1
+        assert evaluation.nearest_colour(evaluation.end_colours(filled, across)) == ["red", "blue"]
+        apart = evaluation.crops(filled[None])[0, 6]
+        assert (apart > 0.1).float().mean() > 0.5  # the crop is of the object, not of the whole gradient
+
+
+@needs_font
+def test_verdicts_on_style_size_and_gradient(pictures: str) -> None:
+    world = evaluation.World(emoji.vocabulary(200), styles=evaluation.STYLES, pictures=pictures)
+    prompts = evaluation.all_prompts(world, ["one", "sized", "gradient", "tinted"], 80, 0)
+    assert {prompt.style for prompt in prompts} == set(evaluation.STYLES)
+    assert all(
+        ("3d" in prompt.text.replace(":", "").replace(",", "").split()) == (prompt.style == "3d") for prompt in prompts
+    )
+    scenes, images = world.scenes(128, 0.0), []
+    for prompt in prompts:
+        scene = prompt.scene or emoji.Scene(prompt.things, "one", False, prompt.colour, "", "", "", prompt.style)
+        drawn = scenes.draw(scene, np.random.default_rng(0))
+        images.append(torch.from_numpy(np.asarray(drawn).copy()).permute(2, 0, 1) / 255)
+    labels = [prompt.label for prompt in prompts]
+    verdicts = evaluation.judge(torch.stack(images), prompts, lambda x: torch.tensor(labels))
+    assert all(verdict.background for verdict in verdicts)
+    assert all(verdict.sized for verdict in verdicts if verdict.prompt.kind == "sized")
+    assert sum(verdict.styled for verdict in verdicts) == sum(prompt.style == emoji.FLAT for prompt in prompts)
+    summary = evaluation.summary(verdicts)
+    assert {"style", "size", "colour", "background", "identity"} <= set(summary)
+    moved = dataclasses.replace(verdicts[45], second="white")
+    assert verdicts[45].prompt.kind == "gradient"
+    assert not dataclasses.replace(moved, second="").background
 
 
 @needs_font
@@ -339,8 +486,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 @needs_font
 def test_held_out_prompts_of_every_kind() -> None:
     entries = emoji.vocabulary(200)
-    prompts = evaluation.all_prompts(entries, evaluation.KINDS, 80, 0, split="held_out")
-    assert prompts == evaluation.all_prompts(entries, evaluation.KINDS, 80, 0, split="held_out")
+    world = evaluation.World(entries)
+    prompts = evaluation.all_prompts(world, evaluation.KINDS, 80, 0, split="held_out")
+    assert prompts == evaluation.all_prompts(world, evaluation.KINDS, 80, 0, split="held_out")
     assert len({prompt.seed for prompt in prompts}) == 80
     for prompt in prompts:
         characters = [entries[thing.label].character for thing in prompt.things]
@@ -349,6 +497,8 @@ def test_held_out_prompts_of_every_kind() -> None:
             "tinted": (characters[0], "tint", prompt.things[0].tint),
             "two": tuple(sorted(characters)),
             "counted": (characters[0], len(characters)),
+            "sized": (characters[0], "size", prompt.scene.size if prompt.scene else ""),
+            "gradient": ("gradient", prompt.colour, prompt.scene.second if prompt.scene else ""),
         }
         assert emoji.in_split("held_out", *what[prompt.kind])
         assert prompt.colour == "white" or prompt.colour in prompt.text
@@ -392,7 +542,8 @@ def test_the_colour_of_an_object_is_the_nearest_of_its_own() -> None:
 def test_layouts_are_told_apart() -> None:
     entries, names = emoji.vocabulary(200), list(emoji.LAYOUTS)
     torch.manual_seed(0)
-    net, scenes, right = evaluation.train_layouts(entries, None, 600), emoji.Scenes(128, entries, 0.0, 0.3, None), 0
+    net, right = evaluation.train_layouts(evaluation.World(entries), 600), 0
+    scenes = emoji.Scenes(128, entries, 0.0, 0.3, None, gradients=0.3)
     for k in range(60):
         rng = np.random.default_rng(k)
         scene = scenes.several(rng, k % 3 == 0) if k % 2 else scenes.one(rng)

@@ -104,10 +104,10 @@ def set_matmul_precision(name: str) -> None:
 
 
 def has_fast_bf16(device: torch.device) -> bool:
-    """Whether the hardware multiplies bfloat16 matrices faster than float32: a GPU from Ampere on, a CPU with AMX."""
+    """Whether bfloat16 products are faster than float32 ones: a GPU from Ampere on, a CPU with AMX or AVX512-BF16."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
-    return device.type == "cpu" and torch.cpu._is_amx_tile_supported()
+    return device.type == "cpu" and (torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported())
 
 
 def short_name(dtype: torch.dtype) -> str:
