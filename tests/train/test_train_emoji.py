@@ -11,6 +11,7 @@ import pytest
 import torch
 import train_emoji
 from fast_group_norm import use_fast_backward
+from PIL import Image
 
 import ldm_lite
 from ldm_lite.checkpoint import hub
@@ -106,6 +107,35 @@ def test_a_text_encoder_learns_to_guess_latents_and_begins_a_diffusion_model(
     assert (tmp_path / "a" / "loss.png").exists() == (importlib.util.find_spec("matplotlib") is not None)
     options = TrainOptions(renderer=str(renderer), steps=1, batch=2, workers=0, out=str(tmp_path / "c"), samples="a")
     assert ldm_lite.load(train(options, LoadOptions(ckpt=path, device="cpu")), device="cpu").family == before.family
+
+
+def test_reconstructions_are_measured_and_drawn(
+    renderer: Path, tmp_path: Path, small_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sheet = tmp_path / "sheet.png"
+    command = ["reconstruct", "--renderer", str(renderer), "--scenes", "6", "--resolution", "32", "--device", "cpu"]
+    assert train_emoji.main([*command, "--vae", str(small_path), "--out", str(sheet)]) == 0
+    words = capsys.readouterr().out.split()
+    psnr, edges = float(words[1]), float(words[words.index("error") + 1].removesuffix(","))
+    vae, images = load_autoencoder(small_path, device="cpu"), []
+    for colour in ("red", "green", "blue", "white", "black", "orange"):
+        images.append(torch.from_numpy(np.asarray(Image.new("RGB", (32, 32), colour)).copy()).permute(2, 0, 1))
+    x = torch.stack(images) / 127.5 - 1
+    with torch.no_grad():
+        y = vae.decode(vae.encode(x)[0]).clamp(-1, 1)
+    assert psnr == pytest.approx(float((-10 * ((y - x) / 2).square().mean((1, 2, 3)).log10()).mean()), abs=0.02)
+    assert edges == pytest.approx(
+        float((y.diff(dim=2) - x.diff(dim=2)).abs().mean() + y.diff(dim=3).abs().mean()), abs=1e-3
+    )
+    assert Image.open(sheet).height > 32
+
+
+def test_the_edge_error_is_that_of_differences_not_of_colours() -> None:
+    x = torch.zeros(1, 3, 8, 8)
+    assert train_emoji.edge_error(x + 0.5, x) == 0
+    y = x.clone()
+    y[..., 4:] = 1  # one step of 7 along each row
+    assert train_emoji.edge_error(y, x) == pytest.approx(1 / 7)
 
 
 @pytest.mark.slow
