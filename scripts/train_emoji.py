@@ -81,22 +81,24 @@ EMOJI_128 = replace(
     title="emoji, 128 px",
     unet=replace(
         EMOJI_64.unet,
-        channel_mult=(1, 1, 3),  # of 20 M parameters in all, a file of 40 MB
+        channel_mult=(1, 2, 4),  # of 17 M parameters
         num_res_blocks=(1, 1, 1),
-        transformer_depth=(0, 1, 1),
+        transformer_depth=(1, 1, 1),
         cross_only=(False, False, False),
     ),
+    text_encoders=(replace(CLIP_L, length=40, width=128, mlp_width=512, layers=3, heads=4),),
     resolution=128,
+    sampler="dpmpp_2m",
 )
 SIZES: dict[int, Family] = {64: EMOJI_64, 128: EMOJI_128}
 MEASURED = 512  # images whose latents give the scale factor, and whose captions the tokens that begin above 0
 
 
-def new_model(family: Family, vae: AutoencoderKL, dataset: Dataset, seed: int) -> Pipeline:
+def new_model(family: Family, vae: AutoencoderKL, dataset: Dataset, seed: int, zero_snr: bool = False) -> Pipeline:
     """Return a model with new weights but for its autoencoder, whose latents get unit variance (Rombach 2022, app. G).
 
-    Embeddings of tokens that the first captions do not have begin at 0, and stay there if no caption has them: random
-    numbers could not be compressed.
+    zero_snr: its schedule ends in pure noise.  Embeddings of tokens that the first captions do not have begin at 0, and
+    stay there if no caption has them: random numbers could not be compressed.
     """
     torch.manual_seed(seed)
     assert isinstance(family.text, CLIPTextSpec)
@@ -118,6 +120,7 @@ def new_model(family: Family, vae: AutoencoderKL, dataset: Dataset, seed: int) -
     scale = float(1 / (mean.var() + logvar.exp().mean()).sqrt())
     family = replace(family, vae=vae.spec, scale_factor=scale)
     schedule = family.noise.schedule(family.prediction)
+    schedule = schedule.zero_terminal_snr() if zero_snr else schedule
     return Pipeline("model", family, schedule, unet, vae, text, None, tokenizer, f"{family.title}, new weights")
 
 
@@ -262,11 +265,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         command.add_argument("--resolution", type=int, default=64, help="pixels per side")
     new.add_argument("--size", type=int, choices=SIZES, default=64, help="pixels per side")
     new.add_argument("--vae", required=True, help="file with the autoencoder")
+    new.add_argument("--zero-snr", action="store_true", help="a schedule that ends in pure noise")
+    for name in ("channel_mult", "transformer_depth"):
+        text_of = f"of the UNet's levels, such as 1,2,4 (default at 128 px: {getattr(EMOJI_128.unet, name)})"
+        new.add_argument(f"--{name.replace('_', '-')}", type=whole_numbers, metavar="N,N", help=text_of)
+    new.add_argument("--model-channels", type=int, metavar="N", help="of the UNet's highest level")
     text.add_argument("--ckpt", required=True, help="a checkpoint of `new`")
     text.add_argument("--caption-dropout", type=float, default=0.1)
     args = parser.parse_args(argv)
     kept = "the state of the last save is kept, `resume=True` continues"
     return console.run(lambda: args.body(args, options_of(args)), (args,), kept)
+
+
+def whole_numbers(text: str) -> tuple[int, ...]:
+    """Parse "1,2,4"."""
+    return tuple(int(number) for number in text.split(","))
 
 
 def options_of(args: argparse.Namespace) -> TrainOptions:
@@ -305,7 +318,14 @@ def reconstruct(args: argparse.Namespace, options: TrainOptions) -> None:
 def write_new(args: argparse.Namespace, options: TrainOptions) -> None:
     """Write a checkpoint with new weights."""
     family = SIZES[args.size]
-    model = new_model(family, open_kl(args.vae, args.device), open_scenes(options, family.resolution), args.seed)
+    asked = {name: getattr(args, name) for name in ("model_channels", "channel_mult", "transformer_depth")}
+    unet = replace(family.unet, **{name: value for name, value in asked.items() if value is not None})
+    levels = len(unet.channel_mult)
+    if len(unet.transformer_depth) != levels:
+        raise ValueError(f"got {levels} of `channel_mult`, {len(unet.transformer_depth)} of `transformer_depth`")
+    family = replace(family, unet=replace(unet, num_res_blocks=(1,) * levels, cross_only=(False,) * levels))
+    vae = open_kl(args.vae, args.device)
+    model = new_model(family, vae, open_scenes(options, family.resolution), args.seed, args.zero_snr)
     write_tensors(Path(args.out), *checkpoint(model, {}))
     print(args.out)
 

@@ -77,6 +77,18 @@ def test_a_new_model_has_the_sizes_of_the_bundled_one_and_its_own_scale_factor(s
     assert new.schedule.prediction == "v"
 
 
+def test_a_new_model_of_128_px_has_the_levels_and_the_schedule_asked_for(renderer: Path, tmp_path: Path) -> None:
+    more = ("--vae", str(hub.bundled()), "--scenes", "2", "--device", "cpu", "--size", "128", "--zero-snr")
+    levels = ("--model-channels", "32", "--channel-mult", "1,3", "--transformer-depth", "0,1")
+    path = run("new", renderer, tmp_path / "new.safetensors", *more, *levels)
+    new = ldm_lite.load(path, device="cpu")
+    spec = new.unet.spec
+    assert (spec.model_channels, spec.channel_mult, spec.transformer_depth) == (32, (1, 3), (0, 1))
+    assert (new.schedule.alpha_bar[-1], new.schedule.prediction, new.text_encoder.spec.length) == (0, "v", 40)
+    assert new.family.resolution == 128
+    assert train_emoji.main(["new", "--out", str(path), *more, "--channel-mult", "1,3"]) == 2
+
+
 def test_tokens_that_no_caption_has_stay_zero(start: Path, renderer: Path, tmp_path: Path) -> None:
     options = TrainOptions(
         renderer=str(renderer), scenes=6, steps=2, batch=2, workers=0, out=str(tmp_path), samples="a"
