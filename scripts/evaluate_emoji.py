@@ -677,30 +677,27 @@ def draw_images(pipe: Pipeline, prompts: Sequence[Prompt], settings: Settings) -
 
 def judge(images: Tensor, prompts: Sequence[Prompt], classify: Classify) -> list[Verdict]:
     """Images (B,3,H,W) in [0,1] of as many prompts -> a verdict on each."""
+    judge_of_all = classify if isinstance(classify, Descriptor) else None
     cuts = [places(image, prompt.layout) for image, prompt in zip(images, prompts, strict=True)]
     joined = torch.stack([cut for parts in cuts for cut in parts])
-    labels, layouts, styles, colours = (
-        iter(classify(joined).tolist()),
-        ["one"] * len(images),
-        iter([FLAT] * len(joined)),
-        len(COLOURS),
-    )
-    if isinstance(classify, Descriptor):
-        layouts, styles, colours = classify.layouts(images), iter(classify.styles(joined)), classify.world.colours
+    labels = iter(classify(joined).tolist())
+    styles = iter([FLAT] * len(joined) if judge_of_all is None else judge_of_all.styles(joined))
+    layouts = ["one"] * len(images) if judge_of_all is None else judge_of_all.layouts(images)
+    colours = len(COLOURS) if judge_of_all is None else judge_of_all.world.colours
     borders, verdicts = nearest_colour(border_colour(images), colours), []
     for image, prompt, parts, colour, layout in zip(images, prompts, cuts, borders, layouts, strict=True):
-        tints, second = ("",), ""
-        if isinstance(classify, Descriptor) and any(thing.tint for thing in prompt.things):
-            tints = tuple(classify.tint(cut, thing, prompt) for cut, thing in zip(parts, prompt.things, strict=True))
+        verdict = Verdict(prompt, colour, tuple(next(labels) for _ in parts), layout)
+        verdict = dataclasses.replace(verdict, styles=tuple(next(styles) for _ in parts))
+        if judge_of_all is not None and any(thing.tint for thing in prompt.things):
+            things = zip(parts, prompt.things, strict=True)
+            tints_seen = tuple(judge_of_all.tint(cut, thing, prompt) for cut, thing in things)
+            verdict = dataclasses.replace(verdict, tints=tints_seen)
+        if prompt.kind == "sized":
+            verdict = dataclasses.replace(verdict, size=size_of(image))
         if prompt.scene is not None and prompt.scene.second:
-            colour, second = nearest_colour(end_colours(image, prompt.scene.across), colours)
-        places_of = tuple((next(labels), next(styles)) for _ in parts)
-        verdicts.append(
-            Verdict(
-                prompt, colour, tuple(label for label, _ in places_of), layout, tints,
-                tuple(style for _, style in places_of), size_of(image) if prompt.kind == "sized" else "", second,
-            )
-        )  # fmt: skip
+            first, second = nearest_colour(end_colours(image, prompt.scene.across), colours)
+            verdict = dataclasses.replace(verdict, colour=first, second=second)
+        verdicts.append(verdict)
     return verdicts
 
 

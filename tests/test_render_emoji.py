@@ -287,7 +287,8 @@ def test_what_is_held_out_is_never_drawn_for_training() -> None:
             elif len(characters) > 1:
                 found.add((characters[0], len(characters)))
             else:
-                particulars = [(characters[0], "tint", tint) for tint in (scene.things[0].tint,) if tint]
+                tint, particulars = scene.things[0].tint, list[tuple[object, ...]]()
+                particulars += [(characters[0], "tint", tint)] if tint else []
                 particulars += [(characters[0], "size", scene.size)] if scene.size else []
                 particulars += [("gradient", scene.colour, scene.second)] if scene.second else []
                 particulars += [] if scene.second else [(characters[0], scene.colour)]
