@@ -417,16 +417,18 @@ def occupied(images: Tensor) -> Tensor:
     return F.adaptive_avg_pool2d(((differs - 0.12) * 5).clamp(0, 1), 16).flatten(1)
 
 
-def nearest_tint(cut: Tensor, entry: Entry, alone: bool, colour: str, font: str | None) -> str:
+def nearest_tint(cut: Tensor, entry: Entry, alone: bool, colour: str, font: str | None, asked: str = "") -> str:
     """A place (3,64,64) of an image -> the colour in which an emoji resembles it most on a background.
 
-    "" is the emoji as it is; a colour in which it looks the same counts as its own, by whichever name.
+    "" is the emoji as it is; that counts as the colour asked for if the emoji has it anyway, and so looks the same.
     """
     names, size = ["", *tints(entry, font)], SIZES[""][0] if alone else 2 * SEVERAL
     drawn = [np.asarray(render(entry.character, colour, 64, size=size, font=font, tint=name)) for name in names]
     x = torch.from_numpy(np.stack(drawn)).permute(0, 3, 1, 2) / 255
     apart = F.avg_pool2d(x, 4) - F.avg_pool2d(cut[None], 4)
-    return names[int(apart.square().mean((1, 2, 3)).argmin())]
+    nearest = int(apart.square().mean((1, 2, 3)).argmin())
+    is_its_own = asked in names and torch.equal(x[nearest], x[names.index(asked)])
+    return asked if is_its_own else names[nearest]
 
 
 CROP = 32
@@ -520,7 +522,7 @@ class Descriptor:
     def tint(self, cut: Tensor, thing: Thing, prompt: Prompt) -> str:
         """A place of an image -> the colour in which the emoji that should be there resembles it most."""
         entry, source = self.world.entries[thing.label], self.world.source(prompt.style)
-        return nearest_tint(cut, entry, prompt.layout == "one", prompt.colour, source)
+        return nearest_tint(cut, entry, prompt.layout == "one", prompt.colour, source, thing.tint)
 
     @property
     def complaint(self) -> str | None:

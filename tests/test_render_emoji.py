@@ -536,6 +536,9 @@ def test_the_colour_of_an_object_is_the_nearest_of_its_own() -> None:
     for colour in ("blue", "yellow", "purple"):
         image = torch.from_numpy(np.asarray(emoji.render(entry.character, "white", 64, tint=colour)).copy())
         assert evaluation.nearest_tint(image.permute(2, 0, 1) / 255, entry, True, "white", None) == colour
+    red = torch.from_numpy(np.asarray(emoji.render(entry.character, "white", 64)).copy()).permute(2, 0, 1) / 255
+    assert evaluation.nearest_tint(red, entry, True, "white", None, "red") == "red"  # its own colour, asked for
+    assert evaluation.nearest_tint(red, entry, True, "white", None, "blue") == ""
 
 
 @pytest.mark.slow
