@@ -42,6 +42,7 @@ class Batch:
     prior: "Batch | None" = None  # images of the class, for prior preservation
 
     @classmethod
+    @torch.autocast("cpu", enabled=False)  # which joins no float16, as latents are stored
     def of(cls, examples: Sequence[Example], numbers: Sequence[int]) -> "Batch":
         """Join examples."""
         tensors = {name: [getattr(example, name) for example in examples] for name in TENSORS}

@@ -54,6 +54,15 @@ def test_adamw_takes_stored_averages_of_another_layout() -> None:
     torch.testing.assert_close(*results, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize(("amx", "avx", "fast"), [(True, False, True), (False, True, True), (False, False, False)])
+def test_a_cpu_with_either_kind_of_bfloat16_trains_in_it(
+    monkeypatch: pytest.MonkeyPatch, amx: bool, avx: bool, fast: bool
+) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx)
+    assert run.has_fast_bf16(torch.device("cpu")) == fast
+
+
 def test_attention_is_plain_only_where_that_is_faster(
     folder: Path, tmp_path: Path, small_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,7 +17,7 @@ from training import load_options, losses, options, train
 
 import ldm_lite
 from ldm_lite.train import averages as averages_command
-from ldm_lite.train import distributed
+from ldm_lite.train import distributed, run
 from ldm_lite.train.averages import coefficients, products
 from ldm_lite.train.batches import Batch, Draws
 from ldm_lite.train.data import open_folder
@@ -97,6 +97,14 @@ def test_each_process_computes_as_many_batches_of_a_validation(
             passes.add(loss.batches)
         assert len(passes) == 1
         assert sums.tolist() == pytest.approx([4 * count * mean, 4 * count])
+
+
+def test_latents_are_validated_in_bfloat16_too(
+    folder: Path, tmp_path: Path, small_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "has_fast_bf16", lambda device: True)
+    train(options(folder, tmp_path, steps=1, validation="0.3"), load_options(small_path))
+    assert set(validations(tmp_path)) == {0, 1}
 
 
 def test_the_validation_loss_is_the_mean_over_levels(small_path: Path) -> None:
