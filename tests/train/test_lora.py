@@ -105,6 +105,8 @@ def test_the_file_is_kohyas_and_gives_the_same_images(
 ) -> None:
     monkeypatch.setattr(run, "SAMPLES", 4)
     monkeypatch.setattr(run, "SAMPLE_STEPS", 20)
+    # In bfloat16 the frozen weights are rounded, and the run's own samples differ by more than a file's float16.
+    monkeypatch.setattr(run, "has_fast_bf16", lambda device: False)
     extra = {"lora_rank": 4, "lora_alpha": 3.0, "lora_text": True, "save_every": 9, "lr": 1e-2}
     path = train(options(folder, tmp_path, **extra), load_options(small_path))
     with safe_open(path, "pt") as file:
