@@ -42,11 +42,11 @@ class Batch:
     prior: "Batch | None" = None  # images of the class, for prior preservation
 
     @classmethod
-    @torch.autocast("cpu", enabled=False)  # which joins no float16, as latents are stored
     def of(cls, examples: Sequence[Example], numbers: Sequence[int]) -> "Batch":
         """Join examples."""
         tensors = {name: [getattr(example, name) for example in examples] for name in TENSORS}
-        joined = {name: None if values[0] is None else torch.stack(values) for name, values in tensors.items()}
+        with torch.autocast("cpu", enabled=False):  # which joins no float16, as latents are stored
+            joined = {name: None if values[0] is None else torch.stack(values) for name, values in tensors.items()}
         return cls(captions=[example.caption for example in examples], numbers=tuple(numbers), **joined)  # type: ignore[arg-type]
 
 
