@@ -99,6 +99,7 @@ class Txt2img(Conditioned, Run, total=False):
     preprocess: str | None
     clip_vision: str | os.PathLike[str] | None
     depth: Any
+    reference: Any
     noise: Any
     ensd: int
     variation_seed: int | None
