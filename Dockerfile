@@ -1,5 +1,6 @@
 # The server.  CPU:  docker build -t ldm_lite .
 #              CUDA: docker build -t ldm_lite:cuda --build-arg TORCH=https://download.pytorch.org/whl/cu128 .
+# The layers go from what changes least to what changes most: torch, other packages, weights, code.
 ARG PYTHON=3.12
 FROM python:${PYTHON}-slim
 
@@ -8,11 +9,16 @@ ARG EXTRAS=serve
 ENV PIP_NO_CACHE_DIR=1 PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
 
 WORKDIR /app
-RUN pip install --index-url "${TORCH}" "torch>=2.6"
-COPY pyproject.toml README.md LICENSE ./
+COPY .ci/constraints.txt ./
+RUN pip install --index-url "${TORCH}" "$(grep '^torch==' constraints.txt)"
+COPY pyproject.toml ./
+RUN python -c "import sys, tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
+    print(*p['dependencies'], *(x for name in sys.argv[1].split(',') for x in p['optional-dependencies'][name]), sep='\n')" \
+    "${EXTRAS}" > requirements.txt && pip install -c constraints.txt -r requirements.txt
 COPY weights weights
+COPY README.md LICENSE ./
 COPY ldm_lite ldm_lite
-RUN pip install ".[${EXTRAS}]" && useradd --create-home server && rm -rf /app/*
+RUN pip install --no-deps . && useradd --create-home server && rm -rf /app/*
 
 USER server
 WORKDIR /home/server
