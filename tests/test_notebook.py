@@ -1,0 +1,30 @@
+"""The notebook runs, cell by cell, as a reader would run it."""
+
+import ast
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+NOTEBOOK = Path(__file__).parent.parent / "docs" / "examples" / "first_steps.ipynb"
+
+
+@pytest.mark.slow
+def test_first_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"__name__": "notebook"}
+    shown = []
+    cells = [cell for cell in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code"]
+    for cell in cells:
+        assert cell["outputs"] == [], "stored without its outputs"
+        lines = ast.parse("".join(cell["source"]).replace("--steps 400 --batch 4", "--steps 4 --batch 2")).body
+        shows = isinstance(lines[-1], ast.Expr)
+        exec(compile(ast.Module(lines[:-1] if shows else lines, []), "cell", "exec"), names)
+        if shows:
+            shown.append(eval(compile(ast.Expression(lines[-1].value), "cell", "eval"), names))  # type: ignore[attr-defined]
+    assert len(shown) == 7
+    assert shown.pop(-2) == 0, "the training's exit status"
+    assert all(isinstance(image, Image.Image) for image in shown)
+    assert names["before"][0].tobytes() != names["after"][0].tobytes()
