@@ -411,7 +411,7 @@ class Engine:
     @property
     def healthy(self) -> bool:
         """Whether requests are taken and run."""
-        return self._thread.is_alive() and not self._stopping
+        return self._thread.is_alive() and not self._stopping and not self._failed
 
     # ---- the denoising thread ---------------------------------------------------------------------------------------
 
@@ -435,11 +435,12 @@ class Engine:
                 if units:
                     self._denoise(units)
             except Exception as error:  # it ends the tickets that it came from: the others go on
-                for ticket in {unit.ticket for unit in units} or set(self.running or self.in_turn()[:1]):
-                    self.cancel(ticket, error)
                 if not isinstance(error, EXPECTED) and not self.library.works():  # as after an illegal access of CUDA
                     log.error("the device has failed: the server takes no more requests, start it again")
                     self._failed = True
+                for ticket in {unit.ticket for unit in units} or set(self.running or self.in_turn()[:1]):
+                    self.cancel(ticket, error)
+                if self._failed:
                     self.stop()
             for ticket in self.running:
                 if ticket.ended:

@@ -3,6 +3,7 @@
 import os
 import shutil
 from dataclasses import fields, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from training import load_options, options, plain_options, train
 
 from ldm_lite.train.options import _INPUTS, _OF_A_CALL, MAY_CHANGE, TrainOptions, settings_of
 
+needs_prodigy = pytest.mark.skipif(find_spec("prodigyopt") is None, reason="prodigyopt is not installed")
 BEGUN: dict[str, Any] = {"steps": 3, "minutes": 0.0, "lora_rank": 2, "lora_alpha": 1.0}
 
 
@@ -43,7 +45,7 @@ def begun(tmp_path_factory: pytest.TempPathFactory, folder: Path, small_path: Pa
         ({"batch": 4}, "batch"),
         ({"accumulate": 2}, "batch"),
         ({"seed": 1}, "seed"),
-        ({"optimizer": "prodigy"}, "optimizer"),
+        pytest.param({"optimizer": "prodigy"}, "optimizer", marks=needs_prodigy),
         ({"ema_decay": 0.5}, "ema_decay"),
         ({"data": "OTHER"}, "data"),
         ({"ckpt": "OTHER"}, "ckpt"),
