@@ -367,7 +367,8 @@ def test_numbers_in_the_format_of_diffusers(key: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_most_blocks_that_are_believed_are_built_in_time(tmp_path: Path) -> None:
-    shapes, block = fuzz.shapes("whole"), "model.diffusion_model.input_blocks.1.1.transformer_blocks."
+    shapes = {key: shape for key, shape in fuzz.shapes("whole").items() if "." in key}  # without the noise schedule
+    block = "model.diffusion_model.input_blocks.1.1.transformer_blocks."
     first = {key.removeprefix(f"{block}0."): shape for key, shape in shapes.items() if key.startswith(f"{block}0.")}
     many = {f"{block}{i}.{key}": shape for i in range(MOST_BLOCKS) for key, shape in first.items()}
     with bounded(10), pytest.raises(ValueError, match="the unet does not fit"):

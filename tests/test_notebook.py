@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import registries
 from PIL import Image
 
 NOTEBOOK = Path(__file__).parent.parent / "docs" / "examples" / "first_steps.ipynb"
@@ -17,6 +18,15 @@ def test_first_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names: dict[str, Any] = {"__name__": "notebook"}
     shown = []
     cells = [cell for cell in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code"]
+    with registries.restored():
+        _run(cells, names, shown)
+    assert len(shown) == 7
+    assert shown.pop(-2) == 0, "the training's exit status"
+    assert all(isinstance(image, Image.Image) for image in shown)
+    assert names["before"][0].tobytes() != names["after"][0].tobytes()
+
+
+def _run(cells: list[Any], names: dict[str, Any], shown: list[Any]) -> None:
     for cell in cells:
         assert cell["outputs"] == [], "stored without its outputs"
         lines = ast.parse("".join(cell["source"]).replace("--steps 400 --batch 4", "--steps 4 --batch 2")).body
@@ -24,7 +34,3 @@ def test_first_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         exec(compile(ast.Module(lines[:-1] if shows else lines, []), "cell", "exec"), names)
         if shows:
             shown.append(eval(compile(ast.Expression(lines[-1].value), "cell", "eval"), names))  # type: ignore[attr-defined]
-    assert len(shown) == 7
-    assert shown.pop(-2) == 0, "the training's exit status"
-    assert all(isinstance(image, Image.Image) for image in shown)
-    assert names["before"][0].tobytes() != names["after"][0].tobytes()

@@ -96,6 +96,8 @@ def column_type(name: str) -> Any:
     """The type of a column's values: int, float, bool or str, or None for what the option parses itself."""
     if name in ("id", "prompt", "noise", *FILES):
         return str
+    if name == "seed":  # of a row, one
+        return int
     if _ALL[name].metadata["parse"] is not None:
         return None
     hint = _HINTS[name]

@@ -75,6 +75,8 @@ class Rows:
             values = self._values(row)
             name, prompt = values.pop("id", name), values.pop("prompt", None)
             seed = values.pop("seed") if "seed" in values else getattr(self.defaults, "seed") + number  # noqa: B009
+            if seed < 0:
+                raise ValueError(f"got seed {seed}, wanted 0 or more: a row is made anew as it was")
             if "mask" in values and "init_img" not in values:
                 raise ValueError("got a mask, but no init_image")
             files = tuple(self._find(values.pop(key)) for key in ("init_img", "mask") if key in values)

@@ -137,6 +137,7 @@ BAD: dict[str, Any] = {
     "none.png: No such file": {"prompt": "a", "init_image": "none.png"},
     "is not an image": {"prompt": "a", "init_image": "table.jsonl"},
     "got a mask, but no init_image": {"prompt": "a", "mask": "table.jsonl"},
+    "got seed -1, wanted 0 or more": {"prompt": "a", "seed": -1},
     "it needs an init_image": {"prompt": "a", "strength": 0.5},
     "is not JSON": "{",
     "is not an object of JSON": "[1]",

@@ -187,7 +187,7 @@ def test_gradients_reach_all_encoders(name: str, kind: str, files: dict[str, Pat
         trained = Vectors(pipe, "cat", 2)
         model = trained.known_to(pipe, "<it>")
     elif kind == "whole":
-        made = make_loss(plain_options(data="a"), pipe)
+        made = make_loss(plain_options(data="a", train_text=True), pipe)
         assert isinstance(made, DiffusionLoss)
         assert made.networks.keys() == networks.keys()
         trained = nn.ModuleDict(made.networks)
@@ -213,7 +213,7 @@ def test_fine_tuning_writes_a_checkpoint_of_the_family(
     name: str, tmp_path: Path, folder: Path, files: dict[str, Path]
 ) -> None:
     """All encoders change, but for the layers that are not read."""
-    path = train(options(folder, tmp_path, steps=2, lr=1e-2, checkpointing=True), load(files, name))
+    path = train(options(folder, tmp_path, steps=2, lr=1e-2, checkpointing=True, train_text=True), load(files, name))
     before, after = opened(files, name), ldm_lite.load(path, device="cpu")
     assert after.family == before.family
     assert after.schedule.prediction == before.schedule.prediction

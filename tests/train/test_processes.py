@@ -32,7 +32,7 @@ SETTINGS: dict[str, Any] = {"steps": STEPS, "batch": 3, "accumulate": 2, "warmup
 def torchrun(processes: int, folder: Path, small_path: Path, out: Path, *more: str) -> "subprocess.Popen[str]":
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in SETTINGS.items()]
-    flags += ["--lr=1e-3", "--samples=picture 1", "--workers=0", "--device=cpu", *more]
+    flags += ["--lr=1e-3", "--samples=picture 1", "--workers=0", "--device=cpu", "--dtype=fp32", *more]
     code = out.with_suffix(".py")
     code.write_text(CODE)
     run = [os.fspath(code), f"--data={folder}", f"--ckpt={small_path}", f"--out={out}", *flags]
@@ -60,7 +60,7 @@ def test_two_processes_take_the_steps_of_one(tmp_path: Path, folder: Path, small
     """The first with whole weights in both; the second, resumed from one process, with divided ones."""
     one, two = tmp_path / "one", tmp_path / "two"
     pair = torchrun(2, folder, small_path, two, "--minutes=0")
-    train(options(folder, one, **SETTINGS, minutes=0.0), load_options(small_path))
+    train(options(folder, one, **SETTINGS, minutes=0.0), load_options(small_path, dtype="fp32"))
     _, errors = pair.communicate(timeout=300)
     assert pair.returncode == 0, errors
     wanted, got = gradients(one), gradients(two)
@@ -69,13 +69,16 @@ def test_two_processes_take_the_steps_of_one(tmp_path: Path, folder: Path, small
 
     shutil.copytree(one, tmp_path / "divided")
     pair = torchrun(2, folder, small_path, tmp_path / "divided", "--minutes=0", "--resume", "--shard")
-    train(options(folder, one, **SETTINGS, minutes=0.0, resume=True), load_options(small_path))
+    train(options(folder, one, **SETTINGS, minutes=0.0, resume=True), load_options(small_path, dtype="fp32"))
     _, errors = pair.communicate(timeout=300)
     assert pair.returncode == 0, errors
     wanted, got = gradients(one), gradients(tmp_path / "divided")
     assert (got - wanted).abs().max() <= 1e-6 * wanted.abs().max()
     assert losses(tmp_path / "divided") == pytest.approx(losses(one), rel=1e-6)
-    path = train(options(folder, tmp_path / "divided", **SETTINGS, minutes=0.0, resume=True), load_options(small_path))
+    path = train(
+        options(folder, tmp_path / "divided", **SETTINGS, minutes=0.0, resume=True),
+        load_options(small_path, dtype="fp32"),
+    )
     assert state(path.parent)["step"] == 3
 
 
@@ -85,7 +88,7 @@ def test_a_killed_process_ends_the_run_which_goes_on_in_one_process_or_in_three(
 ) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     pair = torchrun(2, folder, small_path, two, "--lora-rank=2")
-    train(options(folder, one, **SETTINGS, lora_rank=2), load_options(small_path))
+    train(options(folder, one, **SETTINGS, lora_rank=2), load_options(small_path, dtype="fp32"))
     while not (two / "state.pt").exists():
         assert pair.poll() is None
         time.sleep(0.02)
@@ -97,7 +100,7 @@ def test_a_killed_process_ends_the_run_which_goes_on_in_one_process_or_in_three(
 
     shutil.copytree(two, tmp_path / "three")
     three = torchrun(3, folder, small_path, tmp_path / "three", "--lora-rank=2", "--resume")
-    train(options(folder, two, **SETTINGS, lora_rank=2, resume=True), load_options(small_path))
+    train(options(folder, two, **SETTINGS, lora_rank=2, resume=True), load_options(small_path, dtype="fp32"))
     _, errors = three.communicate(timeout=300)
     assert three.returncode == 0, errors
     for out in (two, tmp_path / "three"):

@@ -60,7 +60,7 @@ def test_steps_after_the_last_state_are_done_again(tmp_path: Path, folder: Path,
     wanted = losses(tmp_path)
     state = torch.load(tmp_path / "state.pt", weights_only=True)
     assert state["step"] == 3
-    assert set(state) == {"step", "settings", "losses", "networks", "average", "optimizer"}
+    assert set(state) == {"step", "settings", "losses", "networks", "average", "optimizer", "scaler"}
     train(options(folder, tmp_path / "again", steps=3, minutes=0.0), load_options(small_path))
     with open(tmp_path / "again" / "log.jsonl", "a") as log:  # as if it had gone on, and was killed
         log.write('{"step": 2, "loss": 99.0}\n')
@@ -147,7 +147,7 @@ def test_captions_from_a_list(tmp_path: Path, folder: Path, small_path: Path) ->
 def test_a_loss_that_is_not_finite_keeps_what_was_saved(tmp_path: Path, folder: Path, small_path: Path) -> None:
     train(options(folder, tmp_path, minutes=0.0), load_options(small_path))
     kept = (tmp_path / "state.pt").read_bytes()
-    message = r"the loss is (nan|inf) at step \d+: use a lower `lr`; the state of step 1 is kept"
+    message = r"the loss is (nan|inf) (at|after) step \d+: use a lower `lr`; the state of step 1 is kept"
     with pytest.raises(ValueError, match=message):
         train(options(folder, tmp_path, resume=True, lr=1e36, steps=50), load_options(small_path))
     assert (tmp_path / "state.pt").read_bytes() == kept
