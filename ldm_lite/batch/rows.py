@@ -14,7 +14,7 @@ from typing import Any
 from ldm_lite import Pipeline
 from ldm_lite.batch.options import COLUMNS, FILES, SHARED, column_type
 from ldm_lite.batch.table import Row, as_column
-from ldm_lite.cli.options import CheckedOptions
+from ldm_lite.cli.options import SEEDS, CheckedOptions
 from ldm_lite.cli.task_options import Img2imgOptions, InpaintOptions, Txt2imgOptions
 from ldm_lite.toolkit import prompt_kind, text_length
 
@@ -75,8 +75,8 @@ class Rows:
             values = self._values(row)
             name, prompt = values.pop("id", name), values.pop("prompt", None)
             seed = values.pop("seed") if "seed" in values else getattr(self.defaults, "seed") + number  # noqa: B009
-            if seed < 0:
-                raise ValueError(f"got seed {seed}, wanted 0 or more: a row is made anew as it was")
+            if seed < 0:  # a row is made anew as it was
+                raise ValueError(f"got `seed` {seed}, wanted 0 to {SEEDS[1]}")
             if "mask" in values and "init_img" not in values:
                 raise ValueError("got a mask, but no init_image")
             files = tuple(self._find(values.pop(key)) for key in ("init_img", "mask") if key in values)

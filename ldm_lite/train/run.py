@@ -217,12 +217,12 @@ def make_model(options: TrainOptions, load: LoadOptions) -> Pipeline:
 
 def precision_of(load: LoadOptions, device: torch.device) -> torch.dtype | None:
     """Return what steps compute in where autocast does so; None: float32."""
-    if load.dtype is not None and PRECISIONS[load.dtype] != "float32":
+    if load.dtype is not None:
         precision: torch.dtype = getattr(torch, PRECISIONS[load.dtype])
-        return precision
+        return None if precision == torch.float32 else precision
     if has_fast_bf16(device):
         return torch.bfloat16
-    return torch.float16 if device.type == "cuda" and load.dtype is None else None
+    return torch.float16 if device.type == "cuda" else None
 
 
 def check_model(options: TrainOptions, model: Pipeline) -> None:
