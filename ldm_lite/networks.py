@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ldm_lite import generate
 from ldm_lite.checkpoint.digest import digest
 from ldm_lite.checkpoint.reader import prefix
-from ldm_lite.conditioning.prompts import CONDITIONERS, PromptOptions, encode_prompts, guided, most_chunks, with_numbers
+from ldm_lite.conditioning.prompts import PromptOptions, conditioner_of, encode_prompts, guided
 from ldm_lite.control.control import Control
 from ldm_lite.core.clip import EncoderLayer
 from ldm_lite.core.layers import Upsample
@@ -86,9 +86,9 @@ def encode_captions(model: Pipeline, captions: Sequence[str | None], with_gradie
     All captions have one T, whatever their lengths; None is no caption.  A warning names words that do not fit; there
     is none if gradients are to reach the encoders.
     """
-    options = PromptOptions(num_chunks=most_chunks(model))
-    encode = CONDITIONERS[model.family.conditioner] if with_gradients else encode_prompts
-    text = encode(model, captions, options)
+    conditioner = conditioner_of(model)
+    encode = conditioner.encode if with_gradients else encode_prompts
+    text = encode(model, captions, PromptOptions(num_chunks=conditioner.most))
     return {name: text[name] for name in ("context", "y") if name in text}
 
 
@@ -99,12 +99,13 @@ def network_inputs(model: Pipeline, text: Mapping[str, Tensor], sizes: Tensor | 
     that (default: whole images of the model's resolution).  A network that reads the guidance scale is given 1.
     """
     conditioning: dict[str, Tensor] = {name: text[name] for name in ("context", "y") if name in text}
-    if model.family.conditioner in ("chroma", "z_image"):  # which masks what is beyond the longest
+    conditioner = conditioner_of(model)
+    if conditioner.has_mask:  # of what is beyond the longest
         conditioning["context"] = conditioning["context"][:, : int(conditioning["y"].max())]
-    if model.family.conditioner == "sdxl":
+    if conditioner.with_sizes is not None:
         side, y = model.family.resolution, conditioning["y"]
         sizes = torch.tensor([[side, side, 0, 0, side, side]] * len(y)) if sizes is None else sizes
-        conditioning["y"] = with_numbers(y[:, : -256 * sizes.shape[1]], sizes)
+        conditioning["y"] = conditioner.with_sizes(y, sizes)
     [branch] = guided(model, conditioning, None, 1.0).branches
     return dict(branch.conditioning)
 

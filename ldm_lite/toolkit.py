@@ -26,7 +26,7 @@ from ldm_lite.checkpoint.model import with_autoencoder
 from ldm_lite.checkpoint.reader import open_source
 from ldm_lite.cli.options import LoadOptions
 from ldm_lite.cli.task_options import Img2imgOptions, InpaintOptions, Txt2imgOptions, UpscaleOptions
-from ldm_lite.conditioning.prompts import FROM_FILES, OPTIONAL, PromptOptions, count_chunks, encode_prompts
+from ldm_lite.conditioning.prompts import PromptOptions, conditioner_of, count_chunks, encode_prompts
 from ldm_lite.core.denoise import Conditioning, State
 from ldm_lite.core.job import Item, Started, start
 from ldm_lite.diffusion.guidance import rows_of
@@ -137,8 +137,7 @@ def tasks_of(model: Pipeline) -> tuple[str, ...]:
 
 def prompt_kind(model: Pipeline) -> str:
     """Return what a model's prompts are: "text" (or a class), "files" (names of files), or "none" if it reads none."""
-    conditioner = model.family.conditioner
-    return "none" if conditioner in OPTIONAL else "files" if conditioner in FROM_FILES else "text"
+    return conditioner_of(model).reads
 
 
 def text_length(model: Pipeline, texts: Sequence[str | None], syntax: str) -> int | None:

@@ -18,9 +18,10 @@ LAYERS = [
     {"models", "diffusion", "text", "cli", "image"},
     {"zoo", "runtime"},
     {"checkpoint"},
+    {"conditioning"},
     {"formats", "families"},
     {"adapters"},
-    {"generate", "conditioning", "control"},
+    {"generate", "control"},
     {"tasks"},
     {"features"},
     {"pipeline"},
@@ -32,7 +33,7 @@ LAYERS = [
     {"__init__", "__main__"},
 ]
 # Within a layer.
-ALSO = {("generate", "control"), ("conditioning", "control"), ("zoo", "runtime"), ("image", "cli"), ("text", "cli")}
+ALSO = {("generate", "control"), ("zoo", "runtime"), ("image", "cli"), ("text", "cli")}
 # The main parts of commands.
 PRINTING = {
     *("tasks.command", "tasks.compare", "tasks.quality", "tasks.export", "tasks.reconstruct", "tasks.verify"),

@@ -63,7 +63,7 @@ def tokenizers_of(
         t5 = T5Tokenizer(512, path=path)
     if "Qwen3Spec" in roles:
         tokenizer = _qwen3_tokenizer(parts[roles["Qwen3Spec"]], roles["Qwen3Spec"], source)
-        return replace(tokenizer, thinks=family.conditioner != "flux2"), t5
+        return replace(tokenizer, thinks=family.thinks), t5
     for role, spec in family.texts.items():
         if type(spec).__name__ in ("CLIPTextSpec", "OpenCLIPTextSpec") and spec.vocab_size > num_known(spec.vocab_size):
             log.warning(

@@ -3,9 +3,16 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
+import torch
+
+from ldm_lite.checkpoint.model import Model
+from ldm_lite.conditioning.plain import num_tokens, t5_states, t5_tokenizer
+from ldm_lite.conditioning.prompts import Conditioner, PromptOptions, Prompts
+from ldm_lite.core.denoise import Conditioning
 from ldm_lite.core.layers import Shapes
 from ldm_lite.families.flux import DEV
 from ldm_lite.models.chroma import RELEASED, ChromaSpec
+from ldm_lite.models.ops import inside
 from ldm_lite.models.t5 import T5_XXL
 from ldm_lite.zoo.families import chosen
 from ldm_lite.zoo.family import Family, Hint
@@ -29,8 +36,31 @@ ROWS = {
 
 def row(unet: Shapes, metadata: Mapping[str, str]) -> Family:
     """Return the row of a file, with the spec of its network.  Raises ValueError for other networks."""
+    return chosen(ROWS, ChromaSpec.from_shapes(unet), metadata)
 
-    def variant(spec: ChromaSpec) -> object:
-        return spec.in_channels - spec.out_channels
 
-    return chosen(ROWS, ChromaSpec.from_shapes(unet), variant, metadata)
+MOST = 512  # tokens of T5
+TOKENIZER = t5_tokenizer(MOST)
+
+
+def encode(model: Model, prompts: Prompts, options: PromptOptions) -> Conditioning:
+    """T5's hidden states (B,T,D) with its mask, of which the first y (B,1) are read: a text and one padding.
+
+    lodestone-rock/flow train_chroma.py.
+    """
+    counts = torch.tensor([[num_tokens(TOKENIZER(model), prompt)] for prompt in prompts], device=model.device)
+    length = min(MOST, max(int(counts.max()), options.num_chunks) + 1)
+    context = t5_states(model, prompts, length, mask=inside(counts, length))
+    text = {"context": context, "y": (counts + 1).clamp(max=MOST)}
+    return {**text, "full": torch.ones(len(prompts))} if options.alike else text
+
+
+CONDITIONER = Conditioner(
+    encode,
+    tokenizer=TOKENIZER,
+    has_weights=False,
+    without_clip_skip="has no CLIP",
+    length=lambda model, prompt: num_tokens(TOKENIZER(model), prompt),
+    most=MOST,
+    has_mask=True,
+)

@@ -1,4 +1,4 @@
-"""FLUX.1: dev, schnell, Kontext, Fill, Depth and Canny, and LoRAs that make dev one of the last two."""
+"""FLUX.1: dev, schnell, Kontext, Fill, Depth and Canny, and LoRAs that make dev one of the last two; its text."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional as F
 
+from ldm_lite.checkpoint.model import Model
+from ldm_lite.conditioning.plain import t5_states, t5_tokenizer
+from ldm_lite.conditioning.prompts import Conditioner, PromptOptions, Prompts, hidden
+from ldm_lite.core.denoise import Conditioning
 from ldm_lite.core.files import Tensors
 from ldm_lite.core.layers import Shapes
 from ldm_lite.families.sd1 import SD1
@@ -30,7 +34,7 @@ def row(unet: Shapes, metadata: Mapping[str, str]) -> Family:
         kinds = {0: "", spec.out_channels: "image", spec.out_channels + MASK: "mask"}
         return spec.guidance, kinds.get(condition, condition)
 
-    return chosen(ROWS, FluxSpec.from_shapes(unet), variant, metadata)
+    return chosen(ROWS, FluxSpec.from_shapes(unet), metadata, variant)
 
 
 def widened(family: Family, unet: Tensors, loras: Sequence[Any]) -> tuple[Family, Tensors]:
@@ -94,3 +98,26 @@ ROWS = {
     "flux_control": CONTROL,
     "flux_canny": replace(CONTROL, title="FLUX.1 Canny", scale=30.0, hints=()),
 }
+
+
+def encode(model: Model, prompts: Prompts, options: PromptOptions) -> Conditioning:
+    """T5's hidden states (B,512,D) as context, padding included; y is CLIP's pooled output, without projection.
+
+    schnell was trained with 256 tokens.  black-forest-labs/flux conditioner.py.
+    """
+    _, pooled = hidden(model, model.text_encoder, model.tokenizer, prompts, options, pool=True)
+    return {"context": t5_states(model, prompts, most_tokens(model)), "y": pooled}
+
+
+def most_tokens(model: Model) -> int:
+    """Return the number of T5's tokens."""
+    return 512 if model.family.distilled else 256
+
+
+CONDITIONER = Conditioner(
+    encode,
+    tokenizer=lambda model: t5_tokenizer(most_tokens(model))(model),
+    has_weights=False,
+    without_clip_skip="reads only CLIP's pooled output",
+    length=lambda model, prompt: 1,
+)

@@ -3,9 +3,16 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
+import torch
+
+from ldm_lite.checkpoint.model import Model
+from ldm_lite.conditioning.plain import num_tokens
+from ldm_lite.conditioning.prompts import Conditioner, PromptOptions, Prompts
+from ldm_lite.core.denoise import Conditioning
 from ldm_lite.core.layers import Shapes
 from ldm_lite.families.sd1 import SD1
 from ldm_lite.models.flux2 import KL_F16_128, RELEASED, Flux2Spec
+from ldm_lite.models.ops import inside
 from ldm_lite.models.qwen3 import QWEN3_4B
 from ldm_lite.zoo.families import chosen
 from ldm_lite.zoo.family import Family, Flow, Hint
@@ -21,6 +28,7 @@ KLEIN = replace(
     vae_file="Comfy-Org/flux2-klein/split_files/vae/flux2-vae.safetensors",
     text_encoders=(replace(QWEN3_4B, states=(9, 18, 27)),),
     conditioner="flux2",
+    thinks=False,
     prediction="flow",
     noise=Flow("s", "flow_flux2", by_size=BY_SIZE),
     scale_factor=1.0,
@@ -41,11 +49,24 @@ ROWS = {
 
 def row(unet: Shapes, metadata: Mapping[str, str]) -> Family:
     """Return the row of a file, with the spec of its network.  Raises ValueError for other networks."""
-
-    def variant(spec: Flux2Spec) -> object:
-        return spec.in_channels - spec.out_channels
-
     spec = Flux2Spec.from_shapes(unet)
     if spec.guidance:
         raise ValueError("is FLUX.2 [dev], which reads text with Mistral 3: that is not here, take FLUX.2 [klein]")
-    return chosen(ROWS, spec, variant, metadata)
+    return chosen(ROWS, spec, metadata)
+
+
+def encode(model: Model, prompts: Prompts, options: PromptOptions) -> Conditioning:
+    """Three of Qwen3's states (B,512,D) of a chat, with its mask; the network reads the padding too."""
+    assert model.tokenizer is not None
+    assert model.text_encoder is not None
+    ids = model.tokenizer([prompt or "" for prompt in prompts]).to(model.device)
+    counts = torch.tensor([[num_tokens(model.tokenizer, prompt)] for prompt in prompts], device=model.device)
+    return {"context": model.text_encoder(ids, inside(counts, ids.shape[1]))}
+
+
+CONDITIONER = Conditioner(
+    encode,
+    has_weights=False,
+    without_clip_skip="has no CLIP",
+    length=lambda model, prompt: 1,
+)

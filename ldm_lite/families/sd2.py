@@ -2,8 +2,14 @@
 
 from dataclasses import replace
 
+import torch
+
+from ldm_lite.checkpoint.model import Model
+from ldm_lite.conditioning.prompts import Conditioner, PromptOptions, Prompts, clip
+from ldm_lite.core.denoise import Conditioning
 from ldm_lite.core.files import Tensors
-from ldm_lite.diffusion.schedule import Prediction
+from ldm_lite.core.layers import sinusoids
+from ldm_lite.diffusion.schedule import Prediction, cosine_betas
 from ldm_lite.families.sd1 import SD1
 from ldm_lite.models.open_clip import OPEN_CLIP_H
 from ldm_lite.zoo.family import Hint
@@ -67,3 +73,49 @@ ROWS = {
         conditioner="unclip_l",
     ),
 }
+
+
+# ---- unCLIP ---------------------------------------------------------------------------------------------------------
+
+
+def encode_image(model: Model, prompts: Prompts, options: PromptOptions) -> Conditioning:
+    """An image's embedding, noised, and the noise level as y; zeros for the negative.
+
+    The noise is the same for all images.  With embedding statistics, it is added to the standardised embedding.
+    Ramesh et al. 2022, sec. 2; CLIPEmbeddingNoiseAugmentation of stablediffusion.
+    """
+    width = (model.family.unet.vector_dim or 0) // 2
+    extra = options.extra
+    embedding, level, statistics = extra.image_embedding, extra.noise_level, extra.image_statistics
+    if embedding is None:
+        raise ValueError(
+            f"{model.family.title} reads an image's CLIP embedding (1, {width}) besides the prompt: "
+            "give one with `image_embedding=FILE`"
+        )
+    if embedding.shape != (1, width) or not 0 <= level < 1000:
+        raise ValueError(
+            f"got an image embedding {tuple(embedding.shape)} and noise level {level}, wanted (1, {width}) and 0 to 999"
+        )
+    if statistics is not None and statistics.shape != (2, width):
+        raise ValueError(f"got image statistics {tuple(statistics.shape)}, wanted mean and deviation, (2, {width})")
+    mean, deviation = (0.0, 1.0) if statistics is None else (statistics[:1].float(), statistics[1:].float())
+    kept = float((1 - cosine_betas())[: level + 1].prod())
+    noise = torch.randn(1, width, generator=torch.Generator("cpu").manual_seed(0), dtype=torch.float32, device="cpu")
+    noised = kept**0.5 * (embedding.cpu().float() - mean) / deviation + (1 - kept) ** 0.5 * noise
+    embedded = sinusoids(torch.tensor([level], device="cpu"), width)
+    y = torch.cat([noised * deviation + mean, embedded], dim=1).to(model.device)
+    return {**clip(model, prompts, options), "y": (y * (not options.negative)).repeat(len(prompts), 1)}
+
+
+def encode_image_l(model: Model, prompts: Prompts, options: PromptOptions) -> Conditioning:
+    """With CLIP-L embeddings; the checkpoint lacks the statistics that it was trained with."""
+    if options.extra.image_statistics is None and options.extra.noise_level:
+        raise ValueError(
+            f"{model.family.title} adds noise by statistics that its file lacks: give karlo's ViT-L-14_stats.th with "
+            "`image_statistics=FILE`, or take `noise_level=0`"
+        )
+    return encode_image(model, prompts, options)
+
+
+UNCLIP_H = Conditioner(encode_image)
+UNCLIP_L = Conditioner(encode_image_l)

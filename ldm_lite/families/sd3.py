@@ -3,13 +3,21 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
+import torch
+from torch.nn import functional as F
+
+from ldm_lite.checkpoint.model import Model
+from ldm_lite.conditioning.plain import num_tokens, t5_states, t5_tokenizer
+from ldm_lite.conditioning.prompts import Conditioner, PromptOptions, Prompts, hidden
+from ldm_lite.core.denoise import Conditioning
 from ldm_lite.core.layers import Shapes
 from ldm_lite.families.sd1 import SD1
+from ldm_lite.families.sdxl import second_tokenizer
 from ldm_lite.models.clip import CLIP_L
 from ldm_lite.models.mmdit import RELEASED, MMDiTSpec
 from ldm_lite.models.open_clip import OPEN_CLIP_G
 from ldm_lite.models.t5 import T5_XXL
-from ldm_lite.zoo.families import chosen
+from ldm_lite.zoo.families import chosen, extra_channels
 from ldm_lite.zoo.family import KL_F8_16, Family, Flow, Hint, SkipLayers
 
 SD3 = replace(
@@ -50,6 +58,37 @@ def row(unet: Shapes, metadata: Mapping[str, str]) -> Family:
     """Return the row of a file, with the spec of its network.  Raises ValueError for other networks."""
 
     def variant(spec: MMDiTSpec) -> object:
-        return spec.qk_norm, spec.dual_depth > 0, spec.in_channels - spec.out_channels
+        return spec.qk_norm, spec.dual_depth > 0, extra_channels(spec)
 
-    return chosen(ROWS, MMDiTSpec.from_shapes(unet), variant, metadata)
+    return chosen(ROWS, MMDiTSpec.from_shapes(unet), metadata, variant)
+
+
+TOKENS = 77  # of CLIP
+MOST = 256  # of T5
+TOKENIZER = t5_tokenizer(MOST)
+
+
+def encode(model: Model, prompts: Prompts, options: PromptOptions) -> Conditioning:
+    """CLIP-L's and bigG's hidden states by channel, zeros up to T5's width, then T5's tokens.
+
+    T5 has at least 77 tokens, at most 256; without T5 they are 77 zeros.  y is both pooled outputs, of which only
+    bigG's is projected.  Stability-AI/sd3.5, sd3_infer.py, get_cond; Esser et al. 2024, sec. 4 and appendix B.3.
+    """
+    one_chunk, second = replace(options, num_chunks=1), second_tokenizer(model)
+    context, pooled = hidden(model, model.text_encoder, model.tokenizer, prompts, one_chunk, pool=True)
+    context_2, pooled_2 = hidden(model, model.text_encoder_2, second, prompts, one_chunk, pool=True)
+    both = torch.cat([context, context_2], dim=2)
+    both = F.pad(both, (0, model.family.unet.context_dim - both.shape[2]))  # (B, 77, D)
+    tokens = torch.zeros_like(both)
+    if model.t5_tokenizer is not None:
+        tokens = t5_states(model, prompts, max(TOKENS, options.num_chunks)).to(both)
+    return {"context": torch.cat([both, tokens], dim=1), "y": torch.cat([pooled, pooled_2], dim=1)}
+
+
+CONDITIONER = Conditioner(
+    encode,
+    tokenizer=TOKENIZER,
+    has_weights=False,
+    length=lambda model, prompt: 1 if model.t5_tokenizer is None else num_tokens(TOKENIZER(model), prompt),
+    most=MOST,
+)

@@ -2,9 +2,18 @@
 
 from dataclasses import replace
 
+import torch
+from torch import Tensor
+
+from ldm_lite.checkpoint.model import Model
+from ldm_lite.checkpoint.vocabularies import tokenizer_of
+from ldm_lite.conditioning.prompts import Conditioner, PromptOptions, Prompts, hidden, size_of
+from ldm_lite.core.denoise import Conditioning
+from ldm_lite.core.layers import sinusoids
 from ldm_lite.families.sd1 import SD1
 from ldm_lite.models.clip import CLIP_L
 from ldm_lite.models.open_clip import OPEN_CLIP_G
+from ldm_lite.text.tokenizer import TextTokenizer
 from ldm_lite.zoo.family import Hint
 
 PLAIN = replace(
@@ -72,3 +81,56 @@ ROWS = {
         conditioner="refiner",
     ),
 }
+
+
+# ---- text and sizes -------------------------------------------------------------------------------------------------
+
+
+def with_both_encoders(model: Model, prompts: Prompts, options: PromptOptions) -> Conditioning:
+    """Both encoders' hidden states, concatenated by channel; y is bigG's pooled output followed by the sizes.
+
+    Sizes are height first: (original, top and left of the crop, target).  Without a prompt, context and pooled output
+    are zeros.  Podell et al. 2023, sec. 2.2; GeneralConditioner of generative-models.
+    """
+    context, _ = hidden(model, model.text_encoder, model.tokenizer, prompts, options)
+    context_2, pooled = hidden(model, model.text_encoder_2, second_tokenizer(model), prompts, options, pool=True)
+    context = torch.cat([context, context_2], dim=2)
+    target = size_of(model, options) if options.extra.target_size is None else options.extra.target_size
+    has_text = torch.tensor([prompt is not None for prompt in prompts], device=context.device)
+    y = with_numbers(pooled * has_text[:, None], torch.tensor((*_cut(model, options), *target)))
+    return {"context": context * has_text[:, None, None], "y": y}
+
+
+def of_refiner(model: Model, prompts: Prompts, options: PromptOptions) -> Conditioning:
+    """BigG alone, with an aesthetic score in place of the image's size."""
+    context, pooled = hidden(model, model.text_encoder, model.tokenizer, prompts, options, pool=True)
+    score = options.extra.negative_aesthetic_score if options.negative else options.extra.aesthetic_score
+    if score is None:
+        score = 2.5 if options.negative else 6.0
+    return {"context": context, "y": with_numbers(pooled, torch.tensor((*_cut(model, options), score)))}
+
+
+def second_tokenizer(model: Model) -> TextTokenizer:
+    """Return the tokenizer of a model's second text encoder, with the names of embeddings."""
+    tokenizer = tokenizer_of(model.family.text_encoders[1])
+    assert tokenizer is not None
+    assert model.tokenizer is not None
+    return replace(tokenizer, added=model.tokenizer.added)
+
+
+def _cut(model: Model, options: PromptOptions) -> tuple[int, int, int, int]:
+    """Return height and width of the original image, top and left of the crop."""
+    original = size_of(model, options) if options.extra.original_size is None else options.extra.original_size
+    return (*original, *(options.extra.crop_top_left or (0, 0)))
+
+
+def with_numbers(pooled: Tensor, numbers: Tensor) -> Tensor:
+    """Append the sinusoids of N numbers, (N,) or (B,N), 256 each, to pooled outputs (B,D): y (B, D + 256 * N)."""
+    embedded = sinusoids(numbers.flatten().to(pooled.device), 256).view(*numbers.shape[:-1], -1)
+    return torch.cat([pooled, embedded.to(pooled.dtype).expand(len(pooled), -1)], dim=1)
+
+
+BOTH_ENCODERS = Conditioner(
+    with_both_encoders, with_sizes=lambda y, sizes: with_numbers(y[:, : -256 * sizes.shape[1]], sizes)
+)
+REFINER = Conditioner(of_refiner)

@@ -3,10 +3,16 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
+import torch
+
+from ldm_lite.checkpoint.model import Model
+from ldm_lite.conditioning.plain import num_tokens
+from ldm_lite.conditioning.prompts import Conditioner, PromptOptions, Prompts
+from ldm_lite.core.denoise import Conditioning
 from ldm_lite.core.layers import Shapes
 from ldm_lite.families.sd1 import SD1
 from ldm_lite.models.qwen3 import QWEN3_4B
-from ldm_lite.models.z_image import RELEASED, ZImageSpec
+from ldm_lite.models.z_image import MULTIPLE, RELEASED, ZImageSpec
 from ldm_lite.zoo.families import chosen
 from ldm_lite.zoo.family import KL_F8_16, Family, Flow, Hint
 
@@ -44,8 +50,29 @@ ROWS = {
 
 def row(unet: Shapes, metadata: Mapping[str, str]) -> Family:
     """Return the row of a file, with the spec of its network.  Raises ValueError for other networks."""
+    return chosen(ROWS, ZImageSpec.from_shapes(unet), metadata)
 
-    def variant(spec: ZImageSpec) -> object:
-        return spec.in_channels - spec.out_channels
 
-    return chosen(ROWS, ZImageSpec.from_shapes(unet), variant, metadata)
+def encode(model: Model, prompts: Prompts, options: PromptOptions) -> Conditioning:
+    """Qwen3's second to last hidden states (B,T,D) of a chat, without a mask; y (B,1) is its number of tokens.
+
+    T is a multiple of 32, at most 512.  Tongyi-MAI/Z-Image pipeline.py.
+    """
+    assert model.tokenizer is not None
+    assert model.text_encoder is not None
+    counts = [num_tokens(model.tokenizer, prompt) for prompt in prompts]
+    length = MULTIPLE * max(options.num_chunks, *(-(-count // MULTIPLE) for count in counts))
+    ids = replace(model.tokenizer, length=length)([prompt or "" for prompt in prompts])
+    context = model.text_encoder(ids.to(model.device))
+    text = {"context": context, "y": torch.tensor(counts, device=model.device)[:, None]}
+    return {**text, "full": torch.ones(len(prompts))} if options.alike else text
+
+
+CONDITIONER = Conditioner(
+    encode,
+    has_weights=False,
+    without_clip_skip="has no CLIP",
+    length=lambda model, prompt: -(-num_tokens(model.tokenizer, prompt) // MULTIPLE),
+    most=512 // MULTIPLE,
+    has_mask=True,
+)

@@ -1,11 +1,14 @@
 """seamless: images whose opposite edges fit together."""
 
 import dataclasses
+import logging
 from typing import Any
 
 from ldm_lite.runtime.compile import is_compiled
 from ldm_lite.runtime.seamless import AXES, seamless
 from ldm_lite.tasks.features import Feature
+
+log = logging.getLogger("ldm_lite")
 
 
 class Seamless(Feature):
@@ -25,6 +28,10 @@ class Seamless(Feature):
         if model.offloader is not None or is_compiled(model.step):
             raise ValueError(
                 "`seamless` runs other convolutions: leave out `offload`, `storage`, `compile` and `compiled`"
+            )
+        if model.family.is_small:
+            log.warning(
+                "%s is too small a model for `seamless`, whose images are smears: take a larger one", model.name
             )
         unet, vae = (seamless(network, options.seamless) for network in (model.unet, model.vae))
         return dataclasses.replace(model, unet=unet, vae=vae), options

@@ -24,7 +24,7 @@ from ldm_lite.checkpoint.model import Model
 from ldm_lite.cli.files import read_text
 from ldm_lite.cli.task_options import Txt2imgOptions
 from ldm_lite.cli.version import __version__
-from ldm_lite.conditioning.prompts import OPTIONAL
+from ldm_lite.conditioning.prompts import conditioner_of
 from ldm_lite.core import features as core
 from ldm_lite.core.denoise import Constraint, Draw, InputSource, State, unconstrained
 from ldm_lite.core.job import Item
@@ -46,7 +46,6 @@ from ldm_lite.text.tokenizer import check_length
 log = logging.getLogger("ldm_lite")
 
 MOST_BYTES = 2**28  # of a file of prompts
-SMALL_PX = 256  # models for smaller images do nothing else
 Options = TypeVar("Options", bound=Txt2imgOptions)
 OnStep = Callable[[State], object]
 Wrapper = Callable[[InputSource, Any], InputSource]  # (inputs, job) -> inputs
@@ -168,14 +167,12 @@ class Task:
         return 0 if seed is None or not self.options.variation_strength else seed + self.counted(item.number)
 
     def _warn_of_size(self, shape: tuple[int, int, int]) -> None:
-        """Log once what small models, as the bundled one, do at sizes that they were not trained on, or seamless."""
+        """Log once that small models, as the bundled one, make nothing of sizes that they were not trained on."""
         side, factor = self.model.family.resolution, self.model.vae.spec.factor
-        is_other = max(shape[1:]) * factor > 1.5 * side or self.options.seamless is not None
-        if side < SMALL_PX and is_other and not self._warned:
+        if self.model.family.is_small and max(shape[1:]) * factor > 1.5 * side and not self._warned:
             self._warned.append(True)
             log.warning(
-                "%s was trained on images of %d x %d pixels: larger ones, by `hires` or `extend` too, and `seamless` "
-                "ones are smears; take that size, or a larger model",
+                "%s was trained on images of %d x %d pixels, larger ones are smears: take that size, or a larger model",
                 *(self.model.name, side, side),
             )
 
@@ -344,7 +341,7 @@ def _read_prompts(options: Txt2imgOptions, model: Model | None) -> list[str]:
         return [options.prompt if isinstance(options.prompt, str) else ""] * count
     if options.from_file is None:
         if options.prompt is None:
-            if model is not None and model.family.conditioner not in OPTIONAL:
+            if model is not None and conditioner_of(model).reads != "none":
                 raise ValueError('no prompt: give one, for instance "a red apple on a blue background"')
             return [""] * options.images_at_a_time
         if isinstance(options.prompt, str):

@@ -165,8 +165,17 @@ def _guessed(rows: Mapping[str, Family], metadata: Mapping[str, str], sgm: bool)
     return rows[name]
 
 
+def extra_channels(spec: Any) -> int:
+    """Return how many channels more than it predicts a network reads."""
+    extra: int = spec.in_channels - spec.out_channels
+    return extra
+
+
 def chosen(
-    rows: Mapping[str, Family], spec: Any, variant: Callable[[Any], object], metadata: Mapping[str, str]
+    rows: Mapping[str, Family],
+    spec: Any,
+    metadata: Mapping[str, str],
+    variant: Callable[[Any], object] = extra_channels,
 ) -> Family:
     """Return the row of a network, with its spec: one whose network is of the same variant, whatever its size.
 

@@ -187,6 +187,7 @@ class Family:
     scale: float  # classifier-free guidance, or the one that a distilled network reads
     threshold: tuple[float, float] | None  # percentile and limit of dynamic thresholding, for pixel models
     original_ema: bool  # the original code samples with the EMA copy: `use_ema` of its config, and its ema_scope
+    thinks: bool = True  # Qwen3's answer may begin with thoughts
     skip_layers: SkipLayers | None = None  # guidance by leaving blocks out
     optional: tuple[Spec, ...] = ()  # text encoders that a model may lack
     dtype: str | None = None  # on a GPU, if not float16, which some values exceed
@@ -200,6 +201,11 @@ class Family:
     def distilled(self) -> bool:
         """Whether the network reads the guidance scale, so that there is nothing to guide by."""
         return self.unet.guidance_dim is not None or bool(getattr(self.unet, "guidance", False))
+
+    @property
+    def is_small(self) -> bool:
+        """Whether its images are so small that it makes no other ones."""
+        return self.resolution < 256
 
     @property
     def text(self) -> Spec | None:

@@ -15,7 +15,7 @@ from PIL import Image
 
 import ldm_lite
 from ldm_lite.batch.__main__ import main
-from ldm_lite.conditioning.prompts import CONDITIONERS
+from ldm_lite.conditioning.prompts import PromptOptions
 from ldm_lite.train import __main__ as train
 
 Write = Callable[..., Path]
@@ -84,7 +84,7 @@ def test_captions_of_any_length_are_encoded_and_train(
     more = ["--lora-rank", 2, "--steps", 3, "--batch", 2, "--workers", 0, "--caption-dropout", 0.5, "--samples", "a"]
     losses = []
     for data in ("images", "encoded"):
-        monkeypatch.setattr("ldm_lite.networks.CONDITIONERS", CONDITIONERS if data == "images" else {})
+        monkeypatch.setattr("ldm_lite.networks.PromptOptions", PromptOptions if data == "images" else None)
         out = tmp_path / f"of-{data}"
         assert train.main(list(map(str, ["--data", tmp_path / data, "--out", out, *more, *ckpt]))) == 0
         losses.append([json.loads(line)["loss"] for line in (out / "log.jsonl").read_text().splitlines()])
