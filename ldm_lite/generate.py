@@ -1,7 +1,5 @@
-"""Noise and guidance -> latents -> images: the core's loop for any model, and its autoencoder."""
+"""Noise and guidance -> latents: the core's loop for any model."""
 
-import copy
-import logging
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -9,7 +7,6 @@ import torch
 from torch import Tensor
 
 from ldm_lite.checkpoint.model import Model
-from ldm_lite.checkpoint.reader import broken_weights
 from ldm_lite.core.denoise import (
     Conditioning,
     Constraint,
@@ -24,10 +21,6 @@ from ldm_lite.diffusion.guidance import Guidance
 from ldm_lite.diffusion.learned_variance import learning_variance
 from ldm_lite.diffusion.plan import Plan
 from ldm_lite.diffusion.schedule import Level
-from ldm_lite.runtime.tiling import is_tiled, out_of_memory, tiled
-from ldm_lite.zoo.family import Autoencoder
-
-log = logging.getLogger("ldm_lite")
 
 
 def denoise(
@@ -125,80 +118,3 @@ def check_conditioning(model: Model, shape: tuple[int, ...], conditioning: Condi
     if (None if y is None else tuple(y.shape)) != wanted:
         got = "none" if y is None else f"one of shape {tuple(y.shape)}"
         raise ValueError(f"y: got {got}, wanted {'none' if wanted is None else f'one of shape {wanted}'}")
-
-
-# ---- the autoencoder ------------------------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def encode(model: Model, pixels: Tensor) -> tuple[Tensor, Tensor]:
-    """Encode pixels (B,3,H,W) in [-1,1]; return mean and standard deviation (B,C,h,w), in the UNet's scale.
-
-    A sample is mean + deviation * noise.  Raises ValueError as distribution does.
-    """
-    (mean, deviation), family = distribution(model, pixels), model.family
-    return (mean - family.shift_factor) * family.scale_factor, deviation * family.scale_factor
-
-
-@torch.no_grad()
-def distribution(model: Model, pixels: Tensor) -> tuple[Tensor, Tensor]:
-    """Encode pixels (B,3,H,W) in [-1,1]; return mean and standard deviation (B,C,h,w), in the autoencoder's scale.
-
-    Both are float32 on the model's device.  An encoder that overflows in half precision runs again in float32, with a
-    warning.  Raises ValueError if a side is not a multiple of the factor.
-    """
-    factor = model.vae.spec.factor
-    if pixels.shape[1] != 3 or pixels.shape[2] % factor or pixels.shape[3] % factor:
-        raise ValueError(f"got pixels {tuple(pixels.shape)}, wanted (B, 3, H, W) with H and W multiples of {factor}")
-    with model.phase("vae"):
-        vae, dtype = model.vae, next(model.vae.parameters()).dtype
-        mean, deviation = vae.encode(pixels.to(model.device, dtype))
-        if not torch.isfinite(mean + deviation).all() and dtype != torch.float32:
-            log.warning("the autoencoder overflows in %s: encoding in float32", str(dtype).removeprefix("torch."))
-            whole = copy.deepcopy(vae).to(model.device, torch.float32)
-            mean, deviation = whole.encode(pixels.to(model.device, torch.float32))
-    if not torch.isfinite(mean + deviation).all():
-        cause = broken_weights(model.networks) or "its pixels are not finite"
-        raise ValueError(f"the image's latents are not finite: {cause}")
-    return mean.float(), deviation.float()
-
-
-@torch.no_grad()
-def decode(model: Model, latents: Tensor) -> Iterator[Tensor]:
-    """Decode latents (B,C,h,w), in the UNet's scale, to pixels (3,H,W) in [-1,1], float32 on the CPU, image by image.
-
-    Pixels are always finite: a decoder that overflows in half precision runs again in float32, with a warning.
-    Raises ValueError for latents of other channels and, naming the cause, for those that are not finite.
-    """
-    if latents.shape[1] != model.vae.spec.embed_dim:
-        raise ValueError(f"got latents with {latents.shape[1]} channels, wanted {model.vae.spec.embed_dim}")
-    if not torch.isfinite(latents).all():
-        half = model.dtype != torch.float32
-        advice = '`dtype="fp32"` may help' if half else "the checkpoint or the settings are at fault"
-        raise ValueError(f"the latents are not finite: {broken_weights(model.networks) or advice}")
-    with model.phase("vae"):
-        vae = model.vae
-        for z in latents.to(model.device) / model.family.scale_factor + model.family.shift_factor:
-            dtype = next(vae.parameters()).dtype
-            vae, pixels = _decode(vae, z[None].to(dtype))
-            if not torch.isfinite(pixels).all() and dtype != torch.float32:
-                log.warning("the autoencoder overflows in %s: decoding in float32", str(dtype).removeprefix("torch."))
-                vae = copy.deepcopy(vae).to(model.device, torch.float32)  # a copy: other threads may be decoding
-                vae, pixels = _decode(vae, z[None].float())
-            if not torch.isfinite(pixels).all():
-                cause = broken_weights(model.networks) or "the latents are too large"
-                raise ValueError(f"the image is not finite: {cause}")
-            yield pixels.clamp(-1, 1).cpu()
-
-
-def _decode(vae: Autoencoder, z: Tensor) -> tuple[Autoencoder, Tensor]:
-    """Decode z (1,C,h,w) to pixels (3,H,W) float32; also return the next autoencoder, tiled if memory ran out."""
-    try:
-        return vae, vae.decode(z)[0].float()
-    except (RuntimeError, MemoryError) as error:
-        if is_tiled(vae) or not out_of_memory(error):
-            raise
-        log.warning("out of memory: decoding in tiles, which `vae_tiling` does from the start")
-    # Outside the except block, which keeps the failed attempt's tensors alive.
-    vae = tiled(vae, rest="cpu")
-    return vae, vae.decode(z)[0].float()

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from ldm_lite import generate
 from ldm_lite.checkpoint.digest import digest
 from ldm_lite.checkpoint.reader import prefix
 from ldm_lite.conditioning.prompts import PromptOptions, conditioner_of, encode_prompts, guided
@@ -76,7 +75,7 @@ def encode_moments(model: Pipeline, pixels: Tensor) -> Tensor:
 
     Both are float32 on the model's device.  Raises ValueError if a side is not a multiple of the autoencoder's factor.
     """
-    mean, deviation = generate.distribution(model, pixels)
+    mean, deviation = model.distribution(pixels)
     return torch.cat([mean, 2 * deviation.clamp(min=math.exp(-15)).log()], dim=1)  # an autoencoder without noise has 0
 
 

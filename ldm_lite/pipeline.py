@@ -280,7 +280,7 @@ class Pipeline(Model):
 
     def decode(self, latents: Tensor, *, output: str = "pil") -> list[Any]:
         """Decode latents (B,C,h,w), in the UNet's scale, to B images; output is "pil", "numpy" or "tensor"."""
-        return [_output(pixels, output) for pixels in generate.decode(self, latents)]
+        return [_output(pixels, output) for pixels in self.decode_pixels(latents)]
 
     def encode(self, image: Any) -> Tensor:
         """Encode images of one size; return the mean of their latents (B,C,h,w), in the UNet's scale.
@@ -294,7 +294,7 @@ class Pipeline(Model):
         if len({image.shape for image in pixels}) != 1:
             sizes = " and ".join(f"{image.shape[2]}x{image.shape[1]}" for image in pixels)
             raise ValueError(f"got images of {sizes or 'no'} pixels, wanted one or more of one size")
-        return generate.encode(self, torch.stack(pixels))[0]
+        return self.encode_pixels(torch.stack(pixels))
 
     def lora(self, source: str | os.PathLike[str] | Lora, weight: float | str = 1.0) -> MergedLora:
         """Merge a LoRA into the weights: `with pipe.lora(FILE, 0.8): ...`; of a file, PEFT's folder or open_lora.

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from ldm_lite import generate
 from ldm_lite.checkpoint import model as loading
 from ldm_lite.checkpoint.model import with_autoencoder
 from ldm_lite.checkpoint.reader import open_source
@@ -348,7 +347,7 @@ class Sample:
 
         Raises ValueError, naming the cause, for latents that are not finite.
         """
-        [pixels] = generate.decode(self.job.model, latents)
+        [pixels] = self.job.model.decode_pixels(latents)
         return self.job.result(self.item, pixels)
 
 

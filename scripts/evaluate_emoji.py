@@ -673,7 +673,7 @@ def draw_images(pipe: Pipeline, prompts: Sequence[Prompt], settings: Settings) -
         cond, uncond = (encode_prompts(pipe, texts) for texts in ([prompt.text for prompt in part], [""] * len(part)))
         branches = classifier_free(cond, uncond, settings.scale)
         latents = generate.denoise(pipe, draw(), branches, plan, draw=draw)
-        for pixels in generate.decode(pipe, latents):
+        for pixels in pipe.decode_pixels(latents):
             yield (pixels + 1) / 2
 
 
@@ -784,7 +784,7 @@ def compare(
             continue
         case = cases[point["name"]]
         latents = quality.latents(quality.job_of(pipe, asked, case, point["steps"])).float()
-        images = torch.stack([(pixels + 1) / 2 for pixels in generate.decode(pipe, latents)])
+        images = torch.stack([(pixels + 1) / 2 for pixels in pipe.decode_pixels(latents)])
         verdicts = judge(images, prompts, classify)
         shares = {name: sum(getattr(each, name) for each in verdicts) / count for name in quality.ACCURACIES}
         point |= {**shares, **judged}

@@ -9,7 +9,6 @@ import contextlib
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -125,7 +124,7 @@ def loss(family: Family, model: Model) -> Tensor:
     networks = {
         role: fake_network(lambda spec=spec: build(spec), torch.float32) for role, spec in family.networks.items()
     }
-    model = replace(model, **networks)
+    model = model.with_networks(**networks)
     compute = DiffusionLoss(model, {"unet": model.unet}, caption_dropout=0.1)
     pixels = torch.zeros(2, 3, 64, 64, dtype=torch.uint8)
     return compute(Batch(pixels, ["a red apple", ""], None, (0, 1)), Draws(0, (0, 1)))

@@ -310,7 +310,7 @@ def test_the_loss_of_a_perfect_network_is_0(pipes: dict[str, Pipeline]) -> None:
             seen.extend((t / 1000).tolist())
             return (x - x0) / (t / 1000)[:, None, None, None]
 
-    loss = DiffusionLoss(replace(pipe, unet=Perfect(1, 1)), {})
+    loss = DiffusionLoss(pipe.with_networks(unet=Perfect(1, 1)), {})
     values = [
         float(loss(Batch(moments, ["a", "b"], None, (2 * i, 2 * i + 1)), Draws(0, (2 * i, 2 * i + 1))))
         for i in range(20)

@@ -15,7 +15,6 @@ from torch import Tensor
 import ldm_lite
 from ldm_lite import Pipeline
 from ldm_lite.core.vae import AutoencoderKL
-from ldm_lite.generate import encode
 from ldm_lite.models.clip import CLIP_L, CLIPTextEncoder
 from ldm_lite.models.unet import UNet
 from ldm_lite.zoo.families import FAMILIES, as_told, detect_family
@@ -65,7 +64,7 @@ def test_autoencoder(bundled: Pipeline) -> None:
 def test_only_pixels_of_whole_latents_are_encoded(bundled: Pipeline) -> None:
     for shape in ((1, 4, 16, 16), (1, 1, 16, 16), (1, 3, 17, 16), (1, 3, 16, 12)):
         with pytest.raises(ValueError, match=r"wanted \(B, 3, H, W\) with H and W multiples of 8") as error:
-            encode(bundled, torch.zeros(shape))
+            bundled.encode_pixels(torch.zeros(shape))
         assert str(shape) in str(error.value)
 
 

@@ -18,7 +18,6 @@ import ldm_lite
 from ldm_lite import img2img, txt2img
 from ldm_lite.checkpoint.model import with_autoencoder
 from ldm_lite.checkpoint.parts import load_autoencoder
-from ldm_lite.generate import encode
 from ldm_lite.image import to_array, to_pixels
 from ldm_lite.reconstruct import main
 from ldm_lite.tasks.reconstruct import reconstruct
@@ -193,7 +192,7 @@ def test_taesd_takes_the_latents_of_transformers_as_they_are(flow_path: Path, tm
         with_autoencoder(own, tmp_path / "taesd.safetensors"),
     ):
         assert torch.equal(pipe.decode(latents, output="tensor")[0], taesd.decode(latents)[0].clamp(-1, 1))
-        assert torch.equal(encode(pipe, pixels)[0], taesd.encode(pixels)[0])
+        assert torch.equal(pipe.encode_pixels(pixels), taesd.encode(pixels)[0])
 
 
 def test_img2img_wants_taesds_encoder_too(

@@ -1,7 +1,6 @@
 """The x4 upscaler and bsr_sr in miniature: runs against the original's (the goldens), and the command."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +74,7 @@ def test_super_resolution_in_tiles_equals_the_original(pipes: dict[str, Pipeline
     assert run.tile is not None
     branches = classifier_free(Conditioning(concat=toy_zoo.picture("ldm_bsr_sr")), None, 1.0)
     plan = pipe.plan("ddim", run.steps, spacing="original")
-    tiled = replace(pipe, unet=TiledUNet(pipe.unet, run.tile))  # type: ignore[arg-type]
+    tiled = pipe.with_networks(unet=TiledUNet(pipe.unet, run.tile))
     with toy.in_float64(pipe.unet):
         results = [generate.denoise(p, toy_zoo.noise("ldm_bsr_sr"), branches, plan) for p in (tiled, pipe)]
     assert toy.relative_error(results[0], GOLDEN["run.ldm_bsr_sr.latents"]) < 1e-5

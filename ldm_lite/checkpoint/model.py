@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from ldm_lite.checkpoint.parts import autoencoder_spec, load_autoencoder
 from ldm_lite.checkpoint.reader import (
     SGM,
     Parts,
+    broken_weights,
     ema_copy,
     errors_of,
     load_network,
@@ -32,15 +34,15 @@ from ldm_lite.checkpoint.reader import (
 )
 from ldm_lite.checkpoint.vocabularies import tokenizers_of
 from ldm_lite.cli.options import LoadOptions
-from ldm_lite.core.denoise import denoise_step
 from ldm_lite.core.files import Tensors, imported
+from ldm_lite.core.model import Model as CoreModel
 from ldm_lite.diffusion.schedule import Array, Schedule
 from ldm_lite.models.pixels import Pixels, PixelSpec
-from ldm_lite.runtime.compile import Step
 from ldm_lite.runtime.offload import Offloader
 from ldm_lite.runtime.precision import pick_device, pick_dtypes, short_name
 from ldm_lite.runtime.setup import check as check_runtime
 from ldm_lite.runtime.setup import load_device, num_parameters, prepare
+from ldm_lite.runtime.tiling import is_tiled, out_of_memory, tiled
 from ldm_lite.text.tokenizer import TextTokenizer
 from ldm_lite.zoo.families import (
     DENOISERS,
@@ -62,28 +64,22 @@ PREDICTIONS = {"prediction", "modelspec.prediction_type"}  # metadata
 M = TypeVar("M", bound="Model")
 
 
-@dataclass(frozen=True)
-class Model:
-    """The networks, tokenizer and noise schedule of one checkpoint, loaded.  Immutable: threads may share it.
+@dataclass(frozen=True, eq=False, repr=False)
+class Model(CoreModel):
+    """The core's model, of any family.  Pipeline adds how prompts are encoded.
 
-    Latents are in the UNet's scale: the autoencoder's times family.scale_factor.
+    Latents are in the network's scale: those of the autoencoder less family.shift_factor, times family.scale_factor.
     """
 
-    name: str  # of the file, without its extension
-    family: Family
+    family: Family  # type: ignore[assignment]  # with more than the core's
     schedule: Schedule
-    unet: Any  # the network of a DenoiserSpec; most code that reads it is for UNets alone
-    vae: Autoencoder
-    text_encoder: nn.Module | None  # encodes prompts (or classes, or boxes), if the family has one
-    text_encoder_2: nn.Module | None
-    tokenizer: TextTokenizer | None
-    description: str  # what was loaded, from where, in one line
+    networks: Mapping[str, Any]  # by role: "unet" (any network that denoises), "vae", "text_encoder", ...
+    tokenizer: TextTokenizer | None = None
+    t5_tokenizer: TextTokenizer | None = None  # of the text encoder that is a T5, if there is one
+    description: str = ""  # what was loaded, from where, in one line
     offloader: Offloader | None = None  # None: the networks are on the device all the time, in their own dtype
-    step: Step = denoise_step  # runs a row of a plan: as written, or compiled
     learned: Mapping[int, Tensor] = field(default_factory=dict)  # width D -> textual inversion vectors (V,D)
     ema: bool = False  # the UNet is the EMA copy of a file that has both
-    text_encoder_3: nn.Module | None = None
-    t5_tokenizer: TextTokenizer | None = None  # of the text encoder that is a T5, if there is one
 
     def __repr__(self) -> str:
         """Return what was loaded, and the defaults of its tasks, in one line."""
@@ -92,15 +88,19 @@ class Model:
         return f"{type(self).__name__}({title}; by default {default})"
 
     @property
-    def text_encoders(self) -> tuple[nn.Module, ...]:
-        """The text encoders, in the family's order."""
-        every = (self.text_encoder, self.text_encoder_2, self.text_encoder_3)
-        return tuple(encoder for encoder in every if encoder is not None)
+    def text_encoder(self) -> Any:
+        """What encodes prompts (or classes, or boxes), the first of several; None without one."""
+        return self.networks.get("text_encoder")
 
     @property
-    def networks(self) -> dict[str, nn.Module]:
-        """The networks by their roles."""
-        return {role: getattr(self, role) for role in self.family.networks}
+    def text_encoder_2(self) -> Any:
+        """The second of several."""
+        return self.networks.get("text_encoder_2")
+
+    @property
+    def text_encoders(self) -> tuple[nn.Module, ...]:
+        """The text encoders, in the family's order."""
+        return tuple(self.networks[role] for role in text_roles(self.family.text_encoders))
 
     @property
     def device(self) -> torch.device:
@@ -120,7 +120,7 @@ class Model:
         """Keep the networks of these roles on the device within the block; computing with them needs it."""
         return nullcontext() if self.offloader is None else self.offloader.phase(*roles)
 
-    def sized(self: M, latent_shape: tuple[int, int, int]) -> M:
+    def sized(self, latent_shape: tuple[int, int, int]) -> Self:
         """Return it with the noise schedule of images of a latent shape, which FLUX.1 [dev] shifts by their size."""
         patch, (_, h, w) = self.family.unet.patch, latent_shape
         return replace(self, schedule=self.schedule.sized((h // patch) * (w // patch)))
@@ -140,6 +140,90 @@ class Model:
                 f"`width={legal[1]}`"
             )
         return self.vae.spec.embed_dim, height // factor, width // factor
+
+    # ---- the autoencoder --------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def encode_pixels(self, pixels: Tensor) -> Tensor:
+        """Encode pixels (B,3,H,W) in [-1,1] to the mean of their latents (B,C,h,w), in the network's scale, float32.
+
+        Raises ValueError as distribution does.
+        """
+        return self.scaled_distribution(pixels)[0]
+
+    @torch.no_grad()
+    def scaled_distribution(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
+        """Encode pixels as distribution does; return mean and standard deviation in the network's scale.
+
+        A sample is mean + deviation * noise.
+        """
+        (mean, deviation), family = self.distribution(pixels), self.family
+        return (mean - family.shift_factor) * family.scale_factor, deviation * family.scale_factor
+
+    @torch.no_grad()
+    def distribution(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
+        """Encode pixels (B,3,H,W) in [-1,1]; return mean and standard deviation (B,C,h,w), in the autoencoder's scale.
+
+        Both are float32 on the model's device.  An encoder that overflows in half precision runs again in float32, with
+        a warning.  Raises ValueError if a side is not a multiple of the factor.
+        """
+        factor = self.vae.spec.factor
+        if pixels.shape[1] != 3 or pixels.shape[2] % factor or pixels.shape[3] % factor:
+            got = tuple(pixels.shape)
+            raise ValueError(f"got pixels {got}, wanted (B, 3, H, W) with H and W multiples of {factor}")
+        with self.phase("vae"):
+            vae, dtype = self.vae, next(self.vae.parameters()).dtype
+            mean, deviation = vae.encode(pixels.to(self.device, dtype))
+            if not torch.isfinite(mean + deviation).all() and dtype != torch.float32:
+                log.warning("the autoencoder overflows in %s: encoding in float32", str(dtype).removeprefix("torch."))
+                whole = copy.deepcopy(vae).to(self.device, torch.float32)
+                mean, deviation = whole.encode(pixels.to(self.device, torch.float32))
+        if not torch.isfinite(mean + deviation).all():
+            cause = broken_weights(self.networks) or "its pixels are not finite"
+            raise ValueError(f"the image's latents are not finite: {cause}")
+        return mean.float(), deviation.float()
+
+    @torch.no_grad()
+    def decode_pixels(self, latents: Tensor) -> Iterator[Tensor]:
+        """Decode latents (B,C,h,w), in the network's scale, to pixels (3,H,W) in [-1,1], float32 on the CPU, in order.
+
+        Pixels are always finite: a decoder that overflows in half precision runs again in float32, with a warning.
+        Raises ValueError for latents of other channels and, naming the cause, for those that are not finite.
+        """
+        if latents.shape[1] != self.vae.spec.embed_dim:
+            raise ValueError(f"got latents with {latents.shape[1]} channels, wanted {self.vae.spec.embed_dim}")
+        if not torch.isfinite(latents).all():
+            half = self.dtype != torch.float32
+            advice = '`dtype="fp32"` may help' if half else "the checkpoint or the settings are at fault"
+            raise ValueError(f"the latents are not finite: {broken_weights(self.networks) or advice}")
+        with self.phase("vae"):
+            vae = self.vae
+            for z in latents.to(self.device) / self.family.scale_factor + self.family.shift_factor:
+                dtype = next(vae.parameters()).dtype
+                vae, pixels = _decode(vae, z[None].to(dtype))
+                if not torch.isfinite(pixels).all() and dtype != torch.float32:
+                    log.warning(
+                        "the autoencoder overflows in %s: decoding in float32", str(dtype).removeprefix("torch.")
+                    )
+                    vae = copy.deepcopy(vae).to(self.device, torch.float32)  # a copy: other threads may be decoding
+                    vae, pixels = _decode(vae, z[None].float())
+                if not torch.isfinite(pixels).all():
+                    cause = broken_weights(self.networks) or "the latents are too large"
+                    raise ValueError(f"the image is not finite: {cause}")
+                yield pixels.clamp(-1, 1).cpu()
+
+
+def _decode(vae: Autoencoder, z: Tensor) -> tuple[Autoencoder, Tensor]:
+    """Decode z (1,C,h,w) to pixels (3,H,W) float32; also return the next autoencoder, tiled if memory ran out."""
+    try:
+        return vae, vae.decode(z)[0].float()
+    except (RuntimeError, MemoryError) as error:
+        if is_tiled(vae) or not out_of_memory(error):
+            raise
+        log.warning("out of memory: decoding in tiles, which `vae_tiling` does from the start")
+    # Outside the except block, which keeps the failed attempt's tensors alive.
+    vae = tiled(vae, rest="cpu")
+    return vae, vae.decode(z)[0].float()
 
 
 def load_model(options: LoadOptions, kind: type[M], check: Callable[[M], None] | None = None) -> M:
@@ -185,16 +269,13 @@ def load_model(options: LoadOptions, kind: type[M], check: Callable[[M], None] |
         t5_tokenizer=t5_tokenizer,
         description=title,
         ema=weights.startswith("EMA"),
-        unet=None,
-        vae=Pixels(family.vae) if isinstance(family.vae, PixelSpec) else None,  # type: ignore[arg-type]
-        text_encoder=None,
-        text_encoder_2=None,
+        networks={"vae": Pixels(family.vae)} if isinstance(family.vae, PixelSpec) else {},
     )
     embeddings = [embedding for lora, _ in loras for embedding in lora.embeddings]
     if check is not None:
         with errors_of(path), on_meta():
             outlines: dict[str, Any] = {role: build(spec) for role, spec in family.networks.items()}
-        check(_with_learned(replace(model, **outlines), embeddings, "`lora`"))
+        check(_with_learned(model.with_networks(**outlines), embeddings, "`lora`"))
     default = family.dtype if device.type == "cuda" else None
     dtypes = pick_dtypes(options.dtype or default, device, family.networks, ("vae",) if family.vae_overflows else ())
     storage, in_blocks = load_device(options, device), options.storage is None
@@ -217,7 +298,7 @@ def load_model(options: LoadOptions, kind: type[M], check: Callable[[M], None] |
     log.info("%s", description)
     if isinstance(family.vae, PixelSpec):
         networks["vae"] = Pixels(family.vae).to(device, unet_dtype)
-    model = replace(model, description=description, offloader=offloader, step=step, **networks)
+    model = replace(model, description=description, offloader=offloader, step=step, networks=networks)
     return _with_learned(model, embeddings, "`lora`")
 
 
@@ -238,7 +319,7 @@ def with_autoencoder(model: M, source: str | os.PathLike[str]) -> M:
     The networks are shared.  Raises FileNotFoundError, and ValueError if its latents are not the model's.
     """
     vae = load_autoencoder(source, device=model.device, dtype=model.dtype)
-    return replace(model, vae=vae, family=with_vae(model.family, vae.spec, os.fspath(source)))
+    return replace(model.with_networks(vae=vae), family=with_vae(model.family, vae.spec, os.fspath(source)))
 
 
 def _with_learned(model: M, embeddings: Sequence[Any], option: str) -> M:
@@ -246,7 +327,7 @@ def _with_learned(model: M, embeddings: Sequence[Any], option: str) -> M:
     if not embeddings:
         return model
     kinds = imported(f"{ADAPTERS}.textual_inversion:CLIP")
-    encoders = [net for net in (model.text_encoder, model.text_encoder_2) if isinstance(net, kinds)]
+    encoders = [encoder for encoder in model.text_encoders if isinstance(encoder, kinds)]
     if model.tokenizer is None or not encoders:
         raise ValueError(
             f"{model.family.title} reads no text with CLIP, which embeddings are made for: leave out {option}"

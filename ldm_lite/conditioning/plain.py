@@ -33,4 +33,4 @@ def t5_states(model: Model, prompts: Sequence[str | None], length: int, mask: Te
     role = next(role for role, spec in model.family.networks.items() if isinstance(spec, T5Spec))
     assert model.t5_tokenizer is not None
     ids = replace(model.t5_tokenizer, length=length)([prompt or "" for prompt in prompts])
-    return getattr(model, role)(ids.to(model.device), mask)
+    return model.networks[role](ids.to(model.device), mask)

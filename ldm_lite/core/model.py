@@ -5,11 +5,11 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ldm_lite.core.denoise import Conditioning, denoise_step
 from ldm_lite.core.family import Family
@@ -45,6 +45,10 @@ class Model:
     def device(self) -> torch.device:
         """The device that the networks compute on."""
         return next(self.unet.parameters()).device
+
+    def with_networks(self, **networks: nn.Module) -> Self:
+        """Return it with other networks, by kind: unet=, ...  layers.shared_copy makes one to change."""
+        return replace(self, networks={**self.networks, **networks})
 
     def latent_shape(self, height: int, width: int) -> tuple[int, int, int]:
         """Return the latent shape (C,h,w) of an image, from its size in pixels.

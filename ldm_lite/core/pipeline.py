@@ -6,14 +6,13 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
-from torch import Tensor, nn
+from torch import Tensor
 
 from ldm_lite.core import features
 from ldm_lite.core.denoise import Branch, Conditioning, Draw, Inputs, State, denoise_step, run_plan
@@ -117,10 +116,6 @@ class Pipeline(Model):
         return self.encode_pixels(torch.stack(pixels))
 
     # ---- changes ----------------------------------------------------------------------------------------------------
-
-    def with_networks(self, **networks: nn.Module) -> Pipeline:
-        """Return a pipeline with other networks, by kind: unet=, ...  layers.shared_copy makes one to change."""
-        return replace(self, networks={**self.networks, **networks})
 
     def with_attention(self, attention: str | AttentionFn, where: str = "*") -> Pipeline:
         """Return a pipeline whose UNet attends by a function of q, k, v (B,H,N,D), in the layers that match `where`.

@@ -5,7 +5,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ldm_lite.generate import encode
 from ldm_lite.image import depth_latent, open_depth, read_image, to_image, to_pixels, to_rgb
 from ldm_lite.tasks.features import Feature
 from ldm_lite.tasks.job import Job
@@ -33,5 +32,5 @@ class Depth(Feature):
         else:
             factor = job.model.vae.spec.factor
             picture = to_rgb(self.image).resize((factor * w, factor * h))
-            channels = encode(job.model, to_pixels(picture)[None])[0]
+            channels = job.model.encode_pixels(to_pixels(picture)[None])
         return dataclasses.replace(job, channels={"concat": channels})

@@ -18,7 +18,6 @@ from ldm_lite.checkpoint.model import Model
 from ldm_lite.cli.task_options import UPSCALERS, HiresOptions, Txt2imgOptions
 from ldm_lite.diffusion.names import resolve
 from ldm_lite.diffusion.schedule import Level
-from ldm_lite.generate import decode, encode
 from ldm_lite.image import PIXEL_UPSCALERS, to_array, to_pixels
 from ldm_lite.tasks.enlarge import Upscaler
 from ldm_lite.tasks.features import Feature
@@ -117,7 +116,7 @@ def _in_pixels(
 ) -> Tensor:
     factor = model.vae.spec.factor
     encoded = []
-    for pixels in decode(model, latents):
+    for pixels in model.decode_pixels(latents):
         image = Image.fromarray(to_array(pixels, truncate=True))
         image = (
             image.resize(size, PIXEL_UPSCALERS[upscaler])
@@ -125,5 +124,5 @@ def _in_pixels(
             else upscaler.to_size(image, size)
         )
         whole = to_pixels(image)[:, : shape[1] * factor, : shape[2] * factor]
-        encoded.append(encode(model, whole[None])[0])
+        encoded.append(model.encode_pixels(whole[None]))
     return torch.cat(encoded)

@@ -8,7 +8,6 @@ from PIL import Image
 from torch import Tensor
 
 from ldm_lite.cli.task_options import ImageOptions
-from ldm_lite.generate import encode
 from ldm_lite.image import to_pixels
 from ldm_lite.tasks.features import Feature
 from ldm_lite.tasks.image_inputs import open_source, side_unit, sources
@@ -38,7 +37,7 @@ class References(Feature):
     def change_job(self, job: Job) -> Job:
         """Add the latents, each (1,C,h,w) of its own size."""
         if not self._latents:
-            self._latents = [encode(job.model, to_pixels(image)[None])[0] for image in self._images]
+            self._latents = [job.model.encode_pixels(to_pixels(image)[None]) for image in self._images]
         latents = {f"reference_{i}": each for i, each in enumerate(self._latents, 1)}
         return dataclasses.replace(job, channels={**job.channels, **latents})
 

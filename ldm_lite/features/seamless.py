@@ -1,6 +1,5 @@
 """seamless: images whose opposite edges fit together."""
 
-import dataclasses
 import logging
 from typing import Any
 
@@ -34,4 +33,4 @@ class Seamless(Feature):
                 "%s is too small a model for `seamless`, whose images are smears: take a larger one", model.name
             )
         unet, vae = (seamless(network, options.seamless) for network in (model.unet, model.vae))
-        return dataclasses.replace(model, unet=unet, vae=vae), options
+        return model.with_networks(unet=unet, vae=vae), options

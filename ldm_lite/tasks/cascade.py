@@ -150,7 +150,7 @@ def _run(
         if family.threshold is not None:
             guidance = dataclasses.replace(guidance, adjust=(thresholding(*family.threshold, model.device),))
         latents = generate.denoise(model, noise, guidance, plan, draw=draw, wrap=wrap, on_step=on_step)
-        yield from generate.decode(model, latents)
+        yield from model.decode_pixels(latents)
 
 
 def _unchanged(source: InputSource) -> InputSource:

@@ -10,7 +10,6 @@ from typing import Any
 
 from PIL import Image
 
-from ldm_lite import generate
 from ldm_lite.checkpoint import hub
 from ldm_lite.checkpoint.model import Model, load_model, with_autoencoder
 from ldm_lite.checkpoint.parts import is_upscaler, open_autoencoder
@@ -49,7 +48,7 @@ class Preview:
     def __call__(self, state: State) -> None:
         """Show the predicted x0 after a step, or the latents after the last step."""
         latents = state.x0 if state.step < state.num_steps else state.latents
-        images = [to_pil(pixels) for pixels in generate.decode(self.model, latents)]
+        images = [to_pil(pixels) for pixels in self.model.decode_pixels(latents)]
         self.show(grid(images, columns=math.ceil(len(images) ** 0.5)))
 
 

@@ -11,7 +11,6 @@ from torch import Tensor
 from ldm_lite.checkpoint.model import Model
 from ldm_lite.cli.task_options import Img2imgOptions
 from ldm_lite.core import features as core
-from ldm_lite.generate import encode
 from ldm_lite.image import resize
 from ldm_lite.tasks import job
 from ldm_lite.tasks.features import Feature
@@ -116,7 +115,7 @@ def _job(task: Task, source: Source, strength: float, start: Start) -> Job:
         size = size_of(model, options, named)
     image = resize(image, size, "stretch" if options.compat else options.resize)
     pixels = load_img(image) if options.compat else padded(model, image)
-    mean, deviation = encode(model, pixels[None])
+    mean, deviation = model.scaled_distribution(pixels[None])
     shape = model.latent_shape(*pixels.shape[1:])
     start = begin_at(model, options, strength, shape) or start
     concat = EDITING[model.family.task](mean, model.family.scale_factor) if model.family.task in EDITING else None

@@ -19,7 +19,6 @@ from ldm_lite.cli.options import MOST_PX
 from ldm_lite.cli.task_options import InpaintOptions
 from ldm_lite.core import features as core
 from ldm_lite.core.job import Item
-from ldm_lite.generate import encode
 from ldm_lite.image import (
     extend,
     list_images,
@@ -148,12 +147,12 @@ def _masked_channels(model: Model, pixels: Tensor, hole: Tensor, latent_mask: Te
     FLUX.1 Fill: latents with a grey hole, then the mask's pixels.
     """
     if model.family.task == "inpaint":
-        return torch.cat([latent_mask, encode(model, (pixels * (1 - hole))[None])[0]], dim=1)
+        return torch.cat([latent_mask, model.encode_pixels((pixels * (1 - hole))[None])], dim=1)
     if model.family.task == "inpaint_ldm":
-        return torch.cat([encode(model, (pixels * (1 - hole) - hole)[None])[0], 2 * latent_mask - 1], dim=1)
+        return torch.cat([model.encode_pixels((pixels * (1 - hole) - hole)[None]), 2 * latent_mask - 1], dim=1)
     if model.family.task == "inpaint_flux":
         cells = F.pixel_unshuffle(hole[None], model.vae.spec.factor)  # (1, 64, h, w): each position's own pixels
-        return torch.cat([encode(model, (pixels * (1 - hole))[None])[0], cells.to(model.device)], dim=1)
+        return torch.cat([model.encode_pixels((pixels * (1 - hole))[None]), cells.to(model.device)], dim=1)
     return None
 
 
@@ -182,7 +181,8 @@ def _job(task: Task, pair: Pair, strength: float, start: Start) -> Job:
     slots: dict[str, Any] = {"channels": {} if concat is None else {"concat": concat}}
     content = options.masked_content
     if concat is None or strength < 1:
-        init, deviation = encode(model, (pixels if content == "original" else padded(model, fill(image, mask)))[None])
+        filled = pixels if content == "original" else padded(model, fill(image, mask))
+        init, deviation = model.scaled_distribution(filled[None])
         if content in ("noise", "nothing"):
             kept = 1 - latent_mask.to(init.device)
             init, deviation = init * kept, deviation * kept

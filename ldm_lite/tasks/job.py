@@ -79,7 +79,7 @@ class Result:
 class Job(CoreJob):
     """The core's job, of images that start from the same input, for a model of any family."""
 
-    model: Model  # type: ignore[assignment]  # which is not the core's
+    model: Model
     options: Txt2imgOptions  # type: ignore[assignment]
     encode: Callable[[Any, Sequence[Item]], InputSource]
     begin: Callable[[Any, Sequence[Item], Draw], tuple[Tensor, Constraint]]
@@ -244,7 +244,7 @@ def run_job(job: Job, decoding: bool = True) -> Iterator[State | Result]:
         elif job.follow is not None:
             yield from run_job(replace(job.follow(event.latents), items=event.items, keys=job.keys), decoding)
         elif decoding:
-            for item, pixels in zip(event.items, generate.decode(job.model, event.latents), strict=True):
+            for item, pixels in zip(event.items, job.model.decode_pixels(event.latents), strict=True):
                 yield job.result(item, pixels)
 
 

@@ -135,11 +135,9 @@ class PromptEncoder:
 
     def _guidance(self, job: Any, text: Texts, count: int) -> Guidance:
         """Return the guidance of `count` images with one of their texts."""
-        model, conds, uncond, channels = self.model, text.conds, text.uncond, {}
-        reads = model.family.task == "edit" or getattr(model.family.unet, "reads_references", False)
-        if reads or model.family.unet.in_channels != model.vae.spec.embed_dim:
-            # a network that reads an image too; no refiner does
-            channels = {name: part.expand(count, *part.shape[1:]) for name, part in job.channels.items()}
+        model, conds, uncond = self.model, text.conds, text.uncond
+        images = {} if self.is_refiner else job.channels  # which no refiner reads
+        channels = {name: part.expand(count, *part.shape[1:]) for name, part in images.items()}
         if channels and job.image_scale is not None:
             if callable(job.guidance):
                 raise ValueError("three-way guidance takes a number: leave the `guidance` function out")

@@ -63,7 +63,7 @@ def enlarge(
     if levels is not None and options.noise_level >= levels:
         raise ValueError(f"got `noise_level` {options.noise_level}, wanted 0 to {levels - 1}, which {model.name} knows")
     tiled: Any = TiledUNet(task.model.unet, options.tile)
-    task = replace(task, model=replace(task.model, unet=tiled), plan=plan_of(task.model, one))
+    task = replace(task, model=task.model.with_networks(unet=tiled), plan=plan_of(task.model, one))
     # One part per image, since the noise on an image comes from its own seed.
     return replace(
         task,

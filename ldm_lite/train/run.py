@@ -106,7 +106,7 @@ def train(
             unused = [] if load.offload else [role for role in model.networks if role not in staying]
             model.offloader.release(*staying, *unused * (distributed.rank() > 0))
             for role in unused * (distributed.rank() > 0):  # which draws no samples
-                getattr(model, role).to("meta")
+                model.networks[role].to("meta")
         loss = make_loss(options, model, data.empty)
         if options.stage == "embedding" and isinstance(loss, DiffusionLoss):
             model = loss.model  # whose prompts know the name
@@ -317,7 +317,7 @@ def _prior(options: TrainOptions, model: Pipeline, attached: AttachedLoRA | None
     frozen = model
     if caption is not None and attached is None:  # all of the network changes
         copies: dict[str, Any] = {role: copy.deepcopy(net) for role, net in trained_networks(options, model).items()}
-        frozen = replace(model, **{role: net.requires_grad_(False) for role, net in copies.items()})
+        frozen = model.with_networks(**{role: net.requires_grad_(False) for role, net in copies.items()})
 
     @contextlib.contextmanager
     def base() -> Iterator[Pipeline]:
@@ -416,11 +416,11 @@ def write_checkpoint(
 def checkpoint(model: Pipeline, networks: Mapping[str, nn.Module]) -> Content:
     """Return tensors (float16) and metadata of a checkpoint in the original layout, with these networks by role."""
     whole = _with_networks(model, networks)
-    return checkpoint_content(model, {role: getattr(whole, role).state_dict() for role in model.family.networks})
+    return checkpoint_content(model, {role: whole.networks[role].state_dict() for role in model.family.networks})
 
 
 def _with_networks(model: Pipeline, networks: Mapping[str, nn.Module]) -> Pipeline:
-    return replace(model, **{role: net for role, net in networks.items() if role in model.family.networks})  # type: ignore[arg-type]
+    return model.with_networks(**{role: net for role, net in networks.items() if role in model.family.networks})
 
 
 def write_average(folder: Path, average: tuple[Weights, int], out: Path) -> None:

@@ -261,7 +261,7 @@ def test_a_lora_is_added_to_blocks(name: str, kind: str, offload: str | None, tm
 
     def run(pipe: Pipeline) -> list[Tensor]:
         with pipe.phase(*pipe.networks):
-            texts = [getattr(pipe, role)(ids) for role in encoders.values()]
+            texts = [pipe.networks[role](ids) for role in encoders.values()]
             return [pipe.unet(*inputs, **more), *(t[0] if isinstance(t, tuple) else t for t in texts)]
 
     loras = [f"{tmp_path}/a.safetensors:0.7", f"{tmp_path}/b.safetensors:-0.3"]

@@ -160,7 +160,7 @@ def of_diffusers() -> tuple[Arrays, dict[str, Any], dict[str, Tensor]]:
     """diffusers' transformer and whole runs, with a LoRA too; the shapes by key of its networks; and its weights."""
     pipe = pipeline()
     shapes: dict[str, Any] = {
-        name: {key: list(value.shape) for key, value in getattr(pipe, name).state_dict().items()}
+        name: {key: list(value.shape) for key, value in pipe.networks[name].state_dict().items()}
         for name in ("transformer", "text_encoder", "vae")
     }
     stored = dict(pipe.transformer.state_dict())

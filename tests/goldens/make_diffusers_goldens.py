@@ -278,7 +278,7 @@ def folders() -> tuple[Arrays, dict[str, Shapes]]:
         else:
             pipe = sdxl_pipeline(family, weights, first, second)
         for role in family.networks:
-            shapes[f"small.{name}.{role}"] = shapes_of(toy.fill(getattr(pipe, role)))
+            shapes[f"small.{name}.{role}"] = shapes_of(toy.fill(pipe.networks[role]))
         arrays[f"folder.{name}"] = pipe(PROMPT, **RUN).images
     return arrays, shapes
 

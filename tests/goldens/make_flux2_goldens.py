@@ -150,7 +150,7 @@ def of_diffusers() -> tuple[Arrays, dict[str, Any], Any]:
     with tempfile.TemporaryDirectory() as folder:
         pipe = pipeline(Path(folder))
     shapes: dict[str, Any] = {
-        name: {key: list(value.shape) for key, value in getattr(pipe, name).state_dict().items()}
+        name: {key: list(value.shape) for key, value in pipe.networks[name].state_dict().items()}
         for name in ("transformer", "text_encoder", "vae")
     }
     arrays: Arrays = {"diffusers": run(pipe.transformer, False), "diffusers.references": run(pipe.transformer, True)}
