@@ -76,7 +76,7 @@ def fake_model(name: str, family: Family) -> Model:
     networks = {role: fake_network(lambda spec=spec: build(spec)) for role, spec in family.networks.items()}
     schedule, tokenizer = Schedule.from_betas(family.noise.betas, family.prediction), tokenizer_of(family.text)
     networks = {"vae": Pixels(family.vae), "text_encoder": None, "text_encoder_2": None} | networks
-    return Model(name, family, schedule, tokenizer=tokenizer, description=name, **networks)
+    return Model(name, family, schedule, networks, tokenizer=tokenizer, description=name)
 
 
 def jobs(model: Model, folder: str) -> Iterator[tuple[str, Callable[[], Any]]]:

@@ -121,7 +121,10 @@ def new_model(family: Family, vae: AutoencoderKL, dataset: Dataset, seed: int, z
     family = replace(family, vae=vae.spec, scale_factor=scale)
     schedule = family.noise.schedule(family.prediction)
     schedule = schedule.zero_terminal_snr() if zero_snr else schedule
-    return Pipeline("model", family, schedule, unet, vae, text, None, tokenizer, f"{family.title}, new weights")
+    networks = {"unet": unet, "vae": vae, "text_encoder": text}
+    return Pipeline(
+        "model", family, schedule, networks, tokenizer=tokenizer, description=f"{family.title}, new weights"
+    )
 
 
 def initialise(unet: UNet) -> None:

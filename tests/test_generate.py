@@ -109,7 +109,7 @@ def test_what_runs_in_the_unet_s_place_gets_all_that_it_reads(bundled: Pipeline)
         return lambda call: source(call)._replace(network=other)
 
     denoise(bundled, noise, ALONE, plan, wrap=wrap)
-    replace(bundled, unet=other).denoise(noise, NOTHING, None, plan)  # type: ignore[arg-type]
+    bundled.with_networks(unet=other).denoise(noise, NOTHING, None, plan)
     assert seen == [((1,), (1, 77, 128))] * 6
 
 
