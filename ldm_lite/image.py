@@ -119,7 +119,7 @@ def _formats() -> tuple[str, ...]:
     if _HEIF:
         importlib.import_module("pillow_heif").register_heif_opener()
     Image.init()
-    return tuple(each for each in FORMATS if each in Image.OPEN)
+    return tuple(name for name in FORMATS if name in Image.OPEN)
 
 
 def _check_size(size: tuple[int, int], limit: int = MOST_PIXELS) -> None:

@@ -307,7 +307,7 @@ class Pipeline(Model):
         from ldm_lite.adapters.strength import strength_of
 
         opened = source if isinstance(source, lora.Lora) else lora.open_lora(source)
-        if names := ", ".join(repr(each.name) for each in opened.embeddings):
+        if names := ", ".join(repr(embedding.name) for embedding in opened.embeddings):
             log.warning("%s: for prompts to use %s, which it bundles, give `embedding=FILE` too", opened.name, names)
         strength = strength_of(weight.split(":")) if isinstance(weight, str) else float(weight)
         return lora.merge_lora(self.networks, [(opened, strength)], self.offloader)
@@ -332,18 +332,18 @@ class Pipeline(Model):
 # ---- arguments and results ------------------------------------------------------------------------------------------
 
 
-def _options(kind: type[Options], function: str, given: Mapping[str, Any], others: Sequence[str] = ()) -> Options:
+def _options(kind: type[Options], function: str, arguments: Mapping[str, Any], others: Sequence[str] = ()) -> Options:
     """Make options from keyword arguments; the function has some others.
 
     Raises TypeError, with the nearest name, for an unknown argument.
     """
     names = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
-    for name in given:
+    for name in arguments:
         if name not in names:
             near = difflib.get_close_matches(name, [*names, *others], n=1)
             hint = f"did you mean {near[0]}? " if near else ""
             raise TypeError(f"{function}() has no argument {name!r}: {hint}it takes {', '.join([*names, *others])}")
-    return kind(**given)
+    return kind(**arguments)
 
 
 def _joined(function: str, named: dict[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ The folders train, batch, serve and bench use this module and networks.py, and n
 """
 
 import contextlib
+import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -173,7 +174,7 @@ def demand(options: Txt2imgOptions, steps: int) -> Demand:
     syntax, steps = options.prompt_syntax, options.steps or steps
     prompts = [*read_prompts(options), options.negative_prompt, options.hires_prompt, options.hires_negative_prompt]
     parts = [parts_of(prompt, syntax) for prompt in set(prompts) if prompt]
-    texts = {until.text for each in parts for part in each for until in until_of(part.text, syntax, Calls(steps))}
+    texts = {until.text for part in itertools.chain(*parts) for until in until_of(part.text, syntax, Calls(steps))}
     sizes = [len(text.encode(errors="replace")) // 75 + text.count(BREAK) + 1 for text in texts if text] or [1]
     return Demand(images, max(map(len, parts), default=1), max(sizes), sum(sizes))
 
@@ -269,9 +270,9 @@ class _Rows:
         if self.rows[0].files:
             jobs = [sample.job for sample in samples]
             names = job.channels.keys()
-            channels = {name: torch.cat([other.channels[name] for other in jobs]) for name in names}
+            channels = {name: torch.cat([member.channels[name] for member in jobs]) for name in names}
             rows = [self.rows[item.number] for item in items]
-            job = replace(job, begin=joined([other.begin for other in jobs]), channels=channels)
+            job = replace(job, begin=joined([member.begin for member in jobs]), channels=channels)
             job = replace(job, texts=self.texts(job, rows))
             items = [item._replace(number=place) for place, item in enumerate(items)]
         return job, start(job, items)

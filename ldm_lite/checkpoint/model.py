@@ -342,8 +342,8 @@ def recognise(file: Tensors, options: LoadOptions) -> tuple[Family, dict[str, Te
 
     Raises ValueError for a file without a network of its role.
     """
-    own = split(file)
-    main, replaced, texts = own.file, dict[str, Tensors](), list[Tensors]()
+    networks = split(file)
+    main, replaced, texts = networks.file, dict[str, Tensors](), list[Tensors]()
     for name, source in ((name, source) for name, several in options.parts.items() for source in several):
         others = split(open_source(source))
         of_role = [part for role, part in others.items() if role.startswith(name)]
@@ -357,15 +357,15 @@ def recognise(file: Tensors, options: LoadOptions) -> tuple[Family, dict[str, Te
     replaced |= dict(zip(text_roles(texts), texts, strict=True))
     metadata = {"prediction": "v"} if "v_pred" in main else {}
     metadata |= main.metadata
-    parts = {**own, **replaced}
+    parts = {**networks, **replaced}
     if "unet" in parts and any(key in parts["unet"] for key in DENOISERS):
-        parts = imported("ldm_lite.zoo.transformers:placed")(own, replaced, {**metadata, **options.added_metadata})
+        parts = imported("ldm_lite.zoo.transformers:placed")(networks, replaced, {**metadata, **options.added_metadata})
     for role, part in parts.items():
         metadata |= metadata_of(role, part.metadata)
     metadata |= check_metadata(options.added_metadata)
     with errors_of(main.path):
         # Detected with its own autoencoder; a replacement must fit that.
-        known_by = parts | {role: own[role] for role in ("vae",) if role in own}
+        known_by = parts | {role: networks[role] for role in ("vae",) if role in networks}
         sgm = any(key.startswith(SGM) for key in main)
         shapes, told = {role: part.shapes for role, part in known_by.items()}, options.added_metadata
         family = detect_family(shapes, metadata, sgm)
@@ -373,8 +373,8 @@ def recognise(file: Tensors, options: LoadOptions) -> tuple[Family, dict[str, Te
             untitled = {key: text for key, text in metadata.items() if key not in ONLY_OF_UNKNOWN}
             family = as_told(family, detect_family(shapes, untitled, sgm), told)
         check_complete(parts, family.networks)
-        if "unet" in replaced and "vae" not in replaced and "unet" in own:
-            _check_latents(own, family)
+        if "unet" in replaced and "vae" not in replaced and "unet" in networks:
+            _check_latents(networks, family)
     family = family if "scale_factor" in options.added_metadata else _scaled(family, main)
     if options.vae is not None:
         family = with_vae(family, autoencoder_spec(parts["vae"]), name=options.vae)
@@ -395,19 +395,19 @@ def _with_ema(file: Tensors, unet: Tensors, ema: str, family: Family) -> tuple[T
     return copy, "EMA (not the file's main)"
 
 
-def _check_latents(own: Parts, family: Family) -> None:
+def _check_latents(networks: Parts, family: Family) -> None:
     """Raise ValueError if a UNet is combined with another family's autoencoder, whose latents have another scale.
 
-    own are the networks of the checkpoint itself.
+    networks are those of the checkpoint itself.
     """
-    sgm = any(key.startswith(SGM) for key in own.file)
+    sgm = any(key.startswith(SGM) for key in networks.file)
     try:
-        theirs = detect_family({role: part.shapes for role, part in own.items()}, own.file.metadata, sgm)
+        theirs = detect_family({role: part.shapes for role, part in networks.items()}, networks.file.metadata, sgm)
     except ValueError:  # an unknown model
         return
     if theirs.scale_factor != family.scale_factor and not math.isnan(theirs.scale_factor + family.scale_factor):
         raise ValueError(
-            f"is a UNet of {family.title}, and {own.file.path} a checkpoint of {theirs.title}, whose autoencoder "
+            f"is a UNet of {family.title}, and {networks.file.path} a checkpoint of {theirs.title}, whose autoencoder "
             "makes other latents: take the UNet's own checkpoint, or name its autoencoder with `vae=FILE`"
         )
 
@@ -491,10 +491,10 @@ def _schedule(family: Family, file: Tensors, about: Mapping[str, str], zero_snr:
             raise ValueError(f"{family.title} is a rectified flow, which has no SNR to zero: leave out `zero_snr`")
         return schedule
     schedule = replace(schedule, spacing=about.get("spacing"))
-    own = stored_schedule(file, schedule)
-    if own is not None:
+    alpha_bar = stored_schedule(file, schedule)
+    if alpha_bar is not None:
         log.warning("%s: using the noise schedule in the file, which is not %s's", file.path.name, family.title)
-        schedule = replace(schedule, alpha_bar=own)
+        schedule = replace(schedule, alpha_bar=alpha_bar)
     if family.prediction == "eps" and not schedule.alpha_bar[-1] > 0:
         raise ValueError(f'{file.path}: eps prediction is undefined at zero terminal SNR: try `prediction="v"`')
     if "ztsnr" in file.shapes or about.get("zero_snr") == "yes":

@@ -169,22 +169,22 @@ def _read(model: Model, source: str | os.PathLike[str]) -> tuple[Network, bool]:
     role = next((role for role in ROLES if role in components), None)
     if role is None:
         raise ValueError(f"{source}: holds no ControlNet, T2I-Adapter or IP-Adapter, only {', '.join(components)}")
-    found = components[role]
+    tensors = components[role]
     with errors_of(source), on_meta():
-        network = _build(model, role, found)
+        network = _build(model, role, tensors)
     runs_now = isinstance(network, StyleAdapter | IPAdapter | Redux)
     by_block = not runs_now and model.offloader is not None and model.offloader.offload == "sequential"
     home = torch.device("cpu") if by_block else model.device
     differs, whole, base = "difference" in components.file.shapes, set[str](), dict[str, Any]()
-    if differs or MARK in found.shapes:  # the UNet's weights by key, wherever they are stored
+    if differs or MARK in tensors.shapes:  # the UNet's weights by key, wherever they are stored
         in_blocks = (layer for layer in model.unet.named_modules() if isinstance(layer[1], BlockLinear))
         base = {**dict(model.unet.named_parameters()), **{f"{name}.weight": layer for name, layer in in_blocks}}
-    if MARK in found.shapes:
+    if MARK in tensors.shapes:
         with errors_of(source):
             wanted = {key: tuple(value.shape) for key, value in network.state_dict().items()}
-            found, whole = differences(found, wanted, base)
+            tensors, whole = differences(tensors, wanted, base)
         differs = True
-    load_weights(network, found, "control", home, model.dtype)
+    load_weights(network, tensors, "control", home, model.dtype)
     if differs:
         for key, value in network.state_dict().items():
             if key in whole or (weight := base.get(key)) is None:
@@ -194,12 +194,12 @@ def _read(model: Model, source: str | os.PathLike[str]) -> tuple[Network, bool]:
             else:
                 weight = weight.data if model.offloader is None else model.offloader.read(weight, value.device)
             value.copy_(value.float() + weight.float())
-        log.info("%s: holds differences, added to the checkpoint's own UNet", found.path.name)
+        log.info("%s: holds differences, added to the checkpoint's own UNet", tensors.path.name)
     if isinstance(network, ControlNet):
         prepare_like(network, model.unet, model.device)
     if by_block:  # all weights of these networks are in blocks, so there is no phase to enter
         Offloader({"control": network}, model.device, offload="sequential", storage=None)
-    pools = found.metadata.get("global_pool_conditions") == "True"  # in a diffusers folder
+    pools = tensors.metadata.get("global_pool_conditions") == "True"  # in a diffusers folder
     if pools:
         log.info("%s: averages over the image, as its configuration says", source)
     return network, pools
@@ -265,16 +265,16 @@ KNOWN = {"context": " (768: Stable Diffusion 1, 1024: 2, 2048: XL)", "vector": "
 def _numbers(spec: UNetSpec) -> dict[str, object]:
     """Return the sizes that must be equal in a ControlNet and its UNet, if the ControlNet has them at all."""
     widths = tuple(spec.model_channels * mult for mult in spec.channel_mult)
-    own = {"context": spec.context_dim, "vector": spec.vector_dim}
-    return {**own, "levels": widths, "residual blocks": spec.num_res_blocks}
+    inputs = {"context": spec.context_dim, "vector": spec.vector_dim}
+    return {**inputs, "levels": widths, "residual blocks": spec.num_res_blocks}
 
 
 def _check_fit(model: Model, numbers: Mapping[str, object]) -> None:
     """Raises ValueError if these sizes of a control differ from its UNet's."""
-    own = _numbers(model.family.unet)
+    sizes = _numbers(model.family.unet)
     for name, wanted in numbers.items():
-        if wanted not in (None, own[name]):
-            about = f"with {name} {wanted}{KNOWN.get(name, '')}, but that of {model.family.title} has {own[name]}"
+        if wanted not in (None, sizes[name]):
+            about = f"with {name} {wanted}{KNOWN.get(name, '')}, but that of {model.family.title} has {sizes[name]}"
             raise ValueError(f"is for UNets {about}")
 
 

@@ -95,8 +95,8 @@ def resolve(name: str) -> tuple[str, str | None]:
     whole, colon, settings = name.removesuffix(OURS).partition(":")
     words, known = _normal(whole), _spellings()
     if words in known:  # settings are those of its own spacing
-        own = _parameters(known[words], SAMPLERS[known[words]])["spacing"].default
-        return known[words], f"{own}:{settings}" if colon else None
+        default = _parameters(known[words], SAMPLERS[known[words]])["spacing"].default
+        return known[words], f"{default}:{settings}" if colon else None
     for key in sorted(SPACINGS, key=len, reverse=True):
         if words.endswith("_" + _normal(key)) and words.removesuffix("_" + _normal(key)) in known:
             return known[words.removesuffix("_" + _normal(key))], key + colon + settings

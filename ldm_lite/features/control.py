@@ -41,7 +41,7 @@ class Controls(Feature):
         if not self.loaded or job.plan is None:
             return job
         factor, (_, h, w) = job.model.vae.spec.factor, job.shape
-        loaded = [self._as_unet(each, job) for each in self.loaded]
+        loaded = [self._as_unet(control, job) for control in self.loaded]
         active = ActiveControls(job.model, loaded, job.plan, (factor * w, factor * h))
 
         def wrap(source: InputSource, job: Job) -> InputSource:

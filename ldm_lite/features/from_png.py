@@ -102,7 +102,9 @@ def _values(text: Parameters, ours: bool, explicit: set[str]) -> tuple[dict[str,
     if "Size" in settings:
         values["width"], values["height"] = _sides(settings["Size"])
         heeded.add("Size")
-    fields = {each.metadata["png"]: each.name for each in dataclasses.fields(Txt2imgOptions) if each.metadata["png"]}
+    fields = {
+        field.metadata["png"]: field.name for field in dataclasses.fields(Txt2imgOptions) if field.metadata["png"]
+    }
     for key, name in (fields | PLAIN).items():
         if (
             key not in settings
@@ -157,7 +159,7 @@ def _sampler(settings: Mapping[str, str], ours: bool) -> tuple[str, str | None, 
             raise ValueError(f"{error}; or give `sampler=NAME`") from error
         key, named = resolve(name.removesuffix(OURS))
         return key, kind or named, used
-    used |= {each for each, (setting, _) in SETTINGS.items() if f":{setting}=" in spacing or settings.get(each) == "0"}
+    used |= {name for name, (setting, _) in SETTINGS.items() if f":{setting}=" in spacing or settings.get(name) == "0"}
     return key, spacing, used | ({DISCARD} if spacing.endswith(":discard") else set())
 
 

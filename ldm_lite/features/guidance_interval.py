@@ -57,7 +57,7 @@ class Interval:
         by_sigma = text.startswith("sigma=")
         match = re.fullmatch(r"(\d*\.?\d*)-(\d*\.?\d*)", text.removeprefix("sigma=").replace(" ", ""))
         if match is not None and not {*match.groups()} & {"."}:
-            low, high = (float(each or end) for each, end in zip(match.groups(), (0, math.inf), strict=True))
+            low, high = (float(bound or end) for bound, end in zip(match.groups(), (0, math.inf), strict=True))
             if low < high and (by_sigma or (low < 1 and (high <= 1 or high == math.inf))):
                 return Interval(by_sigma, low, high)
         raise ValueError(

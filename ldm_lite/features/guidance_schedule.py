@@ -59,13 +59,13 @@ def scheduled(schedule: str, scale: float, steps: int) -> Callable[[int], float]
     (default 4).  The paper's weight is scale - 1, of cond + weight * (cond - uncond).  Raises ValueError for other
     text.
     """
-    name, *given = schedule.split(":")
+    name, *assignments = schedule.split(":")
     settings = {"least": 0.0, "power": 4.0}
     try:
-        settings |= {key: number(value) for key, _, value in (each.partition("=") for each in given)}
+        settings |= {key: number(value) for key, _, value in (setting.partition("=") for setting in assignments)}
     except ValueError:
         settings["power"] = 0
-    powered = any(each.startswith("power=") for each in given) and name != "power_cosine"
+    powered = any(setting.startswith("power=") for setting in assignments) and name != "power_cosine"
     if name not in SHAPES or len(settings) > 2 or settings["power"] <= 0 or powered:
         raise ValueError(
             f"got `guidance_schedule` {schedule!r:.60}, wanted one of {', '.join(SHAPES)}, perhaps with :least=NUMBER, "

@@ -38,7 +38,7 @@ class References(Feature):
         """Add the latents, each (1,C,h,w) of its own size."""
         if not self._latents:
             self._latents = [job.model.encode_pixels(to_pixels(image)[None]) for image in self._images]
-        latents = {f"reference_{i}": each for i, each in enumerate(self._latents, 1)}
+        latents = {f"reference_{i}": latent for i, latent in enumerate(self._latents, 1)}
         return dataclasses.replace(job, channels={**job.channels, **latents})
 
 

@@ -164,7 +164,7 @@ class Flux2Autoencoder(AutoencoderKL):
 
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Pixels (B,3,H,W) in [-1,1] -> mean and standard deviation of the latents, (B,embed_dim,h,w)."""
-        mean, deviation = (F.pixel_unshuffle(each, 2) for each in super().encode(x))
+        mean, deviation = (F.pixel_unshuffle(part, 2) for part in super().encode(x))
         return self.bn(mean), deviation / self.bn.deviation
 
     def decode(self, z: Tensor) -> Tensor:

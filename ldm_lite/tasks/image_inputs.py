@@ -37,25 +37,25 @@ class NamedImage(NamedTuple):
     image: Image.Image
 
 
-def sources(given: Sequence[Source], option: str, least: int = 1) -> list[Source]:
+def sources(items: Sequence[Source], option: str, least: int = 1) -> list[Source]:
     """Replace folders by their image files, sorted by name; keep files and images.
 
     Raises ValueError, naming the option, if there are fewer than `least`; OSError for a path that does not exist.
     """
-    found: list[Source] = []
-    for item in given:
+    images: list[Source] = []
+    for item in items:
         if not isinstance(item, (str, os.PathLike)):
-            found.append(item)
+            images.append(item)
             continue
         path = Path(item)
         path.stat()  # a missing file is an error before any work, not in the middle of it
         inside = list_images(path) if path.is_dir() else [path]
         if not inside:
             raise ValueError(f"{path}: holds no images ({', '.join(SUFFIXES)})")
-        found += inside
-    if len(found) < least:
+        images += inside
+    if len(images) < least:
         raise ValueError(f"no image: give one with `{option}=FILE`")
-    return found
+    return images
 
 
 def open_source(source: Source, plain: bool = False) -> NamedImage:
@@ -151,8 +151,8 @@ def begin(model: Model, options: ImageOptions, strength: float) -> Start:
 
 def begin_at(model: Model, options: ImageOptions, strength: float, latent_shape: tuple[int, int, int]) -> Start | None:
     """Return the start of an image of a latent shape, if it differs from that of other sizes."""
-    own = model.sized(latent_shape)
-    return None if own.schedule is model.schedule else begin(own, options, strength)
+    sized = model.sized(latent_shape)
+    return None if sized.schedule is model.schedule else begin(sized, options, strength)
 
 
 def share(steps: int, strength: float, exact: bool) -> tuple[int, int]:

@@ -98,7 +98,7 @@ def edit_size(size: tuple[int, int], resolution: int) -> tuple[int, int]:
 
 def kontext_size(size: tuple[int, int]) -> tuple[int, int]:
     """Return the (width, height) of those that FLUX.1 Kontext was trained on whose proportions are nearest."""
-    return min(KONTEXT, key=lambda each: abs(each[0] / each[1] - size[0] / size[1]))
+    return min(KONTEXT, key=lambda side: abs(side[0] / side[1] - size[0] / size[1]))
 
 
 def _job(task: Task, source: Source, strength: float, start: Start) -> Job:

@@ -234,16 +234,16 @@ def _opened(
     name, image = open_source(source)
     mask = Image.new("L", image.size)
     if mask_source is not None:
-        given = (
+        drawn = (
             open_mask(mask_source) if isinstance(mask_source, (str, os.PathLike)) else to_mask(to_image(mask_source))
         )
-        if abs(given.width / given.height * image.height / image.width - 1) > 0.01:
+        if abs(drawn.width / drawn.height * image.height / image.width - 1) > 0.01:
             raise ValueError(
-                f"{name} has {image.width} x {image.height} pixels, but its mask {given.width} x {given.height}: "
+                f"{name} has {image.width} x {image.height} pixels, but its mask {drawn.width} x {drawn.height}: "
                 "make a mask of the image's proportions"
             )
-        given = resize(given, image.size, "stretch")
-        mask = ImageOps.invert(given) if options.invert_mask else given
+        drawn = resize(drawn, image.size, "stretch")
+        mask = ImageOps.invert(drawn) if options.invert_mask else drawn
     if sides := _sides(options):
         image, new = extend(image, sides)
         old = Image.new("L", image.size)

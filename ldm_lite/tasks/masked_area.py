@@ -82,8 +82,8 @@ def covering(image: Image.Image, size: tuple[int, int]) -> Image.Image:
 
 
 def _resized(image: Image.Image, size: tuple[int, int], cover: bool) -> Image.Image:
-    (width, height), own = size, image.width / image.height
-    wide = width / height > own if cover else width / height < own
+    (width, height), ratio = size, image.width / image.height
+    wide = width / height > ratio if cover else width / height < ratio
     narrow = not wide
     scaled = (
         width if wide else image.width * height // image.height,

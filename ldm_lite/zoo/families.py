@@ -221,22 +221,22 @@ def with_prediction(family: Family, name: str) -> Family:
     return replace(family, prediction=prediction, resolution=resolution, v_resolution=None)
 
 
-def with_vae(family: Family, other: Spec, name: str) -> Family:
+def with_vae(family: Family, vae: Spec, name: str) -> Family:
     """Return the family with another autoencoder, from the file `name`.
 
     The scale and the shift of the latents stay, since autoencoder files do not store them, unless it is TAESD.
     Raises ValueError if the latents have other channels or another size, or only one of both has quant_conv.
     """
-    own = family.vae
-    if (other.embed_dim, other.factor) != (own.embed_dim, own.factor):
+    usual = family.vae
+    if (vae.embed_dim, vae.factor) != (usual.embed_dim, usual.factor):
         raise ValueError(
-            f"{name}: does not fit: its latents have {other.embed_dim} channels at 1/{other.factor} of the size, but "
-            f"{family.title} wants {own.embed_dim} at 1/{own.factor}"
+            f"{name}: does not fit: its latents have {vae.embed_dim} channels at 1/{vae.factor} of the size, but "
+            f"{family.title} wants {usual.embed_dim} at 1/{usual.factor}"
         )
-    if hasattr(own, "quant") and hasattr(other, "quant") and own.quant != other.quant:
-        found, wanted = ("no", "one") if own.quant else ("a", "none")
-        raise ValueError(f"{name}: does not fit: it has {found} quant_conv, but {family.title}'s autoencoder {wanted}")
-    return replace(family, vae=other, **scale_of(other))
+    if hasattr(usual, "quant") and hasattr(vae, "quant") and usual.quant != vae.quant:
+        got, wanted = ("no", "one") if usual.quant else ("a", "none")
+        raise ValueError(f"{name}: does not fit: it has {got} quant_conv, but {family.title}'s autoencoder {wanted}")
+    return replace(family, vae=vae, **scale_of(vae))
 
 
 CONTROLS = {  # roles of what needs a checkpoint beside it
@@ -248,13 +248,13 @@ CONTROLS = {  # roles of what needs a checkpoint beside it
 }
 
 
-def check_complete(found: Collection[str], required: Iterable[str]) -> None:
+def check_complete(roles: Collection[str], required: Iterable[str]) -> None:
     """Raise ValueError if one of the required roles of networks was not found."""
-    if len(found) == 1 and (what := CONTROLS.get(next(iter(found)))):
+    if len(roles) == 1 and (what := CONTROLS.get(next(iter(roles)))):
         raise ValueError(f"is {what}, to be used with a checkpoint: `control=FILE:IMAGE`")
-    if missing := [role for role in required if role not in found]:
+    if missing := [role for role in required if role not in roles]:
         options = " and ".join(dict.fromkeys(f"`{re.sub('_[0-9]+$', '', role)}=FILE`" for role in missing))
-        raise ValueError(f"holds only {', '.join(found)}: name what is missing with {options}")
+        raise ValueError(f"holds only {', '.join(roles)}: name what is missing with {options}")
 
 
 def check_metadata(metadata: Mapping[str, str]) -> Mapping[str, str]:
@@ -277,8 +277,8 @@ def as_told(family: Family, fitting: Family, told: Mapping[str, str]) -> Family:
         used |= {*OF_UNETS, "prediction", "modelspec.prediction_type"}
     for role, spec in family.texts.items():
         if hasattr(spec, "skip"):  # CLIP's and OpenCLIP's
-            other = "activation" if hasattr(spec, "activation") else "skip"
-            used |= {f"{role.replace('_encoder', '')}_{what}" for what in ("num_heads", other)}
+            fact = "activation" if hasattr(spec, "activation") else "skip"
+            used |= {f"{role.replace('_encoder', '')}_{what}" for what in ("num_heads", fact)}
     if unused := sorted(told.keys() - used):
         raise ValueError(f"got `metadata` {unused[0]}, which {family.title} does not use: leave it out")
     return _with_facts(family, {key: text for key, text in told.items() if key in ONLY_OF_UNKNOWN})
@@ -349,7 +349,7 @@ def _described(unet: UNetSpec, shapes: Mapping[str, Shapes], metadata: Mapping[s
     If the metadata name a row as "family", it supplies the missing values.  Raises ValueError naming the nearest UNet
     if they tell too little.
     """
-    told = {*metadata, *(key for other in INSTEAD.keys() & metadata.keys() for key in INSTEAD[other])}
+    told = {*metadata, *(key for fact in INSTEAD.keys() & metadata.keys() for key in INSTEAD[fact])}
     missing = [key for key in (*REQUIRED, "prediction") if key not in told]
     if missing and "family" not in metadata:
         name, key = nearest_unet(unet, shapes["unet"])
@@ -407,9 +407,9 @@ def _with_facts(row: Family, metadata: Mapping[str, str]) -> Family:
             else:
                 raise ValueError(f"its beta_schedule cannot be {curve}: wanted {', '.join(CURVES[:2])} or {COSINE}")
             values["unet"] = row.unet
-            for name, other in (("unet_head_dim", "num_heads"), ("unet_num_heads", "head_dim")):
+            for name, instead in (("unet_head_dim", "num_heads"), ("unet_num_heads", "head_dim")):
                 if name in metadata:
-                    heads: dict[str, Any] = {name.removeprefix("unet_"): int(metadata[name]), other: None}
+                    heads: dict[str, Any] = {name.removeprefix("unet_"): int(metadata[name]), instead: None}
                     values["unet"] = replace(row.unet, **heads)
         family = replace(row, **values)
         _check(family)
@@ -472,9 +472,9 @@ def nearest_unet(spec: UNetSpec, shapes: Shapes) -> tuple[str, str]:
 def describe(family: Family) -> dict[str, str]:
     """Return the metadata with which detect_family() recognises a family that matches no row."""
     rows = [name for name, row in FAMILIES.items() if _kind(row) == _kind(family)]
-    own = vars(family)
+    values = vars(family)
     about: dict[str, object] = {
-        "family": max(rows, key=lambda name: sum(value == own[key] for key, value in vars(FAMILIES[name]).items())),
+        "family": max(rows, key=lambda name: sum(value == values[key] for key, value in vars(FAMILIES[name]).items())),
         "title": family.title,
         "prediction": family.prediction,
         "scale_factor": family.scale_factor,

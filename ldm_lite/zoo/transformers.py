@@ -25,13 +25,13 @@ TITLES = {"CLIPTextSpec": "CLIP-L", "OpenCLIPTextSpec": "OpenCLIP bigG", "T5Spec
 
 
 def placed(
-    own: Mapping[str, Tensors], replaced: Mapping[str, Tensors], metadata: Mapping[str, str]
+    networks: Mapping[str, Tensors], replaced: Mapping[str, Tensors], metadata: Mapping[str, str]
 ) -> dict[str, Tensors]:
     """Return the networks of all files by role; each text encoder of a transformer has the role of its kind.
 
     Raises ValueError for a text encoder from another file that the transformer does not read.
     """
-    parts = {**own, **replaced}
+    parts = {**networks, **replaced}
     try:
         row = _row(parts["unet"].shapes, metadata) if "unet" in parts else None
     except ValueError as error:
@@ -40,7 +40,7 @@ def placed(
         return parts
     kinds = [type(spec).__name__ for spec in row.text_encoders]
     texts = {}
-    for role, part in [*own.items(), *replaced.items()]:
+    for role, part in [*networks.items(), *replaced.items()]:
         if role.startswith("text_encoder"):
             kind = next((kind for key, kind in TEXTS.items() if key in part), None)
             if kind not in kinds and part is replaced.get(role):
