@@ -20,15 +20,16 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import TensorWeakRef
+from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from ldm_lite.core.denoise import Guided, denoise_step
 from ldm_lite.diffusion.guidance import STATELESS
@@ -301,16 +302,19 @@ def _set_up(backend: str) -> None:
 # ---- CUDA graphs ----------------------------------------------------------------------------------------------------
 
 
-def code_of(network: nn.Module) -> tuple[object, ...] | None:
-    """Return what a network runs beside its classes' code: the kernels and attention functions of its modules.
+def code_of(network: nn.Module) -> tuple[tuple[object, ...], list[Tensor]] | None:
+    """Return what a network runs beside its classes' code, the kernels and attention functions of its modules, and its
+    weights.
 
     None if it does anything that a CUDA graph would not repeat: hooks, forwards or attention of somebody else's, and
     weights in blocks, to which LoRAs are added in Python.
     """
-    code: list[object] = []
+    code: list[object] = [type(network)]
+    weights: list[Tensor] = []
     modules: list[Any] = [network]
     for place, module in enumerate(modules):
         attributes = vars(module)
+        weights += [weight for weight in attributes["_parameters"].values() if weight is not None]
         if attributes["_forward_hooks"] or attributes["_forward_pre_hooks"]:
             return None
         if type(module) is BlockLinear and not module.compiled:
@@ -323,13 +327,14 @@ def code_of(network: nn.Module) -> tuple[object, ...] | None:
         if function is not None or forward is not None:
             code.append((place, type(module), function, patch_of(module)))
         modules += [part for part in attributes["_modules"].values() if part is not None]
-    return tuple(code)
+    return tuple(code), weights
 
 
 class _Graphs:
     """A step captured once for each shape of its arguments, and replayed with its own buffers.
 
-    A graph reads the network's weights at their address, and is deleted with the network.
+    A graph reads weights at their address.  It serves every network that has the same ones, as the ControlledUNet of
+    each run does, and is deleted with them.
     """
 
     def __init__(self, step: Step, measured: bool = False, plain_calls: int = 0) -> None:
@@ -339,7 +344,8 @@ class _Graphs:
         """
         self._step, self._measured, self._plain_calls = step, measured, plain_calls
         self._calls: Counter[Any] = Counter()  # of shapes that have no graph yet
-        self._graphs: WeakKeyDictionary[nn.Module, OrderedDict[Any, _Captured]] = WeakKeyDictionary()
+        # By the first weight of a network.
+        self._graphs: MutableMapping[Tensor, OrderedDict[Any, _Captured]] = WeakTensorKeyDictionary()
         self._lock = threading.Lock()  # two threads must not fill the same buffers
         self._streams: dict[torch.device, Any] = {}  # of all captures: only those on one stream can share memory
         self._copied: dict[torch.device, Any] = {}  # the event when the last result was copied
@@ -354,14 +360,18 @@ class _Graphs:
             return self._step(model, *args)
         # A graph is fixed to the address of the weights, and to which arguments are None.
         kinds = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-        key = device, next(model.parameters()).data_ptr(), kinds, code
+        functions, weights = code
+        key = device, weights[0].data_ptr(), kinds, functions, tuple(map(id, weights))
         with self._lock, torch.cuda.device_of(tensors[0]):  # type: ignore[no-untyped-call]  # streams are its own
-            graphs = self._graphs.setdefault(model, OrderedDict())
-            if key not in graphs:
+            graphs = self._graphs.setdefault(weights[0], OrderedDict())
+            if key not in graphs or graphs[key].is_stale:
                 self._calls[hash(key)] += 1
                 if self._calls[hash(key)] <= self._plain_calls:
                     return self._step(model, *args)
+                for stale in [stale for stale, captured in graphs.items() if captured.is_stale]:
+                    del graphs[stale]
                 graphs[key] = self._capture(model, args)
+                graphs[key].goes_with(weights)
                 if len(graphs) > MOST_GRAPHS:
                     graphs.popitem(last=False)
             graphs.move_to_end(key)
@@ -441,6 +451,15 @@ class _Captured:
         self._buffers = list(_tensors(static))
         # The tensor, and its version, that each buffer holds a copy of.
         self._held: list[tuple[Any, int]] = [(lambda: None, 0)] * len(self._buffers)
+        self.is_stale = False  # one of the weights is gone
+
+    def goes_with(self, weights: Sequence[Tensor]) -> None:
+        """Become stale when one of the weights is deleted, whose id another one may have then."""
+
+        def forget(_: object) -> None:
+            self.is_stale = True
+
+        self._weights = [weakref.ref(weight, forget) for weight in weights]
 
     def run(self, values: list[Tensor]) -> Tensor:
         """Replay for these values; tensors that have not changed since the last call are not copied again."""

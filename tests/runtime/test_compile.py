@@ -230,7 +230,18 @@ def test_captured_steps_are_those_of_one_network_and_go_with_it(monkeypatch: pyt
     assert len(captured) == 2
     assert torch.equal(outs[1], outs[4])
     assert not torch.equal(outs[0], outs[3])
-    del steered
+    again = ControlledUNet(unet, [net])  # as the next run makes one
+    assert torch.equal(graphs(again, *given), denoise_step(again, *given))
+    assert len(captured) == 2
+    del steered, again, net
+    nets.pop()
+    gc.collect()
+    another: Any = ControlledUNet(unet, [toy.fill(ControlNet(PLAIN), "2.")])
+    assert torch.equal(graphs(another, *given), denoise_step(another, *given))
+    [held] = graphs._graphs.values()
+    assert (len(captured), len(held)) == (3, 2)  # that of the deleted net is gone
+    del another, unet
+    nets.clear()
     gc.collect()
     assert len(graphs._graphs) == 0
 
@@ -621,7 +632,8 @@ def test_a_capture_that_another_thread_disturbed_is_tried_again(
     graphs = tiers._Graphs(denoise_step)
     graphs(tiny, *VARIED[0])
     assert cuda.log.count("capture") == 2
-    assert len(graphs._graphs[tiny]) == 1
+    [captured] = graphs._graphs.values()
+    assert len(captured) == 1
 
 
 @pytest.mark.parametrize("tier", ["step", "regional"])
