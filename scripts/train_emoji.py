@@ -360,7 +360,7 @@ def train_text(args: argparse.Namespace, options: TrainOptions) -> None:
             network.requires_grad_(False).eval()
         dataset = open_scenes(options, model.family.resolution)
         if dataset.shards is not None:
-            dataset = encoded(options, dataset, model.vae)
+            dataset, _ = encoded(options, dataset, model.vae)
         fit(options, TextLoss(model, args.caption_dropout), dataset, lambda ema: checkpoint(model, ema))
 
 

@@ -119,6 +119,6 @@ def finish(store: Store, table: Table) -> Path:
     about = {name: job[name] for name in ("resolution", "scale_factor", "vae", "text_encoder")}
     sizes = (min(table.size, table.count - number * table.size) for number in range(table.shards))
     counts = [size - len(store.lines(number)) for number, size in enumerate(sizes)]
-    if not (examples := sum(counts)):
+    if not any(counts):
         raise ValueError(f"{table.path}: none of its images can be encoded: {store.lines(0)[0]['error']}")
-    return write_index(store.out, examples, job["shard"], about, counts if examples < table.count else ())
+    return write_index(store.out, counts, job["shard"], about)

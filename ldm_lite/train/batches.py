@@ -6,6 +6,7 @@ stay the same however a step is divided into processes and batches, and a run ca
 
 import contextlib
 import functools
+import logging
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -19,11 +20,13 @@ from torch.utils import data as torch_data
 from ldm_lite.cli.signals import ignore_signals
 from ldm_lite.train.data import Buckets, Dataset, Example
 
+log = logging.getLogger("ldm_lite")
 T = TypeVar("T")
 
 TENSORS = ("pixels", "context", "y", "sizes", "mask", "hint")  # of an example
 BLOCK = 1000  # batches whose buckets are drawn together
 PRIOR = 2**40  # the first number of the class images: their noise is another
+MOST_LEFT_OUT = 10  # broken examples, or a tenth of a shard
 MIXED = 16  # shards whose examples are shuffled together: memory and open files do not grow with the number of shards
 
 
@@ -192,19 +195,42 @@ def _read_batch(sources: Sequence[tuple[Dataset, Order | BucketOrder]], part: Sl
     return replace(batch, prior=prior[0]) if prior else batch
 
 
-def in_order(dataset: Dataset, batch: int, workers: int, first: int = 0, end: int | None = None) -> Iterator[Batch]:
-    """Yield the examples of a finite dataset once, from one to before another, in batches; the last may be smaller."""
+def in_order(
+    dataset: Dataset,
+    batch: int,
+    workers: int,
+    first: int = 0,
+    end: int | None = None,
+    left_out: dict[int, str] | None = None,
+) -> Iterator[Batch]:
+    """Yield the examples of a finite dataset once, from one to before another, in batches; the last may be smaller.
+
+    With left_out, which gets their errors by index, broken ones are named and left out, up to a tenth of them; else it
+    raises what `example` raises.
+    """
     assert dataset.shards is not None
+    end = sum(dataset.shards) if end is None else end
     loader = torch_data.DataLoader(
         _Caught(dataset.example),
         batch_size=batch,
-        sampler=range(first, sum(dataset.shards) if end is None else end),
+        sampler=range(first, end),
         num_workers=workers,
         collate_fn=list,
         worker_init_fn=ignore_signals,
     )
     for examples in loader:
-        yield Batch.of([_reraised(example) for example in examples], range(first, first + len(examples)))
+        numbers, whole = [], []
+        for number, example in enumerate(examples, first):
+            if left_out is not None and isinstance(example, ValueError):
+                left_out[number] = str(example)
+                log.warning("left out: %s", example)
+                if len(left_out) > max(MOST_LEFT_OUT, (end - first) / 10):
+                    raise ValueError(f"{len(left_out)} images are broken, which is too many, such as {example}")
+            else:
+                numbers.append(number)
+                whole.append(_reraised(example))
+        if whole:
+            yield Batch.of(whole, numbers)
         first += len(examples)
 
 
