@@ -22,15 +22,24 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._pytree import tree_map_only
 
 from ldm_lite.cli.signals import Stopped, noted
+from ldm_lite.cli.writing import remove
 from ldm_lite.train import distributed
 from ldm_lite.train.batches import Batch, Draws, Slice, batches, reported_workers
 from ldm_lite.train.data import Dataset
 from ldm_lite.train.losses import Loss, Validation
 from ldm_lite.train.options import MAY_CHANGE, TrainOptions, resolved, settings_of
-from ldm_lite.train.state import STATE, Log, load_weights, opened_state, write_state, write_tensors
+from ldm_lite.train.state import (
+    STATE,
+    Log,
+    load_weights,
+    opened_state,
+    read_divided,
+    write_divided,
+    write_state,
+    write_tensors,
+)
 
 log = logging.getLogger("ldm_lite")
 
@@ -84,7 +93,8 @@ class Trainer:
             self.ema = {name: copy.deepcopy(net).requires_grad_(False).eval() for name, net in loss.networks.items()}
         self.averages = PowerAverages(loss.networks) if options.ema_lengths else None
         self.validation: Validation | None = None
-        if options.shard:
+        self.is_divided = options.shard and distributed.world_size() > 1
+        if self.is_divided:
             for network in {*loss.networks.values(), *self.ema.values()}:
                 distributed.shard(network)
         self.parameters = [p for network in loss.networks.values() for p in network.parameters()]
@@ -119,24 +129,35 @@ class Trainer:
     # ---- state ------------------------------------------------------------------------------------------------------
 
     def save(self) -> None:
-        """Write the state to resume from, atomically."""
-        state = {
-            "step": self.step,
-            "settings": self.settings,
-            "losses": self._losses,
-            "networks": {name: network.state_dict() for name, network in self.loss.networks.items()},
-            "average": {name: network.state_dict() for name, network in self.ema.items()},
-            "optimizer": self.optimizer.state_dict(),
-            "scaler": self.scaler.state_dict(),
-        }
-        if self.ema is self.loss.networks:
-            del state["average"]
-        if self.averages is not None:
-            state["averages"] = self.averages.state()
-        state = tree_map_only(Tensor, distributed.gather, state)
-        if distributed.rank() == 0:
-            write_state(self.folder / STATE, state)
+        """Write the state to resume from, atomically: what is divided into a folder that the state's file names.
+
+        Raises OSError, in all processes.
+        """
+        state, failed = {"step": self.step, "settings": self.settings, "losses": self._losses}, None
+        state |= {"scaler": self.scaler.state_dict()}
+        tensors = self._tensors()
+        if self.is_divided:
+            state["divided"] = f"state-{self.step:07}"
+            write_divided(self.folder / state["divided"], tensors | {"optimizer": self.optimizer.state_dict()["state"]})
+        else:
+            state |= tensors | {"optimizer": self.optimizer.state_dict()}
+            state |= {"averages": self.averages.state()} if self.averages is not None else {}
+        try:
+            if distributed.rank() == 0:
+                write_state(self.folder / STATE, state)
+                for path in self.folder.glob("state-*"):
+                    if path.name != state.get("divided"):
+                        remove(path)
+        except OSError as error:
+            failed = error
+        if message := distributed.broadcast(failed and str(failed)):
+            raise failed or OSError(message)
         self.saved = self.step
+
+    def _tensors(self) -> dict[str, Any]:
+        """Return the weights, and their EMA if there is one, by network: these themselves, divided as they are."""
+        kinds = {"networks": self.loss.networks} | ({"average": self.ema} if self.ema_decay else {})
+        return {kind: {name: net.state_dict() for name, net in networks.items()} for kind, networks in kinds.items()}
 
     def resume(self) -> None:
         """Continue from the state in the folder.
@@ -149,6 +170,17 @@ class Trainer:
             changed = {name: value for name, value in self.settings.items() if before.get(name, value) != value}
             if fixed := [name for name in changed if name not in MAY_CHANGE]:
                 raise ValueError(f"`{fixed[0]}` was {before[fixed[0]]!r:.60}, now it is {changed[fixed[0]]!r:.60}")
+            if "divided" in state:  # perhaps among another number of processes
+                tensors = self._tensors()
+                trained = [p for group in self.optimizer.param_groups for p in group["params"]]
+                tensors["optimizer"] = {
+                    str(i): {"step": torch.zeros(()), "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+                    for i, p in enumerate(trained)
+                    if p.requires_grad
+                }
+                read_divided(self.folder / state["divided"], tensors)
+                averages = {int(i): values for i, values in tensors.pop("optimizer").items()}
+                state |= tensors | {"optimizer": {"state": averages, "param_groups": []}}
             for name, network in self.loss.networks.items():
                 load_weights(network, state["networks"][name])
                 if self.ema_decay:
@@ -490,7 +522,9 @@ def restore(optimizer: torch.optim.Optimizer, stored: dict[str, Any]) -> None:
     ours, is_adamw = optimizer.state_dict()["param_groups"], isinstance(optimizer, torch.optim.AdamW)
     for index, values in stored["state"].items():
         for name in ("exp_avg", "exp_avg_sq") if is_adamw else ():
-            if values[name].shape != parameters[index].shape or bool((values["exp_avg_sq"] < 0).any()):
+            squares = values["exp_avg_sq"]
+            squares = squares.to_local() if isinstance(squares, DTensor) else squares
+            if values[name].shape != parameters[index].shape or bool((squares < 0).any()):
                 raise ValueError(f"{name} of parameter {index} is another's")
             values[name] = distributed.shard_like(values[name], parameters[index])
     # The groups of prodigy hold what it has found.
