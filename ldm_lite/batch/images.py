@@ -77,7 +77,7 @@ class ImageWorker:
             names &= {field.name for field in dataclasses.fields(task.defaults)}
             prepare(self.model, Txt2imgOptions("", **{name: getattr(task.defaults, name) for name in names}))
         self._decoder, self._writers = ThreadPoolExecutor(1, "decode"), ThreadPoolExecutor(2, "png")
-        check_job(task.out, self._job())
+        check_job(task.place, self._job())
 
     def make(self, number: int) -> Report:
         """Make a shard, unless it is there and made of the same rows."""

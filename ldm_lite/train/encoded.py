@@ -180,8 +180,8 @@ def write_shard(folder: Path, examples: Iterable[Row], count: int) -> None:
         flush(path)
 
 
-def write_index(folder: Path, counts: Sequence[int], shard: int, about: Mapping[str, Any]) -> Path:
-    """Write the index of a folder whose shards are there; return its path.
+def write_index(folder: Path, counts: Sequence[int], shard: int, about: Mapping[str, Any]) -> None:
+    """Write the index of a folder whose shards are there.
 
     counts: examples of each shard: `shard`, of the last perhaps less, but for those left out.  Raises OSError.
     """
@@ -193,7 +193,6 @@ def write_index(folder: Path, counts: Sequence[int], shard: int, about: Mapping[
     index = {"format": FORMAT, "examples": sum(counts), "shard": shard, **shapes, **about}
     index |= {"counts": list(counts)} if set(counts[:-1]) - {shard} else {}
     write_whole(folder / INDEX, json.dumps(index, indent=1), unique=True)
-    return folder / INDEX
 
 
 def encoder_digest(vae: nn.Module) -> str:

@@ -127,7 +127,7 @@ def _cause(error: CheckpointException) -> str:
 
 
 class _Reader(checkpoint.FileSystemReader):
-    """Torch's, but for the list of tensors: torch runs whatever code is in that pickle, and in values that are bytes."""
+    """Torch's, but for the list of tensors: torch runs any code in that pickle, and in values that are bytes."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)

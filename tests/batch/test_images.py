@@ -22,6 +22,7 @@ from PIL import Image
 import ldm_lite
 from ldm_lite.batch import images
 from ldm_lite.batch.options import RowOptions
+from ldm_lite.batch.places import Folder
 from ldm_lite.batch.rows import Item, Rows, convert
 from ldm_lite.batch.store import Store, check_job
 from ldm_lite.batch.table import open_table
@@ -245,10 +246,9 @@ def test_a_broken_field_of_a_csv_takes_no_other_row_with_it(tmp_path: Path) -> N
 
 
 def test_a_folder_whose_files_are_no_files_waits_for_nothing(tmp_path: Path) -> None:
-    store = Store(tmp_path, ".tar")
-    (tmp_path / "parts").mkdir()
-    os.mkfifo(store.list_of(0))
-    store.list_of(1).write_bytes(b"[" * 10**5)
+    store = Store(Folder(tmp_path), ".tar")
+    os.mkfifo(tmp_path / store.list_of(0))
+    (tmp_path / store.list_of(1)).write_bytes(b"[" * 10**5)
     assert not store.is_done(0)
     assert not store.is_done(1)
     with pytest.raises(ValueError, match="is a pipe, wanted a regular file"):
@@ -256,7 +256,7 @@ def test_a_folder_whose_files_are_no_files_waits_for_nothing(tmp_path: Path) -> 
     for content, message in ((b"[]", "holds a JSON list, wanted an object"), (b"[" * 10**5, "is nested too deeply")):
         (tmp_path / "job.json").write_bytes(content)
         with pytest.raises(ValueError, match=rf"job\.json: {message}"):
-            check_job(tmp_path, {"a": 1})
+            check_job(Folder(tmp_path), {"a": 1})
 
 
 def test_broken_lines_are_rows(tmp_path: Path) -> None:
