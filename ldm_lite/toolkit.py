@@ -27,7 +27,6 @@ from ldm_lite.checkpoint.reader import open_source
 from ldm_lite.cli.options import LoadOptions
 from ldm_lite.cli.task_options import Img2imgOptions, InpaintOptions, Txt2imgOptions, UpscaleOptions
 from ldm_lite.conditioning.prompts import PromptOptions, conditioner_of, count_chunks, encode_prompts
-from ldm_lite.control.control import parse as parse_controls
 from ldm_lite.core.denoise import Conditioning, State
 from ldm_lite.core.job import Item, Started, start
 from ldm_lite.diffusion.guidance import rows_of
@@ -64,7 +63,6 @@ __all__ = [
     "lora_weight",
     "merge_loras",
     "out_of_memory",
-    "parse_controls",
     "prepare",
     "prepare_rows",
     "prompt_kind",

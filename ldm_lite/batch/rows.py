@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ldm_lite import Pipeline
+from ldm_lite import Control, Pipeline
 from ldm_lite.batch.options import COLUMNS, FILES, LISTS, SHARED, column_type
 from ldm_lite.batch.table import Row, as_column
 from ldm_lite.cli.options import SEEDS, CheckedOptions
 from ldm_lite.cli.task_options import Img2imgOptions, InpaintOptions, Txt2imgOptions
-from ldm_lite.toolkit import parse_controls, prompt_kind, text_length
+from ldm_lite.toolkit import prompt_kind, text_length
 
 log = logging.getLogger("ldm_lite")
 
@@ -102,7 +102,7 @@ class Rows:
             options = kind(**shared | values | {"seed": seed})
             options = dataclasses.replace(options, seed=0, negative_prompt=None)
             if options.control:
-                controls = parse_controls(options.control, options.preprocess)
+                controls = Control.parse(options.control, options.preprocess)
                 networks = [self._networks.setdefault(str(control.source), control.networks) for control in controls]
                 controls = [
                     dataclasses.replace(control, networks=known)
