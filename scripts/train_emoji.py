@@ -232,8 +232,8 @@ class TextLoss:
 # ---- runs -----------------------------------------------------------------------------------------------------------
 
 DEFAULTS = {  # for new weights: other ones than the package's, which are for changing a model that is good already
-    "steps": 10_000, "batch": 64, "accumulate": 1, "warmup": 200, "save_every": 1000, "workers": 2,
-    "lr": 1e-3, "weight_decay": 0.01, "ema_decay": 0.999, "clip": 1.0,
+    "steps": 10_000, "batch_size": 64, "accumulate": 1, "warmup": 200, "save_every": 1000, "data_workers": 2,
+    "lr": 1e-3, "weight_decay": 0.01, "ema_decay": 0.999, "max_grad_norm": 1.0,
 }  # fmt: skip
 
 

@@ -80,7 +80,7 @@ def ours(family: Family, options: argparse.Namespace, folder: Path) -> Step:
     lay_out([unet, *networks.values()])
     empty = {"context": torch.zeros(1, TOKENS, family.unet.context_dim)}
     config = TrainOptions(
-        steps=10**6, batch=options.batch, lr=LR, warmup=0, ema_decay=DECAY, save_every=10**6, workers=0
+        steps=10**6, batch_size=options.batch, lr=LR, warmup=0, ema_decay=DECAY, save_every=10**6, data_workers=0
     )
     trainer = Trainer(DiffusionLoss(model, networks, empty=empty), config, folder)
 

@@ -156,7 +156,7 @@ class BucketOrder:
 
 @dataclass(frozen=True)
 class Slice:
-    """Which batches a process takes: `rows` of each `batch` examples, from batch `first` to before batch `end`."""
+    """Which batches a process takes: `rows` of each `batch_size` examples, from batch `first` to before batch `end`."""
 
     batch: int
     rows: range
@@ -263,5 +263,5 @@ def reported_workers() -> Iterator[None]:
             raise
         raise ChildProcessError(
             "a process that reads images was ended from outside, usually because memory ran out: use fewer "
-            "`workers`, or a smaller `batch`; the state of the last save is kept, `resume=True` continues"
+            "`data_workers`, or a smaller `batch_size`; the state of the last save is kept, `resume=True` continues"
         ) from error

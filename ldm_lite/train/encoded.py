@@ -183,7 +183,7 @@ def write_shard(folder: Path, examples: Iterable[Row], count: int) -> None:
 def write_index(folder: Path, counts: Sequence[int], shard: int, about: Mapping[str, Any]) -> None:
     """Write the index of a folder whose shards are there.
 
-    counts: examples of each shard: `shard`, of the last perhaps less, but for those left out.  Raises OSError.
+    counts: examples of each shard: `fsdp`, of the last perhaps less, but for those left out.  Raises OSError.
     """
     first = next(number for number, count in enumerate(counts) if count)
     paths = {name: folder / f"{first:05}" / f"{name}.npy" for name in KINDS}
@@ -369,7 +369,7 @@ def encoded(options: TrainOptions, images: Dataset, vae: nn.Module, name: str = 
     def encode(first: int, end: int, left_out: dict[int, str]) -> Iterator[Row]:
         broken = None if isinstance(images, RenderedScenes) else left_out  # whose file is at fault
         with reported_workers():
-            for batch in in_order(images, options.batch, options.workers, first, end, broken):
+            for batch in in_order(images, options.batch_size, options.data_workers, first, end, broken):
                 moments = torch.cat(moments_of(vae, batch.pixels, device), dim=1).cpu()
                 tensors = {name: getattr(batch, name) for name in KINDS if name != "moments"}
                 yield from rows(batch.captions, {"moments": moments, **tensors})

@@ -96,7 +96,7 @@ def train(
         if options.epochs is not None:
             if data.train.shards is None:
                 raise ValueError("`epochs` needs finite data: give `scenes`, or `steps` in place of it")
-            steps = math.ceil(options.epochs * sum(data.train.shards) / (options.batch * options.accumulate))
+            steps = math.ceil(options.epochs * sum(data.train.shards) / (options.batch_size * options.accumulate))
             options = replace(options, steps=steps, epochs=None)
         # With an offloader what no step uses waits on the CPU, and with `offload` the text encoders for their turn.
         texts = [] if data.empty is not None or (load.offload and not changes_text) else list(text_encoders(model))
@@ -115,10 +115,10 @@ def train(
             attached = stack.enter_context(lora.attach(trained_networks(options, model)))
         if isinstance(loss, DiffusionLoss):
             loss.prior = _prior(options, model, attached)
-        if not options.shard:  # which takes contiguous weights only
+        if not options.fsdp:  # which takes contiguous weights only
             lay_out([*loss.networks.values(), *model.networks.values()])
         # The trainer, and what changes how its networks run.
-        whole = {role: copy.deepcopy(network).cpu() for role, network in loss.networks.items() if options.shard}
+        whole = {role: copy.deepcopy(network).cpu() for role, network in loss.networks.items() if options.fsdp}
         precision = precision_of(load, model.device)
         about = {"dtype": f"{short_name(model.dtype)}, {precision}", "storage": str(load.storage)}
         trainer = make_trainer(options, loss, precision, about | {"ckpt": base, "data": data.digest})
@@ -132,7 +132,7 @@ def train(
             loss.base, loss.average = attached.off, functools.partial(using, loss.networks, trainer.ema)
         if data.validation is not None and isinstance(loss, DiffusionLoss):
             every = options.validate_every or options.save_every
-            trainer.validation = Validation(loss, data.validation, options.batch, every)
+            trainer.validation = Validation(loss, data.validation, options.batch_size, every)
         is_moved = load.offload == "sequential" or load.storage is not None
         if is_moved and model.offloader is not None:
             model.offloader.differentiable(model.unet)

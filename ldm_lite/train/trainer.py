@@ -79,10 +79,9 @@ class Trainer:
         self.settings = settings_of(options) | dict(inputs)
         self.loss, self.options, self.folder, self.precision = loss, options, folder, precision
         self.steps, self.lr, self.ema_decay = options.steps or 0, options.lr or 0.0, options.ema_decay or 0.0
-        if options.batch < distributed.world_size():
-            raise ValueError(
-                f"got `batch` {options.batch} for {distributed.world_size()} processes: wanted one for each, or more"
-            )
+        if options.batch_size < distributed.world_size():
+            processes = f"{distributed.world_size()} processes"
+            raise ValueError(f"got `batch_size` {options.batch_size} for {processes}: wanted one for each, or more")
         self.step = self.saved = 0  # steps done; steps done in the state on disk
         for network in loss.networks.values():
             if not any(p.requires_grad for p in network.parameters()):
@@ -93,7 +92,7 @@ class Trainer:
             self.ema = {name: copy.deepcopy(net).requires_grad_(False).eval() for name, net in loss.networks.items()}
         self.averages = PowerAverages(loss.networks) if options.ema_lengths else None
         self.validation: Validation | None = None
-        self.is_divided = options.shard and distributed.world_size() > 1
+        self.is_divided = options.fsdp and distributed.world_size() > 1
         if self.is_divided:
             for network in {*loss.networks.values(), *self.ema.values()}:
                 distributed.shard(network)
@@ -288,9 +287,9 @@ class Trainer:
     def _batches(self, dataset: Dataset, prior: Dataset | None = None) -> Generator[Batch]:
         """Yield this process's part of each batch, from the current step on."""
         options, rank, size = self.options, distributed.rank(), distributed.world_size()
-        rows = range(rank * options.batch // size, (rank + 1) * options.batch // size)
-        part = Slice(options.batch, rows, self.step * options.accumulate, self.steps * options.accumulate)
-        return batches(dataset, options.seed, part, options.workers, prior)
+        rows = range(rank * options.batch_size // size, (rank + 1) * options.batch_size // size)
+        part = Slice(options.batch_size, rows, self.step * options.accumulate, self.steps * options.accumulate)
+        return batches(dataset, options.seed, part, options.data_workers, prior)
 
     def _step(self, data: Iterator[Batch], on_save: Callable[[int], None]) -> list[float]:
         """Run one optimiser step over `accumulate` batches of all processes.  Returns its loss, or nothing.
@@ -310,14 +309,14 @@ class Trainer:
                 batch = replace(batch, captions=shuffled)
             if options.lora_dropout:
                 torch.manual_seed(options.seed * 2**32 + batch.numbers[0])
-            part = len(batch.numbers) / (options.batch * options.accumulate)
+            part = len(batch.numbers) / (options.batch_size * options.accumulate)
             with distributed.without_exchange(self._module) if left else contextlib.nullcontext(), self._kernels():
                 with self.autocast():
                     loss = part * self._module(batch, Draws(options.seed, batch.numbers))
                 self.scaler.scale(distributed.world_size() * loss).backward()  # whose gradients' mean is taken
             total += loss.detach()
         self.scaler.unscale_(self.optimizer)
-        norm = nn.utils.clip_grad_norm_(self.parameters, options.clip)
+        norm = nn.utils.clip_grad_norm_(self.parameters, options.max_grad_norm)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         value, size = torch.stack([distributed.all_reduce_sum(total), norm]).tolist()
         if not math.isfinite(value) or not math.isfinite(size):

@@ -28,13 +28,13 @@ class Last:
 last = Last()
 sys.exit(command.main(sys.argv[1:]))
 """
-SETTINGS: dict[str, Any] = {"steps": STEPS, "batch": 3, "accumulate": 2, "warmup": 2, "save_every": 1}
+SETTINGS: dict[str, Any] = {"steps": STEPS, "batch_size": 3, "accumulate": 2, "warmup": 2, "save_every": 1}
 
 
 def torchrun(processes: int, folder: Path, small_path: Path, out: Path, *more: str) -> "subprocess.Popen[str]":
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in SETTINGS.items()]
-    flags += ["--lr=1e-3", "--samples=picture 1", "--workers=0", "--device=cpu", "--dtype=fp32", *more]
+    flags += ["--lr=1e-3", "--samples=picture 1", "--data-workers=0", "--device=cpu", "--dtype=fp32", *more]
     code = out.with_suffix(".py")
     code.write_text(CODE)
     run = [os.fspath(code), f"--data={folder}", f"--ckpt={small_path}", f"--out={out}", *flags]
@@ -77,7 +77,7 @@ def test_two_processes_take_the_steps_of_one(tmp_path: Path, folder: Path, small
     assert "Python shuts down" not in errors
 
     shutil.copytree(one, tmp_path / "divided")
-    pair = torchrun(2, folder, small_path, tmp_path / "divided", "--minutes=0", "--resume", "--shard")
+    pair = torchrun(2, folder, small_path, tmp_path / "divided", "--minutes=0", "--resume", "--fsdp")
     train(options(folder, one, **SETTINGS, minutes=0.0, resume=True), load_options(small_path, dtype="fp32"))
     _, errors = pair.communicate(timeout=300)
     assert pair.returncode == 0, errors
@@ -124,7 +124,7 @@ def test_a_killed_process_ends_the_run_which_goes_on_in_one_process_or_in_three(
 def test_divided_weights_are_validated_by_all_processes(tmp_path: Path, folder: Path, small_path: Path) -> None:
     """One batch for two processes: the second computes it too, or the first would wait for it for ever."""
     out = tmp_path / "run"
-    pair = torchrun(2, folder, small_path, out, "--shard", "--validation=0.5", "--steps=1")
+    pair = torchrun(2, folder, small_path, out, "--fsdp", "--validation=0.5", "--steps=1")
     _, errors = pair.communicate(timeout=120)
     assert pair.returncode == 0, errors
     rows = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
@@ -137,7 +137,7 @@ def test_a_divided_state_is_written_and_read_in_parts_by_any_number_of_processes
 ) -> None:
     """Written by two; read by two, three and one it holds the same, and goes on with the same losses."""
     two = tmp_path / "two"
-    pair = torchrun(2, folder, small_path, two, "--shard", "--minutes=0", "--ema-decay=0.5")
+    pair = torchrun(2, folder, small_path, two, "--fsdp", "--minutes=0", "--ema-decay=0.5")
     _, errors = pair.communicate(timeout=300)
     assert pair.returncode == 0, errors
     assert (two / "state.pt").stat().st_size < 20_000
@@ -150,7 +150,7 @@ def test_a_divided_state_is_written_and_read_in_parts_by_any_number_of_processes
     runs = {}
     for count in (2, 3):
         shutil.copytree(two, tmp_path / f"of {count}")
-        run = torchrun(count, folder, small_path, tmp_path / f"of {count}", "--shard", "--resume", "--ema-decay=0.5")
+        run = torchrun(count, folder, small_path, tmp_path / f"of {count}", "--fsdp", "--resume", "--ema-decay=0.5")
         _, errors = run.communicate(timeout=300)
         assert run.returncode == 0, errors
         runs[count] = tmp_path / f"of {count}"

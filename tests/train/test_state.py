@@ -222,9 +222,22 @@ sys.exit(command.main(sys.argv[1:]))
 
 
 def start(out: Path, folder: Path, small_path: Path, workers: int) -> "subprocess.Popen[str]":
-    argv = ["--data", folder, "--ckpt", small_path, "--out", out, "--steps", "500", "--batch", "2", "--device", "cpu"]
+    argv = [
+        "--data",
+        folder,
+        "--ckpt",
+        small_path,
+        "--out",
+        out,
+        "--steps",
+        "500",
+        "--batch-size",
+        "2",
+        "--device",
+        "cpu",
+    ]
     process = subprocess.Popen(
-        [sys.executable, "-c", CODE, *map(os.fspath, argv), "--workers", str(workers)],
+        [sys.executable, "-c", CODE, *map(os.fspath, argv), "--data-workers", str(workers)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -259,7 +272,7 @@ def test_a_killed_worker_is_not_our_fault(tmp_path: Path, folder: Path, small_pa
     _, errors = process.communicate(timeout=300)
     assert process.returncode == 1
     assert errors.splitlines()[-1].startswith("error: a process that reads images was ended from outside")
-    assert "--workers" in errors
+    assert "--data-workers" in errors
     assert "Traceback" not in errors
 
 
@@ -286,8 +299,18 @@ def test_images_that_vanish_and_an_empty_folder_to_continue(
         (tmp_path / "data" / "0.png").unlink()
         return encoded(*args)
 
-    argv = ["--data", tmp_path / "data", "--ckpt", small_path, "--out", tmp_path / "out", "--batch", "2", "--resume"]
-    command_line = [*map(os.fspath, argv), "--workers", "0", "--device", "cpu", "--steps", "1"]
+    argv = [
+        "--data",
+        tmp_path / "data",
+        "--ckpt",
+        small_path,
+        "--out",
+        tmp_path / "out",
+        "--batch-size",
+        "2",
+        "--resume",
+    ]
+    command_line = [*map(os.fspath, argv), "--data-workers", "0", "--device", "cpu", "--steps", "1"]
     monkeypatch.setattr(run, "sample", lambda *args: None)
     assert command.main(command_line) == 0
     assert "out: holds no state to continue from, a new run begins" in capsys.readouterr().err
