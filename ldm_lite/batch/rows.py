@@ -42,8 +42,9 @@ class Item:
     @property
     def whole(self) -> Txt2imgOptions:
         """All of its options, without files."""
-        texts = {"prompt": self.prompt, "negative_prompt": self.negative_prompt, "seed": self.seed}
-        return dataclasses.replace(self.options, **texts)
+        return dataclasses.replace(
+            self.options, prompt=self.prompt, negative_prompt=self.negative_prompt, seed=self.seed
+        )
 
 
 @dataclass(frozen=True)

@@ -64,10 +64,6 @@ class Draws:
         self.seed = seed
         self._generators = [np.random.default_rng([1, seed, number]) for number in numbers]
 
-    def of(self, numbers: Sequence[int]) -> "Draws":
-        """Return the random numbers of other examples of the run."""
-        return Draws(self.seed, numbers)
-
     def normal(self, shape: Sequence[int] = ()) -> Tensor:
         """Return normal numbers (B,*shape) float32."""
         return torch.from_numpy(
@@ -89,8 +85,9 @@ class Order:
     In each epoch the shards are shuffled, and then the examples of every MIXED of them in a row.
     """
 
-    def __init__(self, dataset: Dataset, seed: int) -> None:
-        self.seed = seed
+    def __init__(self, dataset: Dataset, seed: int, *key: int) -> None:
+        """key: what tells several orders of a seed apart."""
+        self.seed, self.key = seed, (seed, *key)
         self.ends = None if dataset.shards is None else np.cumsum(dataset.shards)
         self._epoch: tuple[int, NDArray[np.int64], NDArray[np.int64]] = (-1, np.zeros(0, int), np.zeros(0, int))
         self._group: tuple[tuple[int, int], NDArray[np.int64]] = ((-1, -1), np.zeros(0, int))
@@ -108,13 +105,13 @@ class Order:
             mixed = shards[group * MIXED : (group + 1) * MIXED]
             starts = np.concatenate([[0], self.ends])
             examples = np.concatenate([np.arange(starts[shard], starts[shard + 1]) for shard in mixed])
-            self._group = ((epoch, group), np.random.default_rng([0, self.seed, epoch, group]).permutation(examples))
+            self._group = ((epoch, group), np.random.default_rng([0, *self.key, epoch, group]).permutation(examples))
         return int(self._group[1][position - (group_ends[group - 1] if group else 0)])
 
     def _shuffled_shards(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the shards in the order of an epoch, and where each MIXED of them end."""
         assert self.ends is not None
-        shards = np.random.default_rng([2, self.seed, epoch]).permutation(len(self.ends))
+        shards = np.random.default_rng([2, *self.key, epoch]).permutation(len(self.ends))
         ends = np.cumsum(np.diff(self.ends, prepend=0)[shards])
         return shards, ends[[*range(MIXED - 1, len(ends) - 1, MIXED), len(ends) - 1]]
 
@@ -128,9 +125,9 @@ class BucketOrder:
     def __init__(self, dataset: Buckets, seed: int, batch: int) -> None:
         self.seed, self.batch = seed, batch
         self.counts, self.firsts = np.array(dataset.counts), dataset.ends - np.array(dataset.counts)
+        self._orders = [Order(part, seed, bucket) for bucket, part in enumerate(dataset.parts)]
         self._starts = [np.zeros(len(self.counts), int)]  # by block of batches: how many each bucket had before
         self._block: tuple[int, NDArray[np.int64]] = (-1, np.zeros(0, int))
-        self._epochs: dict[int, tuple[int, NDArray[np.int64]]] = {}  # by bucket: its current epoch, shuffled
 
     def _chosen(self, block: int) -> NDArray[np.int64]:
         """Return the buckets of a block of batches."""
@@ -147,11 +144,7 @@ class BucketOrder:
             self._block = (block, self._chosen(block))
         bucket = int(self._block[1][at])
         before = self._starts[block][bucket] + int((self._block[1][:at] == bucket).sum())
-        epoch, position = divmod(int(before) * self.batch + place, int(self.counts[bucket]))
-        if self._epochs.get(bucket, (-1,))[0] != epoch:
-            order = np.random.default_rng([4, self.seed, bucket, epoch]).permutation(int(self.counts[bucket]))
-            self._epochs[bucket] = (epoch, order)
-        return int(self.firsts[bucket] + self._epochs[bucket][1][position])
+        return int(self.firsts[bucket]) + self._orders[bucket][before * self.batch + place]
 
 
 @dataclass(frozen=True)

@@ -146,7 +146,7 @@ class DiffusionLoss:
         """Return the loss of one batch, with that of the prior."""
         loss = self._mean(batch, draws)
         if batch.prior is not None and self.prior is not None:
-            loss = loss + self.prior.weight * self._mean(batch.prior, draws.of(batch.prior.numbers))
+            loss = loss + self.prior.weight * self._mean(batch.prior, Draws(draws.seed, batch.prior.numbers))
         return loss
 
     def errors(self, batch: Batch, draws: Draws, quantiles: Tensor) -> Tensor:

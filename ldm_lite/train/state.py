@@ -19,9 +19,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import checkpoint
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
@@ -101,7 +103,7 @@ def write_divided(folder: Path, tensors: Mapping[str, Any]) -> None:
         remove(folder)
     distributed.barrier()
     try:
-        checkpoint.save(dict(tensors), storage_writer=checkpoint.FileSystemWriter(folder))
+        save(dict(tensors), storage_writer=FileSystemWriter(folder))
     except CheckpointException as error:
         raise OSError(errno.EIO, f"cannot be written ({_cause(error)})", os.fspath(folder)) from error
 
@@ -114,7 +116,7 @@ def read_divided(folder: Path, tensors: dict[str, Any]) -> None:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process
-            checkpoint.load(tensors, storage_reader=_Reader(folder))
+            load(tensors, storage_reader=_Reader(folder))
     except CheckpointException as error:
         raise ValueError(f"{folder.name}: {_cause(error)}") from error
     check_finite(tensors)
@@ -126,7 +128,7 @@ def _cause(error: CheckpointException) -> str:
     return (str(cause).splitlines() or [type(cause).__name__])[0][:200]
 
 
-class _Reader(checkpoint.FileSystemReader):
+class _Reader(FileSystemReader):
     """Torch's, but for the list of tensors: torch runs any code in that pickle, and in values that are bytes."""
 
     def __init__(self, folder: Path) -> None:

@@ -132,9 +132,9 @@ class Trainer:
 
         Raises OSError, in all processes.
         """
-        state, failed = {"step": self.step, "settings": self.settings, "losses": self._losses}, None
+        state: dict[str, Any] = {"step": self.step, "settings": self.settings, "losses": self._losses}
         state |= {"scaler": self.scaler.state_dict()}
-        tensors = self._tensors()
+        tensors, failed = self._tensors(), None
         if self.is_divided:
             state["divided"] = f"state-{self.step:07}"
             write_divided(self.folder / state["divided"], tensors | {"optimizer": self.optimizer.state_dict()["state"]})
