@@ -48,7 +48,7 @@ from ldm_lite.train.data import Dataset, to_float
 from ldm_lite.train.encoded import encoded, open_scenes
 from ldm_lite.train.losses import Loss, moments, moments_of, read
 from ldm_lite.train.options import TrainOptions
-from ldm_lite.train.run import check_model, checkpoint, lay_out, make_trainer, plot_losses, precision_of, run_folder
+from ldm_lite.train.run import check_model, checkpoint, make_trainer, plot_losses, precision_of, run_folder
 from ldm_lite.train.state import write_tensors
 from ldm_lite.zoo.family import KL_F8, Family
 
@@ -368,7 +368,6 @@ def fit(
     options: TrainOptions, loss: Loss, dataset: Dataset, content: Callable[[Mapping[str, nn.Module]], Content]
 ) -> None:
     """Train the networks of a loss; at each save write what `content` makes of their EMA to model.safetensors."""
-    lay_out(loss.networks.values())
     device = next(parameter for network in loss.networks.values() for parameter in network.parameters()).device
     trainer = make_trainer(options, loss, precision_of(LoadOptions(), device))
     if trainer.device.type == "cpu":

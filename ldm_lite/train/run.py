@@ -9,7 +9,7 @@ import logging
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -115,8 +115,6 @@ def train(
             attached = stack.enter_context(lora.attach(trained_networks(options, model)))
         if isinstance(loss, DiffusionLoss):
             loss.prior = _prior(options, model, attached)
-        if not options.fsdp:  # which takes contiguous weights only
-            lay_out([*loss.networks.values(), *model.networks.values()])
         # The trainer, and what changes how its networks run.
         whole = {role: copy.deepcopy(network).cpu() for role, network in loss.networks.items() if options.fsdp}
         precision = precision_of(load, model.device)
@@ -341,13 +339,6 @@ def make_trainer(
         about = asdict(options)
         trainer.log.loggers = [open_logger(name, trainer.folder, about, trainer.step) for name in options.log_to]
     return trainer
-
-
-def lay_out(networks: Iterable[nn.Module]) -> None:
-    """Give weights of convolutions the layout of the feature maps; frozen ones too, or each pass reorders them."""
-    for weight in {p for network in networks for p in network.parameters()}:
-        if weight.ndim == 4 and weight.is_floating_point():
-            weight.data = weight.data.contiguous(memory_format=torch.channels_last)
 
 
 # ---- the files besides the state and the log ------------------------------------------------------------------------

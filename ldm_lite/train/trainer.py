@@ -98,19 +98,11 @@ class Trainer:
                 distributed.shard(network)
         self.parameters = [p for network in loss.networks.values() for p in network.parameters()]
         self.device = self.parameters[0].device
-        weighting = list(loss.networks.get("weighting", nn.Module()).parameters())
-        ids = {id(p) for p in weighting}
-        text = (
-            []
-            if options.text_lr is None
-            else [
-                parameter
-                for role, network in loss.networks.items()
-                for name, parameter in network.named_parameters()
-                if role.startswith("text_encoder") or name.startswith("lora_te")
-            ]
-        )
-        ids |= {id(parameter) for parameter in text}
+        named = [(role, name, p) for role, network in loss.networks.items() for name, p in network.named_parameters()]
+        weighting = [p for role, _, p in named if role == "weighting"]
+        is_text = [role.startswith("text_encoder") or name.startswith("lora_te") for role, name, _ in named]
+        text = [p for (_, _, p), is_text in zip(named, is_text, strict=True) if is_text and options.text_lr is not None]
+        ids = {id(p) for p in (*weighting, *text)}
         groups: list[dict[str, Any]] = [{"params": [p for p in self.parameters if id(p) not in ids]}]
         groups += [{"params": text, "peak": options.text_lr}] if text else []
         if weighting:  # which is far from the networks in scale: EDM2 trains both at 1e-2
@@ -468,32 +460,6 @@ def using(networks: Mapping[str, nn.Module], averages: Mapping[str, nn.Module]) 
 PACKAGES = {"adamw8bit": ("bitsandbytes", "optim.AdamW8bit"), "prodigy": ("prodigyopt", "Prodigy")}
 
 
-class _AdamW(torch.optim.AdamW):
-    """AdamW for weights with channels last: PyTorch's fused kernel for a CPU copies them all in each step.
-
-    It gets contiguous views of them.  If averages or gradients lie otherwise, it would pair their values wrongly.
-    """
-
-    def load_state_dict(self, state_dict: Any) -> None:
-        """As torch's; averages take the layout of their weights, whose values were perhaps divided when stored."""
-        super().load_state_dict(state_dict)
-        for weight, values in self.state.items():
-            for name, value in values.items():
-                if value.ndim and value.stride() != weight.stride():
-                    values[name] = torch.empty_like(weight).copy_(value)
-
-    def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> Any:
-        # This fills the lists: weights, gradients, averages, step numbers.
-        result = super()._init_group(group, *lists)  # type: ignore[no-untyped-call]
-        last, filled = torch.channels_last, [tensors for tensors in lists if tensors]
-        for i, weight in enumerate(filled[0] if filled else ()):
-            if weight.ndim == 4 and weight.is_contiguous(memory_format=last):
-                for tensors in filled:
-                    if tensors[i].ndim:
-                        tensors[i] = tensors[i].detach().contiguous(memory_format=last).permute(0, 2, 3, 1)
-        return result
-
-
 def make_optimizer(
     name: str, groups: list[dict[str, Any]], lr: float, weight_decay: float, betas: tuple[float, float] = (0.9, 0.99)
 ) -> torch.optim.Optimizer:
@@ -504,7 +470,7 @@ def make_optimizer(
     """
     if name == "adamw":
         fused = groups[0]["params"][0].device.type in ("cuda", "cpu")
-        return _AdamW(groups, lr=lr, betas=betas, weight_decay=weight_decay, fused=fused)
+        return torch.optim.AdamW(groups, lr=lr, betas=betas, weight_decay=weight_decay, fused=fused)
     package, path = PACKAGES[name]
     try:
         optimizer: Any = importlib.import_module(package)
@@ -525,7 +491,9 @@ def restore(optimizer: torch.optim.Optimizer, stored: dict[str, Any]) -> None:
             squares = squares.to_local() if isinstance(squares, DTensor) else squares
             if values[name].shape != parameters[index].shape or bool((squares < 0).any()):
                 raise ValueError(f"{name} of parameter {index} is another's")
-            values[name] = distributed.shard_like(values[name], parameters[index])
+            # Fused kernels pair the values as they lie.
+            laid_out = torch.empty_like(parameters[index])
+            values[name] = laid_out.copy_(distributed.shard_like(values[name], parameters[index]))
     # The groups of prodigy hold what it has found.
     settings = [{key: group[key] for key in ("weight_decay", "betas")} for group in ours]
     groups = ours if is_adamw else [group | mine for group, mine in zip(groups, settings, strict=True)]
