@@ -373,7 +373,7 @@ def new_control(model: Pipeline) -> ControlNet:
     return network.requires_grad_(True)
 
 
-def control_file(network: nn.Module) -> Content:
+def control_file(network: nn.Module, model: Pipeline) -> Content:
     """Return the tensors (float16, on the CPU) and the metadata of a ControlNet's file in the original layout."""
     values = network.state_dict().items()
     return {f"control_model.{key}": value.to("cpu", torch.float16).contiguous() for key, value in values}, {}

@@ -342,12 +342,14 @@ FIRST = 2**41  # number of the first example: its noise is no training example's
 GOLDEN = 0.618034  # fractions of its multiples are spread evenly
 
 
+@dataclass(frozen=True)
 class Validation:
     """Measures a loss on a dataset."""
 
-    def __init__(self, loss: DiffusionLoss, dataset: Dataset, batch: int, every: int) -> None:
-        """every: steps between measurements."""
-        self.loss, self.dataset, self.batch, self.every = loss, dataset, batch, every
+    loss: DiffusionLoss
+    dataset: Dataset
+    batch: int
+    every: int  # steps between measurements
 
     @torch.no_grad()
     def __call__(self) -> float:

@@ -147,7 +147,7 @@ def train(
                 for role, network in whole.items():
                     network.load_state_dict(average[role])
                     ema[role] = network.to(model.device)
-                write_checkpoint(checkpoint_path(options), options, model, ema, step)
+                write_checkpoint(checkpoint_path(options), model, ema, step)
                 path = checkpoint_path(options)
                 if options.keep:
                     with replacing(path.with_stem(f"{path.stem}-{step:07}")) as part:
@@ -372,11 +372,8 @@ def sample(
         model = _with_networks(model, ema)
     try:
         with with_ema, trainer.autocast():
-            all_prompts, seeds = (
-                [prompt for prompt in prompts for _ in range(SAMPLES)],
-                [*range(SAMPLES)] * len(prompts),
-            )
-            images = model.txt2img(all_prompts, seed=seeds, batch_size=1 if model.offloader else SAMPLES, **how)
+            how |= {"seed": [*range(SAMPLES)] * len(prompts), "batch_size": 1 if model.offloader else SAMPLES}
+            images = model.txt2img([prompt for prompt in prompts for _ in range(SAMPLES)], **how)
         with replacing(samples_path(trainer)) as part:
             grid(images, columns=SAMPLES).save(part, format="PNG")
     except Exception as error:  # of any kind: the run is worth more
@@ -389,18 +386,11 @@ def samples_path(trainer: Trainer) -> Path:
     return trainer.folder / f"samples-{trainer.step:07}.png"
 
 
-def write_checkpoint(
-    path: Path, options: TrainOptions, model: Pipeline, networks: Mapping[str, nn.Module], step: int
-) -> None:
+def write_checkpoint(path: Path, model: Pipeline, networks: Mapping[str, nn.Module], step: int) -> None:
     """Write the file of a run after a step, with the weights of networks that it trained, by name."""
-    if options.stage == "embedding":
-        tensors, metadata = embedding_file(networks["embedding"], model)
-    elif options.stage == "control":
-        tensors, metadata = control_file(networks["control"])
-    elif options.lora_rank is not None:
-        tensors, metadata = kohya_file(networks["lora"], model)
-    else:
-        tensors, metadata = checkpoint(model, networks)
+    contents = {"embedding": embedding_file, "control": control_file, "lora": kohya_file}
+    name = next((name for name in contents if name in networks), None)
+    tensors, metadata = checkpoint(model, networks) if name is None else contents[name](networks[name], model)
     write_tensors(path, tensors, metadata | {"step": str(step)})
 
 
@@ -422,7 +412,7 @@ def write_average(folder: Path, average: tuple[Weights, int], out: Path) -> None
     for name, network in networks.items():
         for key, parameter in network.named_parameters():
             parameter.data = weights[f"{name}.{key}"]
-    write_checkpoint(out, options, model, networks, step)
+    write_checkpoint(out, model, networks, step)
 
 
 def plot_losses(folder: Path) -> None:

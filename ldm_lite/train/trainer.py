@@ -172,14 +172,13 @@ class Trainer:
                 read_divided(self.folder / state["divided"], tensors)
                 averages = {int(i): values for i, values in tensors.pop("optimizer").items()}
                 state |= tensors | {"optimizer": {"state": averages, "param_groups": []}}
-            for name, network in self.loss.networks.items():
-                load_weights(network, state["networks"][name])
-                if self.ema_decay:
-                    load_weights(self.ema[name], state["average"][name])
+            pairs = [(self.loss.networks, state["networks"])]
+            pairs += [(self.ema, state["average"])] if self.ema_decay else []
             if self.averages is not None:
-                for average, stored in zip(self.averages.networks, state["averages"], strict=True):
-                    for name, network in average.items():
-                        load_weights(network, stored[name])
+                pairs += zip(self.averages.networks, state["averages"], strict=True)
+            for networks, stored in pairs:
+                for name, network in networks.items():
+                    load_weights(network, stored[name])
             restore(self.optimizer, state["optimizer"])
             self.scaler.load_state_dict(state.get("scaler", {}))
             self._losses = [float(loss) for loss in state["losses"]]
@@ -315,7 +314,12 @@ class Trainer:
             what, self._skipped = "gradient" if math.isfinite(value) else "loss", self._skipped + 1
             why = f"the {what} is {size if what == 'gradient' else value} at step {self.step + 1}"
             if self._skipped > MOST_SKIPPED:
-                raise self._stopped(f"{why}, as in the {MOST_SKIPPED} before", on_save)
+                if self.step > self.saved and math.isfinite(self._loss_now()):  # the weights before them
+                    first = self.saved == 0
+                    self.save()
+                    if first:
+                        on_save(self.step)
+                raise self._not_finite(f"{why}, as in the {MOST_SKIPPED} before")
             log.warning("%s, which is left out", why)
             self.scaler.update()
             self.optimizer.zero_grad(set_to_none=True)
@@ -345,15 +349,6 @@ class Trainer:
         decay = min(self.ema_decay, (1 + self.step) / (10 + self.step))
         for name, network in self.loss.networks.items():
             torch._foreach_lerp_(list(self.ema[name].parameters()), list(network.parameters()), 1 - decay)
-
-    def _stopped(self, why: str, on_save: Callable[[int], None]) -> ValueError:
-        """Save the weights before a step that failed, unless their own loss is not finite; return the error."""
-        if self.step > self.saved and math.isfinite(self._loss_now()):
-            first = self.saved == 0
-            self.save()
-            if first:
-                on_save(self.step)
-        return self._not_finite(why)
 
     def _not_finite(self, why: str) -> ValueError:
         saved = f"the state of step {self.saved} is kept in {self.folder}" if self.saved else "nothing was saved"

@@ -384,7 +384,7 @@ def adapters(tmp_path: Path, small_path: Path) -> Path:
     for part in (control.zero_convs, control.middle_block_out):
         for parameter in part.parameters():
             torch.nn.init.normal_(parameter, std=0.3)
-    write_tensors(folder / "control.safetensors", *control_file(control))
+    write_tensors(folder / "control.safetensors", *control_file(control, pipe))
     for name in ("edges", "other"):
         Image.fromarray(np.random.default_rng(len(name)).integers(0, 255, (32, 32, 3), np.uint8)).save(
             folder / f"{name}.png"
