@@ -30,7 +30,7 @@ class EvaluateOptions(CheckedOptions):
     clip: str | None = option(
         None, "CLIP score with this model of Hugging Face: a folder, or a name such as openai/clip-vit-base-patch16"
     )
-    batch: int = option(32, "images at a time", within=(1, 4096))
+    batch_size: int = option(32, "images at a time", within=(1, 4096))
     neighbours: int = option(3, "neighbours of precision and recall", within=(1, 100))
     device: str = option("cpu", "cuda or cpu", choices=("cpu", "cuda"))
     debug: bool = option(False, "show the traceback of an error")
@@ -68,7 +68,7 @@ def evaluate(options: EvaluateOptions) -> dict[str, float]:
             feature_extractor="inception-v3-compat",  # of precision and recall too, whose own default is VGG-16
             feature_layer_prc="2048",
             feature_extractor_weights_path=options.inception,
-            batch_size=options.batch if len(sizes) == 1 else 1,
+            batch_size=options.batch_size if len(sizes) == 1 else 1,
             cuda=options.device == "cuda",
             cache=False,
             save_cpu_ram=True,  # no worker processes
@@ -115,8 +115,8 @@ def _clip_score(options: EvaluateOptions, folder: Path) -> float:
     from ldm_lite.image import open_image
 
     paths = _images(folder, 1)
-    for first in range(0, len(paths), options.batch):
-        batch = paths[first : first + options.batch]
+    for first in range(0, len(paths), options.batch_size):
+        batch = paths[first : first + options.batch_size]
         values = [torch.from_numpy(_imported("numpy").array(open_image(path))).permute(2, 0, 1) for path in batch]
         metric.update([value.to(options.device) for value in values], [_caption(path) for path in batch])
     return float(metric.compute())

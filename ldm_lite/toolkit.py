@@ -108,15 +108,19 @@ def with_exact_batches(model: Pipeline) -> Pipeline | None:
     return replace(model, step=Together(model.unet, model.step))
 
 
-def merge_loras(model: Pipeline, files: Sequence[tuple[str | os.PathLike[str], LoraWeight]]) -> Callable[[], None]:
-    """Merge LoRAs, each with its weight, into the model's networks, in place; return a function that undoes it.
+def merge_loras(
+    model: Pipeline, files: Sequence[str | tuple[str | os.PathLike[str], LoraWeight]]
+) -> Callable[[], None]:
+    """Merge LoRAs, "FILE:WEIGHT" or each with its weight, into the model's networks, in place; return what undoes it.
 
     Undone, the weights have the bits of before.  Raises FileNotFoundError, and ValueError, with nothing changed, for
     files that do not fit the model.
     """
     from ldm_lite.adapters import lora
+    from ldm_lite.adapters.strength import parse
 
-    opened = [(lora.open_lora(file), weight) for file, weight in files]
+    pairs = [parse(file) if isinstance(file, str) else file for file in files]
+    opened = [(lora.open_lora(file), weight) for file, weight in pairs]
     return lora.merge_lora(model.networks, opened, model.offloader).remove
 
 

@@ -48,7 +48,7 @@ from ldm_lite.train.data import Dataset, to_float
 from ldm_lite.train.encoded import encoded, open_scenes
 from ldm_lite.train.losses import Loss, moments, moments_of, read
 from ldm_lite.train.options import TrainOptions
-from ldm_lite.train.run import check_model, checkpoint, lay_out, make_trainer, plot_losses, precision_of, run_folder
+from ldm_lite.train.run import check_model, checkpoint, make_trainer, plot_losses, precision_of, run_folder
 from ldm_lite.train.state import write_tensors
 from ldm_lite.zoo.family import KL_F8, Family
 
@@ -232,8 +232,8 @@ class TextLoss:
 # ---- runs -----------------------------------------------------------------------------------------------------------
 
 DEFAULTS = {  # for new weights: other ones than the package's, which are for changing a model that is good already
-    "steps": 10_000, "batch": 64, "accumulate": 1, "warmup": 200, "save_every": 1000, "workers": 2,
-    "lr": 1e-3, "weight_decay": 0.01, "ema_decay": 0.999, "clip": 1.0,
+    "steps": 10_000, "batch_size": 64, "accumulate": 1, "warmup": 200, "save_every": 1000, "data_workers": 2,
+    "lr": 1e-3, "weight_decay": 0.01, "ema_decay": 0.999, "max_grad_norm": 1.0,
 }  # fmt: skip
 
 
@@ -360,7 +360,7 @@ def train_text(args: argparse.Namespace, options: TrainOptions) -> None:
             network.requires_grad_(False).eval()
         dataset = open_scenes(options, model.family.resolution)
         if dataset.shards is not None:
-            dataset = encoded(options, dataset, model.vae)
+            dataset, _ = encoded(options, dataset, model.vae)
         fit(options, TextLoss(model, args.caption_dropout), dataset, lambda ema: checkpoint(model, ema))
 
 
@@ -368,7 +368,6 @@ def fit(
     options: TrainOptions, loss: Loss, dataset: Dataset, content: Callable[[Mapping[str, nn.Module]], Content]
 ) -> None:
     """Train the networks of a loss; at each save write what `content` makes of their EMA to model.safetensors."""
-    lay_out(loss.networks.values())
     device = next(parameter for network in loss.networks.values() for parameter in network.parameters()).device
     trainer = make_trainer(options, loss, precision_of(LoadOptions(), device))
     if trainer.device.type == "cpu":

@@ -38,7 +38,6 @@ from ldm_lite.train.additions import LoRA
 from ldm_lite.train.batches import Batch, Draws
 from ldm_lite.train.losses import DiffusionLoss
 from ldm_lite.train.options import TrainOptions
-from ldm_lite.train.run import lay_out
 from ldm_lite.train.trainer import Trainer
 from ldm_lite.zoo.family import Family
 
@@ -77,10 +76,9 @@ def ours(family: Family, options: argparse.Namespace, folder: Path) -> Step:
         fill(lora)
         lora.attach(networks)
         networks = {"lora": lora}
-    lay_out([unet, *networks.values()])
     empty = {"context": torch.zeros(1, TOKENS, family.unet.context_dim)}
     config = TrainOptions(
-        steps=10**6, batch=options.batch, lr=LR, warmup=0, ema_decay=DECAY, save_every=10**6, workers=0
+        steps=10**6, batch_size=options.batch, lr=LR, warmup=0, ema_decay=DECAY, save_every=10**6, data_workers=0
     )
     trainer = Trainer(DiffusionLoss(model, networks, empty=empty), config, folder)
 

@@ -94,7 +94,7 @@ def test_distances_are_frechets_and_of_neighbours(
         torch.save({}, path)
         made = inception("it", ["2048"], feature_extractor_weights_path=str(path))
     torch.save(made.state_dict(), path)
-    arguments = [folders[0], "--inception", str(path), "--batch", "3", "--reference"]
+    arguments = [folders[0], "--inception", str(path), "--batch-size", "3", "--reference"]
     assert evaluate.main([*arguments, folders[0]]) == 0
     same = json.loads(capsys.readouterr().out)
     assert same == {"fid": pytest.approx(0, abs=1e-3), "precision": 1, "recall": 1}

@@ -273,7 +273,7 @@ def test_a_lora_learns_the_velocity(name: str, folder: Path, tmp_path: Path, pip
     shutil.copy(folder / "image.png", tmp_path / "data" / "a.png")
     (tmp_path / "data" / "a.txt").write_text("a cat")
     arguments = ["--data", str(tmp_path / "data"), "--out", str(tmp_path / "out"), "--lora-rank", "2", "--steps", "2"]
-    arguments += ["--batch", "1", "--workers", "0", "--samples", "a", "--lr", "0.01"]
+    arguments += ["--batch-size", "1", "--data-workers", "0", "--samples", "a", "--lr", "0.01"]
     assert train.main([*arguments, "--ckpt", str(folder / f"{name}.safetensors"), "--device", "cpu"]) == 0
     first = "double_blocks_0_img_attn_qkv" if "flux" in name else "joint_blocks_0_x_block_attn_qkv"
     assert f"lora_unet_{first}.lora_down.weight" in load_file(tmp_path / "out" / "lora.safetensors")

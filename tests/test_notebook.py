@@ -29,7 +29,9 @@ def test_first_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def _run(cells: list[Any], names: dict[str, Any], shown: list[Any]) -> None:
     for cell in cells:
         assert cell["outputs"] == [], "stored without its outputs"
-        lines = ast.parse("".join(cell["source"]).replace("--steps 400 --batch 4", "--steps 4 --batch 2")).body
+        lines = ast.parse(
+            "".join(cell["source"]).replace("--steps 400 --batch-size 4", "--steps 4 --batch-size 2")
+        ).body
         shows = isinstance(lines[-1], ast.Expr)
         exec(compile(ast.Module(lines[:-1] if shows else lines, []), "cell", "exec"), names)
         if shows:

@@ -439,7 +439,7 @@ def test_a_lora_is_trained(files: dict[str, Any], tmp_path: Path) -> None:
         Image.fromarray(toy.photo(64, 64)).save(tmp_path / "data" / f"{name}.png")
         (tmp_path / "data" / f"{name}.txt").write_text(caption)
     arguments = ["--data", str(tmp_path / "data"), "--out", str(tmp_path / "out"), "--lora-rank", "2", "--steps", "2"]
-    arguments += ["--batch", "2", "--workers", "0", "--samples", "a", "--lr", "0.01", "--checkpointing"]
+    arguments += ["--batch-size", "2", "--data-workers", "0", "--samples", "a", "--lr", "0.01", "--checkpointing"]
     arguments += ["--ckpt", str(files["ckpt"]), "--vae", files["vae"], "--text-encoder", files["text_encoder"]]
     assert train.main([*arguments, "--device", "cpu"]) == 0
     path = tmp_path / "out" / "lora.safetensors"

@@ -18,7 +18,6 @@ from ldm_lite.batch.rows import describe
 from ldm_lite.batch.store import JOB, Report, Store, Task, check_job, collected
 from ldm_lite.batch.table import Table
 from ldm_lite.cli.files import read_json
-from ldm_lite.cli.writing import replacing
 from ldm_lite.networks import digest, encode_captions, encode_moments
 from ldm_lite.toolkit import contents, load_model, short_name
 from ldm_lite.train.data import Example, ImageFolder, TarShards, open_data, to_float
@@ -37,7 +36,7 @@ class EncodeWorker:
         self.task, self.store, options = task, task.store, task.options
         # Training is in float32 and compares the weights: of the same type by default.
         self.model = model = load_model(replace(task.load, dtype=task.load.dtype or "fp32"))
-        self.data = open_data(task.folder / task.table.path, model.family.resolution, task.out / TARS)
+        self.data = open_data(task.folder / task.table.path, model.family.resolution, task.place.path / TARS)
         texts = model.text_encoders
         job = {
             "shard": options.shard_size,
@@ -49,10 +48,10 @@ class EncodeWorker:
             "vae": encoder_digest(model.vae),
             "text_encoder": digest(*texts) if texts else None,
         }
-        check_job(task.out, job)
+        check_job(task.place, job)
         self._readers = ThreadPoolExecutor(4)
-        if not (task.out / "empty").exists():
-            with replacing(task.out / "empty", unique=True) as part:
+        if "empty" not in task.place.names():
+            with task.place.new("empty") as part:
                 part.mkdir()
                 write_shard(part, rows([""], self._text([""])), 1)
 
@@ -113,12 +112,12 @@ def count(path: Path, out: Path) -> int:
     return sum(open_data(path, 8, out / TARS).shards or ())
 
 
-def finish(store: Store, table: Table) -> Path:
-    """Write the index of whole shards; return its path.  Raises ValueError if no image could be encoded."""
-    job = read_json(store.out / JOB)
+def finish(store: Store, table: Table) -> None:
+    """Write the index of whole shards.  Raises ValueError if no image could be encoded."""
+    job = read_json(store.place.path / JOB)
     about = {name: job[name] for name in ("resolution", "scale_factor", "vae", "text_encoder")}
     sizes = (min(table.size, table.count - number * table.size) for number in range(table.shards))
     counts = [size - len(store.lines(number)) for number, size in enumerate(sizes)]
-    if not (examples := sum(counts)):
+    if not any(counts):
         raise ValueError(f"{table.path}: none of its images can be encoded: {store.lines(0)[0]['error']}")
-    return write_index(store.out, examples, job["shard"], about, counts if examples < table.count else ())
+    write_index(store.place.path, counts, job["shard"], about)

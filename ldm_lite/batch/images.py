@@ -32,6 +32,7 @@ from ldm_lite.toolkit import (
     Sample,
     contents,
     load_model,
+    merge_loras,
     out_of_memory,
     prepare,
     prepare_rows,
@@ -77,7 +78,7 @@ class ImageWorker:
             names &= {field.name for field in dataclasses.fields(task.defaults)}
             prepare(self.model, Txt2imgOptions("", **{name: getattr(task.defaults, name) for name in names}))
         self._decoder, self._writers = ThreadPoolExecutor(1, "decode"), ThreadPoolExecutor(2, "png")
-        check_job(task.out, self._job())
+        check_job(task.place, self._job())
 
     def make(self, number: int) -> Report:
         """Make a shard, unless it is there and made of the same rows."""
@@ -145,18 +146,29 @@ class ImageWorker:
     def _begun(self, items: Sequence[Item]) -> Iterator[Outcome]:
         """Denoise the items, and yield their images while these are finished; the text of many is encoded at once."""
         size = self.task.options.batch_size
-        most = max(1, TEXTS // size) * size
         for similar in group(items):
-            for part in (similar[first : first + most] for first in range(0, len(similar), most)):
-                for prepared in self._groups(part):
-                    for batch in [prepared] if isinstance(prepared, Failed) else self._batches(prepared):
-                        yield from [batch] if isinstance(batch, Failed) else self._run(batch)
+            most = size if similar[0].options.hires is not None else max(1, TEXTS // size) * size
+            try:
+                undo = merge_loras(self.model, similar[0].loras) if similar[0].loras else lambda: None
+            except Exception as error:
+                yield from (_failed(item, error) for item in similar)
+                continue
+            try:
+                for part in (similar[first : first + most] for first in range(0, len(similar), most)):
+                    for prepared in self._groups(part):
+                        for batch in [prepared] if isinstance(prepared, Failed) else self._batches(prepared):
+                            yield from [batch] if isinstance(batch, Failed) else self._run(batch)
+            finally:
+                undo()
 
     def _groups(self, items: Sequence[Item]) -> Iterator[Iterator[Prepared] | Failed]:
         """Items with their samples, prepared together; one by one if some of them cannot be in any."""
-        rows = [Row(item.prompt, item.negative_prompt, item.seed, item.files) for item in items]
         try:
-            samples = prepare_rows(self.model, items[0].options, rows)
+            if items[0].options.hires is not None:  # whose second pass has texts of its own
+                samples = iter([sample for item in items for sample in prepare(self.model, item.whole)])
+            else:
+                rows = [Row(item.prompt, item.negative_prompt, item.seed, item.files) for item in items]
+                samples = prepare_rows(self.model, items[0].options, rows)
         except Exception as error:
             failed = _failed(items[0], error)
             if len(items) == 1:
@@ -183,25 +195,34 @@ class ImageWorker:
                 yield sizes.pop(size)
         yield from sizes.values()
 
-    def _run(self, prepared: Sequence[Prepared]) -> Iterator[Outcome]:
-        """Denoise items together, or each alone if that fails, and begin to finish their images."""
+    def _run(self, prepared: Sequence[Prepared], before: float = 0.0) -> Iterator[Outcome]:
+        """Denoise items together, or each alone if that fails, and begin to finish their images, or their second pass.
+
+        before: seconds that a first pass took for each.
+        """
         begun = time.perf_counter()
         try:
             batch = Batch([sample for _, sample in prepared])
             for _ in batch:
                 pass
+            rows = [batch.latents[i : i + 1] for i in range(len(prepared))]
+            second = [sample.second_pass(latents) for (_, sample), latents in zip(prepared, rows, strict=True)]
         except Exception as error:
             failed = _failed(prepared[0][0], error)
             if len(prepared) == 1:
                 yield failed
                 return
         else:
-            seconds = (time.perf_counter() - begun) / len(prepared)
-            for i, (item, sample) in enumerate(prepared):
-                yield self._finish(item, sample, batch.latents[i : i + 1], seconds)
+            seconds = before + (time.perf_counter() - begun) / len(prepared)
+            following = [(item, sample) for (item, _), sample in zip(prepared, second, strict=True) if sample]
+            if following:  # all of them: they have the same options
+                yield from self._run(following, seconds)
+            else:
+                for (item, sample), latents in zip(prepared, rows, strict=True):
+                    yield self._finish(item, sample, latents, seconds)
             return
         for item_and_sample in prepared:  # here, where the error holds no memory any more
-            yield from self._run([item_and_sample])
+            yield from self._run([item_and_sample], before)
 
     def _finish(self, item: Item, sample: Sample, latents: Tensor, seconds: float) -> Future[Made | Failed]:
         """Decode latents (1,C,h,w) and write the file, in other threads, while the next batch is denoised."""
@@ -228,7 +249,12 @@ class ImageWorker:
         height, width = result.pixels.shape[1:]
         about: dict[str, object] = {"id": item.name, "prompt": item.prompt, "negative_prompt": item.negative_prompt}
         about |= {"seed": item.seed, "width": width, "height": height, "init_image": next(iter(item.files), None)}
-        about |= {"settings": sample.settings, "parameters": result.parameters, "sha256": code}
+        about |= {
+            "lora": item.loras or None,
+            "settings": sample.settings,
+            "parameters": result.parameters,
+            "sha256": code,
+        }
         tokenizer = self.model.tokenizer
         if tokenizer is not None and item.options.prompt_syntax == "plain":
             about["dropped"] = tokenizer.dropped(tokenizer.clean(item.prompt)) or None

@@ -16,9 +16,13 @@ SHARED = (
     *("image_scale", "resize", "sample_posterior", "invert_mask", "feather", "no_paste"),
     *("noise", "ensd", "variation_seed", "variation_strength"),
     *("original_size", "crop_top_left", "target_size", "aesthetic_score", "negative_aesthetic_score"),
+    *("control", "preprocess", "clip_vision"),
+    *("hires", "hires_strength", "hires_steps", "hires_upscaler", "hires_esrgan", "hires_sampler"),
+    *("hires_prompt", "hires_negative_prompt"),
 )
+LISTS = ("control", "lora")  # columns of one or several: a list, or a text with ; between
 FILES = {"init_image": "init_img", "init_img": "init_img", "mask": "mask"}  # columns that name files
-COLUMNS = ("id", "prompt", *SHARED, *FILES)
+COLUMNS = ("id", "prompt", "lora", *SHARED, *FILES)
 
 _ALL = {field.name: field for kind in (InpaintOptions, Img2imgOptions) for field in dataclasses.fields(kind)}
 _HINTS = typing.get_type_hints(InpaintOptions) | typing.get_type_hints(Img2imgOptions)
@@ -94,7 +98,7 @@ def check(options: BatchOptions) -> None:
 
 def column_type(name: str) -> Any:
     """The type of a column's values: int, float, bool or str, or None for what the option parses itself."""
-    if name in ("id", "prompt", "noise", *FILES):
+    if name in ("id", "prompt", "noise", "hires_esrgan", *LISTS, *FILES):
         return str
     if name == "seed":  # of a row, one
         return int

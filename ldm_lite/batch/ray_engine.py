@@ -4,6 +4,7 @@ Only numbers of shards and reports pass through Ray: workers read the table and 
 that all machines share.  A worker that ends is replaced, and makes the shard again that it had begun.
 """
 
+import contextlib
 import logging
 import os
 import re
@@ -13,7 +14,6 @@ from typing import Any
 
 from ldm_lite.batch.store import Report, Task, Worker
 from ldm_lite.batch.table import extra
-from ldm_lite.cli.files import regular
 
 log = logging.getLogger("ldm_lite")
 
@@ -37,14 +37,15 @@ class _Actor:
     def _make(self, number: int) -> Report | Exception:
         if self._worker is None:
             return self._error or AssertionError()
-        tries = self._store.out / f".{self._store.name(number)}.tries.part"
+        place, tries, lost = self._store.place, f".{self._store.name(number)}.tries.part", 0
         try:
-            with open(tries, "ab", opener=regular) as file:
-                file.write(b".")
-            if (lost := tries.stat().st_size - 1) >= MOST_LOST:
+            with contextlib.suppress(FileNotFoundError):
+                lost = place.size(tries)
+            place.write(tries, b"." * (lost + 1))
+            if lost >= MOST_LOST:
                 return ChildProcessError(f"{self._store.name(number)}: {lost} workers ended while they made it")
             report = self._worker.make(number)
-            tries.unlink(missing_ok=True)
+            place.remove(tries)
             return report
         except RuntimeError as error:
             if "CUDA error" in str(error):  # this process cannot use its GPU any more: Ray starts another

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ldm_lite import Pipeline
-from ldm_lite.batch.options import COLUMNS, FILES, SHARED, column_type
+from ldm_lite import Control, Pipeline
+from ldm_lite.batch.options import COLUMNS, FILES, LISTS, SHARED, column_type
 from ldm_lite.batch.table import Row, as_column
 from ldm_lite.cli.options import SEEDS, CheckedOptions
 from ldm_lite.cli.task_options import Img2imgOptions, InpaintOptions, Txt2imgOptions
@@ -21,6 +21,7 @@ from ldm_lite.toolkit import prompt_kind, text_length
 log = logging.getLogger("ldm_lite")
 
 KINDS: tuple[type[Txt2imgOptions], ...] = (Txt2imgOptions, Img2imgOptions, InpaintOptions)  # by the number of files
+ANYWHERE = ("clip_vision", "hires_esrgan")  # columns of files that may also be names on the hub
 WANTED = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
 
 
@@ -34,8 +35,16 @@ class Item:
     negative_prompt: str | None
     seed: int
     files: tuple[str, ...]  # the image to start from, and the mask
+    loras: tuple[str, ...]  # FILE[:WEIGHT]
     options: Txt2imgOptions  # everything else: those of rows that run together are equal
     length: int | None  # of its texts, as text_length has it: None must run alone
+
+    @property
+    def whole(self) -> Txt2imgOptions:
+        """All of its options, without files."""
+        return dataclasses.replace(
+            self.options, prompt=self.prompt, negative_prompt=self.negative_prompt, seed=self.seed
+        )
 
 
 @dataclass(frozen=True)
@@ -62,6 +71,7 @@ class Rows:
     most_pixels: int | None
     folders: Sequence[Path]
     _ignored: set[str] = field(default_factory=set)
+    _networks: dict[str, Any] = field(default_factory=dict)  # of controls, by their files: each is loaded once
 
     def read(self, first: int, rows: Sequence[Row]) -> list[Item | Failed]:
         """Return the rows of a shard whose first one has this number in the table."""
@@ -82,6 +92,7 @@ class Rows:
             files = tuple(self._find(values.pop(key)) for key in ("init_img", "mask") if key in values)
             if prompt is None and prompt_kind(self.model) != "none":
                 raise ValueError("has no prompt")
+            loras = values.pop("lora", ())
             negative = values.pop("negative_prompt", getattr(self.defaults, "negative_prompt"))  # noqa: B009
             kind = KINDS[len(files)]
             names = {field.name for field in dataclasses.fields(kind)}
@@ -91,6 +102,14 @@ class Rows:
             shared = {key: getattr(self.defaults, key) for key in (*SHARED, "embedding") if key in names}
             options = kind(**shared | values | {"seed": seed})
             options = dataclasses.replace(options, seed=0, negative_prompt=None)
+            if options.control:
+                controls = Control.parse(options.control, options.preprocess)
+                networks = [self._networks.setdefault(str(control.source), control.networks) for control in controls]
+                controls = [
+                    dataclasses.replace(control, networks=known)
+                    for control, known in zip(controls, networks, strict=True)
+                ]
+                options = dataclasses.replace(options, control=tuple(controls), preprocess=None)
             side = self.model.family.resolution
             most = max(16 * side**2, 2048**2) if self.most_pixels is None else self.most_pixels
             height = side if options.height is None else options.height
@@ -98,7 +117,7 @@ class Rows:
             if height * width > most:
                 raise ValueError(f"got {width} x {height} pixels, wanted at most {most}, the limit of `most_pixels`")
             length = text_length(self.model, (prompt, negative), options.prompt_syntax)
-            return Item(number, name, prompt or "", negative, seed, files, options, length)
+            return Item(number, name, prompt or "", negative, seed, files, loras, options, length)
         except (ValueError, TypeError, OSError) as error:
             return Failed(number, name, describe(error), seed)
 
@@ -109,6 +128,10 @@ class Rows:
         for path in (values[name] for name in FILES if name in values):
             with contextlib.suppress(OSError, ValueError, TypeError):
                 paths.append(self._find(path))
+        for name in (*LISTS, *ANYWHERE):
+            with contextlib.suppress(OSError, ValueError):
+                cell = convert(name, values.get(name, ()))
+                paths += map(self._with_paths, [cell] if isinstance(cell, str) else cell)
         return paths
 
     def _find(self, path: str) -> str:
@@ -118,13 +141,25 @@ class Rows:
                 return os.fspath(folder / path)
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
 
+    def _with_paths(self, text: str) -> str:
+        """Return FILE[:IMAGE][:WEIGHT] with the paths of those that are files in the folders."""
+
+        def found(name: str) -> str:
+            paths = (folder / name for folder in self.folders)
+            return next((os.fspath(path) for path in paths if path.is_file()), name)
+
+        return ":".join(map(found, text.split(":")))
+
     def _values(self, row: dict[str, Any]) -> dict[str, Any]:
         """The values of a row by option, with the types of their options."""
         values: dict[str, Any] = {}
         for column, value in row.items():
             name = as_column(column)
             if name in COLUMNS:
-                values[FILES.get(name, name)] = convert(name, value)
+                cell = convert(name, value)
+                if name in LISTS:
+                    cell = tuple(map(self._with_paths, cell))
+                values[FILES.get(name, name)] = self._with_paths(cell) if name in ANYWHERE else cell
             elif column not in self._ignored and len(self._ignored) < 100:
                 self._ignored.add(column)
                 near = difflib.get_close_matches(column, COLUMNS, n=1)
@@ -135,7 +170,11 @@ class Rows:
 def convert(name: str, value: Any) -> Any:
     """Return a cell's value with the type of its column; numbers may be texts.  Raises ValueError for another type."""
     kind = column_type(name)
-    if name == "id":
+    if name in LISTS:
+        texts = value.split(";") if isinstance(value, str) else value
+        if isinstance(texts, (list, tuple)) and all(isinstance(text, str) for text in texts):
+            return tuple(text.strip() for text in texts if text.strip())
+    elif name == "id":
         if isinstance(value, (str, int)):
             return str(value)
     elif kind is None or (kind is str and isinstance(value, str)):
@@ -159,7 +198,7 @@ def group(items: Sequence[Item]) -> list[list[Item]]:
     groups: dict[object, list[Item]] = {}
     for item in items:
         alone = item.number if item.length is None else None
-        groups.setdefault((type(item.options), item.options, item.length, alone), []).append(item)
+        groups.setdefault((item.loras, type(item.options), item.options, item.length, alone), []).append(item)
     return list(groups.values())
 
 

@@ -12,7 +12,8 @@ from tqdm import tqdm
 from ldm_lite.batch.encode import EncodeWorker, count, finish
 from ldm_lite.batch.images import ImageWorker
 from ldm_lite.batch.options import BatchOptions, check
-from ldm_lite.batch.store import Report, Task, Worker, job_locked, write_manifest
+from ldm_lite.batch.places import Remote, open_place
+from ldm_lite.batch.store import Report, Task, Worker, write_manifest
 from ldm_lite.batch.table import Table, open_table
 from ldm_lite.cli.options import CheckedOptions, LoadOptions, given
 from ldm_lite.cli.progress import memory
@@ -20,8 +21,8 @@ from ldm_lite.cli.progress import memory
 log = logging.getLogger("ldm_lite")
 
 
-def run(options: BatchOptions, defaults: CheckedOptions, load: LoadOptions) -> Path | None:
-    """Make what is missing of a job, and return the path of its manifest, or None while other processes' shards are.
+def run(options: BatchOptions, defaults: CheckedOptions, load: LoadOptions) -> str | None:
+    """Make what is missing of a job; return the path or URL of its manifest, or None while other processes are at work.
 
     Raises ValueError, one line, for unusable options or input, and if the folder is another job's or in use; OSError.
     """
@@ -36,15 +37,16 @@ def run(options: BatchOptions, defaults: CheckedOptions, load: LoadOptions) -> P
         if options.manifest == "parquet" and importlib.util.find_spec("pyarrow") is None:
             raise ValueError('manifest.parquet needs pyarrow: pip install "ldm_lite[batch]", or take `manifest=jsonl`')
         table = open_table(path, options.shard_size)
-    out = Path("outputs/batch" if options.out is None else os.path.expanduser(options.out)).absolute()
-    (out / "parts").mkdir(parents=True, exist_ok=True)
+    place = open_place("outputs/batch" if options.out is None else options.out, Path.cwd())
     if options.encode:
-        table.count = count(path, out)
-    task = Task(options, defaults, load, table, out, Path.cwd())
-    with job_locked(out, (which, of)):
+        if isinstance(place, Remote):
+            raise ValueError(f"{place}: training maps files into memory: give a folder as `out` of `encode`")
+        table.count = count(path, place.path)
+    task = Task(options, defaults, load, table, place, Path.cwd())
+    with place.locked((which, of)):
         if beyond := task.store.beyond(table.shards):
             raise ValueError(
-                f"{out}: holds {beyond[0]}, but {table.path} has {table.shards} shards of {table.size} rows: "
+                f"{place}: holds {beyond[0]}, but {table.path} has {table.shards} shards of {table.size} rows: "
                 "take another `out`, or delete that shard and its file in parts/"
             )
         task.store.clean(which, of)
@@ -53,12 +55,13 @@ def run(options: BatchOptions, defaults: CheckedOptions, load: LoadOptions) -> P
         if missing:
             log.info("%d of %d shards are missing: the last process writes the manifest", missing, table.shards)
             return None
-        path = out / ("index.json" if options.encode else f"manifest.{options.manifest}")
-        if path.exists():
-            return path
-        if options.encode:
-            return finish(task.store, table)
-        return write_manifest(task.store, table.shards, options.manifest)
+        name = "index.json" if options.encode else f"manifest.{options.manifest}"
+        if name not in place.names():
+            if options.encode:
+                finish(task.store, table)
+            else:
+                write_manifest(task.store, table.shards, options.manifest)
+        return f"{place}/{name}"
 
 
 def _make(task: Task, numbers: Sequence[int]) -> None:

@@ -1,14 +1,13 @@
-"""The folder of a job: whole shards, a list of what is in each, and the manifest of all; and what workers are told.
+"""The results of a job: whole shards, a list of what is in each, and the manifest of all; and what workers are told.
 
-A shard is written beside its name and renamed, so that what has its name is whole.  Its list is written before it: a
-shard is done if its list tells of the rows that it is asked for, and if all its bytes are there.
+A shard's list is written before it: it is done if its list tells of the rows that it is asked for, and if all its bytes
+are there.
 """
 
 import contextlib
 import io
 import json
 import logging
-import os
 import tarfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -16,10 +15,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ldm_lite.batch.options import BatchOptions
+from ldm_lite.batch.places import Folder, size
 from ldm_lite.batch.table import Table, extra
-from ldm_lite.cli.files import open_file, read_object
+from ldm_lite.cli.files import parse_object
 from ldm_lite.cli.options import CheckedOptions, LoadOptions
-from ldm_lite.cli.writing import flush, locked, remove, replacing, write_whole
+from ldm_lite.cli.writing import flush
 
 JOB = "job.json"
 MOST_HEAD = 2**16  # bytes of a list's first line
@@ -54,26 +54,26 @@ class Shard:
 
 @dataclass(frozen=True)
 class Store:
-    """Shards in a folder: .tar files, or folders."""
+    """Shards in a place: .tar files, or folders."""
 
-    out: Path
+    place: Folder
     suffix: str  # of a shard's name: ".tar", or "" for folders
 
     def name(self, number: int) -> str:
         """The name of a shard."""
         return f"{number:05}{self.suffix}"
 
-    def list_of(self, number: int) -> Path:
+    def list_of(self, number: int) -> str:
         """The file that lists what is in a shard: what it is made of, and lines of the manifest."""
-        return self.out / "parts" / f"{number:05}.jsonl"
+        return f"parts/{number:05}.jsonl"
 
     def is_done(self, number: int, rows: str | None = None) -> bool:
         """Whether a shard is whole and, unless None, made of rows with this digest."""
         try:
-            with open_file(self.list_of(number)) as file:
-                head = json.loads(file.readline(MOST_HEAD))
-                whole = os.fstat(file.fileno()).st_size == file.tell() + head["lines"]
-            return whole and rows in (None, head["rows"]) and head["size"] == _size(self.out / self.name(number))
+            line, end, _ = self.place.read(self.list_of(number), MOST_HEAD).partition(b"\n")
+            head = json.loads(line)
+            whole = self.place.size(self.list_of(number)) == len(line + end) + head["lines"]
+            return whole and rows in (None, head["rows"]) and head["size"] == self.place.size(self.name(number))
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return False
 
@@ -84,91 +84,70 @@ class Store:
         What was there before is removed.  Raises OSError, with the shard's name, if the disk is full.
         """
         for name in ("manifest.parquet", "manifest.jsonl", "index.json", self.name(number)):
-            remove(self.out / name)
-        path = self.out / self.name(number)
-        with replacing(path, unique=True) as part, contextlib.ExitStack() as opened:
+            self.place.remove(name)
+        with self.place.new(self.name(number)) as part, contextlib.ExitStack() as opened:
             tar = None
             if self.suffix:
                 tar = opened.enter_context(tarfile.open(part, "w", format=tarfile.USTAR_FORMAT))
             else:
                 part.mkdir()
-            shard = Shard(path.name, part, tar)
+            shard = Shard(self.name(number), part, tar)
             yield shard
             opened.close()  # all its bytes are there
             lines = b"".join(map(_json, sorted(shard.lines, key=lambda line: int(line["row"]))))
-            head = {"rows": rows, "size": _size(part), "lines": len(lines)}
-            write_whole(self.list_of(number), _json(head) + lines, unique=True)
+            head = {"rows": rows, "size": size(part), "lines": len(lines)}
+            self.place.write(self.list_of(number), _json(head) + lines)
 
     def lines(self, number: int) -> list[dict[str, Any]]:
         """Return a shard's lines of the manifest.  Raises OSError."""
-        with open_file(self.list_of(number)) as file:
-            return [json.loads(line) for line in file][1:]
+        return [json.loads(line) for line in self.place.read(self.list_of(number)).splitlines()[1:]]
 
     def clean(self, which: int, of: int) -> None:
         """Remove what a killed process has left of its shards; what all processes write, only if there is one."""
-        for path in (*self.out.glob(".*.part"), *(self.out / "parts").glob(".*.part")):
-            number = path.name[1:].partition(".")[0]
-            if int(number) % of == which if number.isdecimal() else of == 1:
-                remove(path)
+        for folder in ("", "parts/"):
+            for name in self.place.names(folder):
+                if name.startswith(".") and name.endswith(".part"):
+                    number = name[1:].partition(".")[0]
+                    if int(number) % of == which if number.isdecimal() else of == 1:
+                        self.place.remove(folder + name)
 
     def beyond(self, count: int) -> list[str]:
         """The names of shards whose number is `count` or more."""
-        numbers = [path.stem for path in (self.out / "parts").glob("[!.]*.jsonl")]
+        numbers = [name.removesuffix(".jsonl") for name in self.place.names("parts")]
         return sorted(self.name(int(number)) for number in numbers if number.isdecimal() and int(number) >= count)
 
 
-def write_manifest(store: Store, count: int, kind: str) -> Path:
-    """Write the manifest of all `count` shards from their lists, one shard in memory at a time; return its path."""
-    path = store.out / f"manifest.{kind}"
-    with replacing(path, unique=True) as part:
+def write_manifest(store: Store, count: int, kind: str) -> None:
+    """Write the manifest of all `count` shards from their lists, one shard in memory at a time.  Raises OSError."""
+    with store.place.new(f"manifest.{kind}") as part:
         if kind == "jsonl":
             with open(part, "wb") as file:
                 for number in range(count):
                     file.writelines(_json(line) for line in store.lines(number))
-            return path
+            return
         arrow, parquet = extra("pyarrow", "batch"), extra("pyarrow.parquet", "batch")
         schema = arrow.schema([(name, getattr(arrow, type)()) for name, type in COLUMNS.items()])
         with parquet.ParquetWriter(part, schema) as writer:
             for number in range(count):
                 writer.write_table(arrow.Table.from_pylist(store.lines(number), schema))
-    return path
 
 
-def check_job(out: Path, job: Mapping[str, Any]) -> None:
-    """Write what the job is, or compare it with what the folder's results were made with.
+def check_job(place: Folder, job: Mapping[str, Any]) -> None:
+    """Write what the job is, or compare it with what the place's results were made with.
 
-    Raises ValueError, one line, if they differ.
+    Raises ValueError, one line, if they differ; OSError.
     """
-    path = out / JOB
     content = json.dumps(job, indent=1, sort_keys=True).encode()
-    if not path.exists():
-        write_whole(path, content, unique=True)
+    if JOB not in place.names():
+        place.write(JOB, content)
         return
-    before, now = read_object(path), json.loads(content)
+    before, now = parse_object(place.read(JOB), f"{place}/{JOB}"), json.loads(content)
     for name in sorted(before.keys() | now.keys()):
         if before.get(name) != now.get(name):
             a, b = (json.dumps(values.get(name), ensure_ascii=False) for values in (before, now))
             raise ValueError(
-                f"{out}: was made with {name} {a:.200}, now it is {b:.200}: use the same value, or another `out`"
+                f"{place}: was made with {name} {a:.200}, now it is {b:.200}: use the same value, or another `out`"
             )
-
-
-@contextlib.contextmanager
-def job_locked(out: Path, turn: tuple[int, int]) -> Iterator[None]:
-    """Keep other processes from the folder within the block, but for those with other turns of as many.
-
-    Raises ValueError, one line, if another process is writing to it.
-    """
-    advice = "wait for its end, or share the work: `shard=1/2` and `shard=2/2`"
-    which, of = turn
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(locked(out / ".lock", advice, shared=of > 1))
-        if of > 1:
-            for path in out.glob(".lock-*-of-*"):
-                if not path.name.endswith(f"-of-{of}"):
-                    stack.enter_context(locked(path, advice))
-            stack.enter_context(locked(out / f".lock-{which + 1}-of-{of}", advice))
-        yield
 
 
 def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
@@ -182,11 +161,6 @@ def _json(line: Mapping[str, Any]) -> bytes:
     return json.dumps(line, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
 
 
-def _size(path: Path) -> int:
-    """The bytes of a file, or of the files in a folder."""
-    return sum(file.stat().st_size for file in path.iterdir()) if path.is_dir() else path.stat().st_size
-
-
 @dataclass(frozen=True)
 class Task:
     """What a worker needs; it can be sent to another process."""
@@ -195,14 +169,14 @@ class Task:
     defaults: CheckedOptions  # RowOptions
     load: LoadOptions
     table: Table
-    out: Path
+    place: Folder
     folder: Path  # where the command was given
 
     @property
     def store(self) -> Store:
         """Where the shards go."""
         tars = self.options.format == "shards" and not self.options.encode
-        return Store(self.out, ".tar" if tars else "")
+        return Store(self.place, ".tar" if tars else "")
 
 
 @dataclass(frozen=True)

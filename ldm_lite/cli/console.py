@@ -174,7 +174,7 @@ def _cheaper(options: Sequence[object], on_cpu: bool) -> str:
     """Suggest what to try when memory runs out: the cheapest measure not yet taken."""
     given = {name: value for group in options for name, value in vars(group).items()}
     if "checkpointing" in given:  # training
-        return "a smaller --batch, with --accumulate" if given["checkpointing"] else "--checkpointing"
+        return "a smaller --batch-size, with --accumulate" if given["checkpointing"] else "--checkpointing"
     if "chunks" in given:  # export, whose other options are about what runs later
         given = {"batches": given["batches"]}
     one_by_one = "tile" in given and "stage_3" not in given  # images are upscaled one at a time

@@ -86,10 +86,7 @@ def read_json(path: str | os.PathLike[str], most: int = 16 * 2**20) -> Any:
 
 def read_object(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read an object of a JSON file.  Raises as read_json does, and ValueError for another value."""
-    content = read_json(path)
-    if not isinstance(content, dict):
-        raise ValueError(f"{Path(path)}: holds a JSON {type(content).__name__}, wanted an object")
-    return content
+    return parse_object(read_text(path), Path(path))
 
 
 def parse_json(text: str | bytes, where: object) -> Any:
@@ -100,6 +97,14 @@ def parse_json(text: str | bytes, where: object) -> Any:
         raise ValueError(f"{where}: is nested too deeply") from error
     except ValueError as error:
         raise ValueError(f"{where}: is not valid JSON ({error}): download it again") from error
+
+
+def parse_object(text: str | bytes, where: object) -> dict[str, Any]:
+    """Parse an object of JSON.  Raises as parse_json does, and ValueError for another value."""
+    content = parse_json(text, where)
+    if not isinstance(content, dict):
+        raise ValueError(f"{where}: holds a JSON {type(content).__name__}, wanted an object")
+    return content
 
 
 def _check_kind(path: str | os.PathLike[str], status: os.stat_result) -> None:

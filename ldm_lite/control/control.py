@@ -91,6 +91,11 @@ class Control:
             raise ValueError(f"{self}: the image has no transparent part, which `preprocess=inpaint` repaints")
         return pixels.masked_fill(hole, -1.0)
 
+    @staticmethod
+    def parse(texts: Sequence[str], preprocess: str | None = None) -> "list[Control]":
+        """Parse controls as on the command line, such as "FILE:IMAGE:0.8".  Raises ValueError for other texts."""
+        return parse(texts, preprocess)
+
     def rgb(self) -> Image.Image:
         """Return the image, upright and opaque, at its own size."""
         return self._read(to_rgb)

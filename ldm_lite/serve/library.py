@@ -245,7 +245,7 @@ class Library:
     def most_together(self) -> int:
         """How many images the loaded model denoises together; compiled and offloaded ones run one by one."""
         exact = self._options.batching == "exact"
-        return 1 if exact and self.together is None else self._options.batch
+        return 1 if exact and self.together is None else self._options.batch_size
 
     def decoder(self) -> Pipeline:
         """Return the model whose autoencoder decodes previews."""

@@ -11,7 +11,7 @@ DAY = 24 * 3600
 class LimitOptions(CheckedOptions):
     """What a request may ask for."""
 
-    batch: int = option(8, "images that are denoised together at most", within=(1, 256), common=True)
+    batch_size: int = option(8, "images that are denoised together at most", within=(1, 256), common=True)
     batching: str = option(
         "exact",
         "exact: the same bits as alone; fast: always one run of the network, which may differ by 1 of 255",

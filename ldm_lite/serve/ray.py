@@ -48,7 +48,7 @@ def _application() -> ASGIApp:
 def application(options: ServeOptions, load: LoadOptions, key: str | None) -> serve.Application:
     """Return the application for serve.run: options.replicas of it, each with a share of a GPU."""
     resources = {"num_cpus": 1, "num_gpus": options.gpus_per_replica}
-    most = options.max_queue + options.batch + OTHERS
+    most = options.max_queue + options.batch_size + OTHERS
     bounds: dict[str, Any] = {"max_ongoing_requests": most, "max_queued_requests": most}
     if hasattr(serve.config, "BackpressureConfig"):  # older versions answer 503
         bounds["backpressure_config"] = serve.config.BackpressureConfig(status_code=429, retry_after_s=1)

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -291,29 +292,25 @@ def kohya_file(lora: nn.Module, model: Pipeline) -> Content:
     """Return the tensors (float16, on the CPU) and the metadata of a LoRA file, from a LoRA or its EMA, for a model."""
     assert isinstance(lora, LoRA)
     second = model.family.unet.context_dim == 1024
-    version = ("sd_v2" + "_v" * (model.schedule.prediction == "v")) if second else "sd_v1"
-    version = {
-        "flux": "flux1",
-        "chroma": "chroma",
-        "flux2": "flux_2_klein_4b",
-        "sd3": "sd3",
-        "z_image": "zimage",
-        "sdxl": "sdxl_base_v1-0",
-    }.get(model.family.conditioner, version)
+    versions = {
+        "flux": "flux1", "chroma": "chroma", "flux2": "flux_2_klein_4b", "sd3": "sd3", "z_image": "zimage",
+        "sdxl": "sdxl_base_v1-0", "clip": "sd_v2" + "_v" * (model.schedule.prediction == "v") if second else "sd_v1",
+    }  # fmt: skip
     metadata = {
         "ss_network_module": "networks.lora" if lora.kind == "lora" else "lycoris.kohya",
         "ss_network_dim": str(lora.rank),
         "ss_network_alpha": f"{lora.alpha:g}",
         "ss_v2": str(second),
-        "ss_base_model_version": version,
+        "ss_base_model_version": versions.get(model.family.conditioner, versions["clip"]),
         "ss_sd_model_name": model.name,
     }
+    arguments: dict[str, str] = {}
     if lora.conv is not None:
         alpha = lora.conv if lora.alpha == lora.rank else lora.alpha
-        metadata["ss_network_args"] = f'{{"conv_dim": "{lora.conv}", "conv_alpha": "{alpha:g}"}}'
+        arguments = {"conv_dim": str(lora.conv), "conv_alpha": f"{alpha:g}"}
     if lora.kind != "lora":
-        algorithm = {"dora": "lora"}.get(lora.kind, lora.kind)
-        metadata["ss_network_args"] = f'{{"algo": "{algorithm}"' + ', "dora_wd": "True"' * (lora.kind == "dora") + "}"
+        arguments = {"algo": "lora", "dora_wd": "True"} if lora.kind == "dora" else {"algo": lora.kind}
+    metadata |= {"ss_network_args": json.dumps(arguments)} if arguments else {}
     return {key: value.to("cpu", torch.float16).contiguous() for key, value in lora.state_dict().items()}, metadata
 
 
@@ -373,7 +370,7 @@ def new_control(model: Pipeline) -> ControlNet:
     return network.requires_grad_(True)
 
 
-def control_file(network: nn.Module) -> Content:
+def control_file(network: nn.Module, model: Pipeline) -> Content:
     """Return the tensors (float16, on the CPU) and the metadata of a ControlNet's file in the original layout."""
     values = network.state_dict().items()
     return {f"control_model.{key}": value.to("cpu", torch.float16).contiguous() for key, value in values}, {}

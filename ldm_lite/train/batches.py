@@ -6,6 +6,7 @@ stay the same however a step is divided into processes and batches, and a run ca
 
 import contextlib
 import functools
+import logging
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -19,11 +20,13 @@ from torch.utils import data as torch_data
 from ldm_lite.cli.signals import ignore_signals
 from ldm_lite.train.data import Buckets, Dataset, Example
 
+log = logging.getLogger("ldm_lite")
 T = TypeVar("T")
 
 TENSORS = ("pixels", "context", "y", "sizes", "mask", "hint")  # of an example
 BLOCK = 1000  # batches whose buckets are drawn together
 PRIOR = 2**40  # the first number of the class images: their noise is another
+MOST_LEFT_OUT = 10  # broken examples, or a tenth of a shard
 MIXED = 16  # shards whose examples are shuffled together: memory and open files do not grow with the number of shards
 
 
@@ -61,10 +64,6 @@ class Draws:
         self.seed = seed
         self._generators = [np.random.default_rng([1, seed, number]) for number in numbers]
 
-    def of(self, numbers: Sequence[int]) -> "Draws":
-        """Return the random numbers of other examples of the run."""
-        return Draws(self.seed, numbers)
-
     def normal(self, shape: Sequence[int] = ()) -> Tensor:
         """Return normal numbers (B,*shape) float32."""
         return torch.from_numpy(
@@ -86,8 +85,9 @@ class Order:
     In each epoch the shards are shuffled, and then the examples of every MIXED of them in a row.
     """
 
-    def __init__(self, dataset: Dataset, seed: int) -> None:
-        self.seed = seed
+    def __init__(self, dataset: Dataset, seed: int, *key: int) -> None:
+        """key: what tells several orders of a seed apart."""
+        self.seed, self.key = seed, (seed, *key)
         self.ends = None if dataset.shards is None else np.cumsum(dataset.shards)
         self._epoch: tuple[int, NDArray[np.int64], NDArray[np.int64]] = (-1, np.zeros(0, int), np.zeros(0, int))
         self._group: tuple[tuple[int, int], NDArray[np.int64]] = ((-1, -1), np.zeros(0, int))
@@ -105,13 +105,13 @@ class Order:
             mixed = shards[group * MIXED : (group + 1) * MIXED]
             starts = np.concatenate([[0], self.ends])
             examples = np.concatenate([np.arange(starts[shard], starts[shard + 1]) for shard in mixed])
-            self._group = ((epoch, group), np.random.default_rng([0, self.seed, epoch, group]).permutation(examples))
+            self._group = ((epoch, group), np.random.default_rng([0, *self.key, epoch, group]).permutation(examples))
         return int(self._group[1][position - (group_ends[group - 1] if group else 0)])
 
     def _shuffled_shards(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the shards in the order of an epoch, and where each MIXED of them end."""
         assert self.ends is not None
-        shards = np.random.default_rng([2, self.seed, epoch]).permutation(len(self.ends))
+        shards = np.random.default_rng([2, *self.key, epoch]).permutation(len(self.ends))
         ends = np.cumsum(np.diff(self.ends, prepend=0)[shards])
         return shards, ends[[*range(MIXED - 1, len(ends) - 1, MIXED), len(ends) - 1]]
 
@@ -125,9 +125,9 @@ class BucketOrder:
     def __init__(self, dataset: Buckets, seed: int, batch: int) -> None:
         self.seed, self.batch = seed, batch
         self.counts, self.firsts = np.array(dataset.counts), dataset.ends - np.array(dataset.counts)
+        self._orders = [Order(part, seed, bucket) for bucket, part in enumerate(dataset.parts)]
         self._starts = [np.zeros(len(self.counts), int)]  # by block of batches: how many each bucket had before
         self._block: tuple[int, NDArray[np.int64]] = (-1, np.zeros(0, int))
-        self._epochs: dict[int, tuple[int, NDArray[np.int64]]] = {}  # by bucket: its current epoch, shuffled
 
     def _chosen(self, block: int) -> NDArray[np.int64]:
         """Return the buckets of a block of batches."""
@@ -144,16 +144,12 @@ class BucketOrder:
             self._block = (block, self._chosen(block))
         bucket = int(self._block[1][at])
         before = self._starts[block][bucket] + int((self._block[1][:at] == bucket).sum())
-        epoch, position = divmod(int(before) * self.batch + place, int(self.counts[bucket]))
-        if self._epochs.get(bucket, (-1,))[0] != epoch:
-            order = np.random.default_rng([4, self.seed, bucket, epoch]).permutation(int(self.counts[bucket]))
-            self._epochs[bucket] = (epoch, order)
-        return int(self.firsts[bucket] + self._epochs[bucket][1][position])
+        return int(self.firsts[bucket]) + self._orders[bucket][before * self.batch + place]
 
 
 @dataclass(frozen=True)
 class Slice:
-    """Which batches a process takes: `rows` of each `batch` examples, from batch `first` to before batch `end`."""
+    """Which batches a process takes: `rows` of each `batch_size` examples, from batch `first` to before batch `end`."""
 
     batch: int
     rows: range
@@ -192,19 +188,42 @@ def _read_batch(sources: Sequence[tuple[Dataset, Order | BucketOrder]], part: Sl
     return replace(batch, prior=prior[0]) if prior else batch
 
 
-def in_order(dataset: Dataset, batch: int, workers: int, first: int = 0, end: int | None = None) -> Iterator[Batch]:
-    """Yield the examples of a finite dataset once, from one to before another, in batches; the last may be smaller."""
+def in_order(
+    dataset: Dataset,
+    batch: int,
+    workers: int,
+    first: int = 0,
+    end: int | None = None,
+    left_out: dict[int, str] | None = None,
+) -> Iterator[Batch]:
+    """Yield the examples of a finite dataset once, from one to before another, in batches; the last may be smaller.
+
+    With left_out, which gets their errors by index, broken ones are named and left out, up to a tenth of them; else it
+    raises what `example` raises.
+    """
     assert dataset.shards is not None
+    end = sum(dataset.shards) if end is None else end
     loader = torch_data.DataLoader(
         _Caught(dataset.example),
         batch_size=batch,
-        sampler=range(first, sum(dataset.shards) if end is None else end),
+        sampler=range(first, end),
         num_workers=workers,
         collate_fn=list,
         worker_init_fn=ignore_signals,
     )
     for examples in loader:
-        yield Batch.of([_reraised(example) for example in examples], range(first, first + len(examples)))
+        numbers, whole = [], []
+        for number, example in enumerate(examples, first):
+            if left_out is not None and isinstance(example, ValueError):
+                left_out[number] = str(example)
+                log.warning("left out: %s", example)
+                if len(left_out) > max(MOST_LEFT_OUT, (end - first) / 10):
+                    raise ValueError(f"{len(left_out)} images are broken, which is too many, such as {example}")
+            else:
+                numbers.append(number)
+                whole.append(_reraised(example))
+        if whole:
+            yield Batch.of(whole, numbers)
         first += len(examples)
 
 
@@ -237,5 +256,5 @@ def reported_workers() -> Iterator[None]:
             raise
         raise ChildProcessError(
             "a process that reads images was ended from outside, usually because memory ran out: use fewer "
-            "`workers`, or a smaller `batch`; the state of the last save is kept, `resume=True` continues"
+            "`data_workers`, or a smaller `batch_size`; the state of the last save is kept, `resume=True` continues"
         ) from error

@@ -311,12 +311,15 @@ def with_hints(images: ImageFolder) -> ImageFolder:
 def in_buckets(images: ImageFolder, step: int, no_upscale: bool = False) -> Buckets:
     """Divide images among sizes of about the same area, by their ratio: little of each is cut off.
 
-    With no_upscale, smaller images have sizes of about their own.  Sides are multiples of `step`.  Raises ValueError,
-    one line, for a broken image; OSError.
+    With no_upscale, smaller images have sizes of about their own.  Sides are multiples of `step`.  Broken images stay,
+    in the first size: whoever reads them leaves them out.  Raises OSError.
     """
     sizes, groups = bucket_sizes(images.size[0], step), dict[tuple[int, int], list[tuple[Path, str]]]()
     for path, caption in images.items:
-        height, width = read_image(path, _size)
+        try:
+            height, width = read_image(path, _size)
+        except ValueError:
+            height, width = sizes[0]
         size = nearest(sizes, height, width)
         if no_upscale and (height < size[0] or width < size[1]):
             size = max(height // step, 1) * step, max(width // step, 1) * step
@@ -391,14 +394,14 @@ class TarShards:
     def example(self, index: int) -> Example:
         """Return pixels (3,R,R) uint8 and the caption.  Raises ValueError, one line, for a broken image; OSError."""
         where, content, text, is_json = self.content(index)
-        caption, pixels = text.decode("utf-8-sig", errors="replace"), decode_image(io.BytesIO(content), where, to_rgb)
+        caption = text.decode("utf-8-sig", errors="replace")
         if is_json:
             try:
                 caption = caption_in(json.loads(caption), where)
             except (json.JSONDecodeError, RecursionError) as error:
                 raise ValueError(f"{where}: its .json cannot be read ({error})") from error
         check_caption(caption.strip(), where)
-        size = (self.resolution, self.resolution)
+        pixels, size = decode_image(io.BytesIO(content), where, to_rgb), (self.resolution, self.resolution)
         cut, corner = crop(pixels, size)
         return Example(to_tensor(cut), caption.strip(), sizes=sizes_of(pixels, corner, size))
 
@@ -434,11 +437,8 @@ def _members(path: Path, state: tuple[int, int]) -> list[tuple[str, _Place, _Pla
                     kind[key] = (member.offset_data, member.size)
     except (tarfile.TarError, EOFError) as error:
         raise ValueError(f"{path}: is not an uncompressed tar file, or damaged ({error})") from error
-    without = [key for key in images if key not in texts and key not in rows]
-    if without:
-        raise ValueError(
-            f"{path}, {without[0]}: has no caption: wanted a .txt or .json of its name ({len(without)} have none)"
-        )
+    for key in images.keys() - texts.keys() - rows.keys():
+        texts[key] = (0, 0)  # an empty caption, which `example` refuses
     return [(key, place, texts.get(key) or rows[key], key not in texts) for key, place in images.items()]
 
 

@@ -55,11 +55,10 @@ def shard(network: nn.Module) -> None:
 
     Their gradients are means over all processes.  Zhao et al. 2023, in torch's second form (`fully_shard`).
     """
-    if world_size() > 1:
-        mesh = init_device_mesh(next(network.parameters()).device.type, (world_size(),))
-        for block in list(blocks(network)):
-            fully_shard(block, mesh=mesh)
-        fully_shard(network, mesh=mesh)
+    mesh = init_device_mesh(next(network.parameters()).device.type, (world_size(),))
+    for block in list(blocks(network)):
+        fully_shard(block, mesh=mesh)
+    fully_shard(network, mesh=mesh)
 
 
 def gather(tensor: Tensor) -> Tensor:
@@ -72,7 +71,7 @@ def gather(tensor: Tensor) -> Tensor:
 
 def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
     """Return a tensor divided among processes as another one, if that is."""
-    if not isinstance(like, DTensor):
+    if not isinstance(like, DTensor) or isinstance(tensor, DTensor):
         return tensor
     return distribute_tensor(tensor, like.device_mesh, like.placements)
 

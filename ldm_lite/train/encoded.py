@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ldm_lite import Pipeline
-from ldm_lite.cli.files import open_file, read_json, read_text
+from ldm_lite.cli.files import open_file, read_json, read_object, read_text
 from ldm_lite.cli.writing import flush, replacing, write_whole
 from ldm_lite.core.vae import AutoencoderKL
 from ldm_lite.networks import digest
@@ -45,6 +45,7 @@ from ldm_lite.train.data import (
     Dataset,
     Example,
     ImageFolder,
+    Part,
     RenderedScenes,
     TarShards,
     beside,
@@ -68,6 +69,7 @@ KINDS = {  # of arrays: their types, and numbers of dimensions of an example
     "hint": ("|u1", 3),
 }  # fmt: skip
 ORIGIN = "origin"  # what a run's own latents were made of
+LEFT_OUT = "left-out.json"  # which images of a shard of these could not be read, and why
 
 
 @dataclass(frozen=True)
@@ -178,20 +180,19 @@ def write_shard(folder: Path, examples: Iterable[Row], count: int) -> None:
         flush(path)
 
 
-def write_index(folder: Path, examples: int, shard: int, about: Mapping[str, Any], counts: Sequence[int] = ()) -> Path:
-    """Write the index of a folder whose shards are there, of `shard` examples or `counts`; return its path.
+def write_index(folder: Path, counts: Sequence[int], shard: int, about: Mapping[str, Any]) -> None:
+    """Write the index of a folder whose shards are there.
 
-    Raises OSError.
+    counts: examples of each shard: `fsdp`, of the last perhaps less, but for those left out.  Raises OSError.
     """
-    first = next((number for number, count in enumerate(counts) if count), 0)
+    first = next(number for number, count in enumerate(counts) if count)
     paths = {name: folder / f"{first:05}" / f"{name}.npy" for name in KINDS}
     shapes = {
         name: list(np.load(path, mmap_mode="r").shape[1:]) if path.is_file() else None for name, path in paths.items()
     }
-    index = {"format": FORMAT, "examples": examples, "shard": shard, **shapes, **about}
-    index |= {"counts": list(counts)} if counts else {}
+    index = {"format": FORMAT, "examples": sum(counts), "shard": shard, **shapes, **about}
+    index |= {"counts": list(counts)} if set(counts[:-1]) - {shard} else {}
     write_whole(folder / INDEX, json.dumps(index, indent=1), unique=True)
-    return folder / INDEX
 
 
 def encoder_digest(vae: nn.Module) -> str:
@@ -252,25 +253,25 @@ def open_all(options: TrainOptions, model: Pipeline, reads_text: bool) -> Data:
 
     opened = list[list[object]]()
 
-    def latents(dataset: Dataset, name: str) -> Dataset:
+    def latents(dataset: Dataset, name: str) -> tuple[Dataset, Dataset]:
         opened.append(identity(options, dataset, lambda path: (path.name, path.stat().st_size)))
         if isinstance(dataset, EncodedDataset):
             check_encoded(options, model, dataset, reads_text)
         elif dataset.shards is not None:
-            return encoded(options, dataset, model.vae, name)
-        return dataset
+            with model.phase("vae"):
+                result = encoded(options, dataset, model.vae, name)
+            if not sum(result[0].shards or ()):
+                raise ValueError(f"{Path(options.out) / name}: none of the images can be read: the warnings say why")
+            return result
+        return dataset, dataset
 
-    with model.phase("vae"):
-        train = latents(dataset, "latents")
+    train, validation = divided(*latents(dataset, "latents"), options.held_out_fraction, options.seed)
     prior = empty = None
     if options.class_data is not None:
-        with model.phase("vae"):
-            of_class = open_dataset(options, model, options.class_data)
-            prior, _ = divided(latents(of_class, "latents-class"), of_class, None, options.seed)
-    train, validation = divided(train, dataset, options.held_out_fraction, options.seed)
+        of_class = open_dataset(options, model, options.class_data)
+        prior, _ = divided(*latents(of_class, "latents-class"), None, options.seed)
     if options.held_out_fraction is None and options.validation is not None:
-        with model.phase("vae"):
-            validation = latents(open_dataset(options, model, options.validation), "latents-validation")
+        validation, _ = latents(open_dataset(options, model, options.validation), "latents-validation")
         if validation.shards is None:
             raise ValueError("`validation` needs finite data: give a folder of images")
     folder = None if options.held_out_fraction is not None else options.validation
@@ -333,25 +334,28 @@ def open_scenes(options: TrainOptions, resolution: int) -> RenderedScenes:
     return open_renderer(Path(str(options.renderer)), resolution, arguments, options.scenes)
 
 
-def encoded(options: TrainOptions, dataset: Dataset, vae: nn.Module, name: str = "latents") -> Dataset:
+def encoded(options: TrainOptions, images: Dataset, vae: nn.Module, name: str = "latents") -> tuple[Dataset, Dataset]:
     """Encode finite data's latents into the run's folder, or take those there if data and autoencoder are the same.
 
-    A shard is written beside its name and renamed, and a run that was stopped makes those that are missing.
+    Returns the latents, and the images that they are of: broken ones are named and left out, as are those with a broken
+    mask or hint, and tar members without a caption.  A shard is written beside its name and renamed, and a run that was
+    stopped makes those that are missing.  Raises ValueError if more than a tenth of a shard is broken, or all; OSError.
     """
-    if isinstance(dataset, Buckets):
-        names = [f"{name}/{'x'.join(map(str, part.size))}" for part in dataset.parts if isinstance(part, ImageFolder)]
-        parts = zip(dataset.parts, names, strict=True)
-        return Buckets(tuple(encoded(options, part, vae, name) for part, name in parts))
+    if isinstance(images, Buckets):
+        names = [f"{name}/{'x'.join(map(str, part.size))}" for part in images.parts if isinstance(part, ImageFolder)]
+        parts = [encoded(options, part, vae, name) for part, name in zip(images.parts, names, strict=True)]
+        parts = [(latents, of) for latents, of in parts if sum(latents.shards or ())]
+        return Buckets(tuple(latents for latents, _ in parts)), Buckets(tuple(of for _, of in parts))
     assert isinstance(vae, AutoencoderKL)
-    assert dataset.shards is not None
+    assert images.shards is not None
 
     def of_file(path: Path) -> object:
         return str(path), path.stat().st_size, path.stat().st_mtime_ns
 
-    how = [getattr(dataset, name, None) for name in ("size", "resolution", "masked", "hinted", "flip")]
-    code = hashlib.sha256(repr((identity(options, dataset, of_file), how)).encode()).hexdigest()[:32]
+    how = [getattr(images, name, None) for name in ("size", "resolution", "masked", "hinted", "flip")]
+    code = hashlib.sha256(repr((identity(options, images, of_file), how)).encode()).hexdigest()[:32]
     about = {"data": code, "vae": encoder_digest(vae)}
-    folder, count, device = Path(options.out) / name, sum(dataset.shards), next(vae.parameters()).device
+    folder, count, device = Path(options.out) / name, sum(images.shards), next(vae.parameters()).device
     num_shards, origin, key = -(-count // SHARD), folder / ORIGIN, json.dumps(about, sort_keys=True)
     if distributed.rank() == 0 and not (origin.is_file() and read_text(origin) == key):
         shutil.rmtree(folder, ignore_errors=True)
@@ -362,24 +366,39 @@ def encoded(options: TrainOptions, dataset: Dataset, vae: nn.Module, name: str =
         log.info("encoding %d images", min(count, len(missing) * SHARD))
 
     @torch.no_grad()
-    def encode(first: int, end: int) -> Iterator[Row]:
+    def encode(first: int, end: int, left_out: dict[int, str]) -> Iterator[Row]:
+        broken = None if isinstance(images, RenderedScenes) else left_out  # whose file is at fault
         with reported_workers():
-            for batch in in_order(dataset, options.batch, options.workers, first, end):
+            for batch in in_order(images, options.batch_size, options.data_workers, first, end, broken):
                 moments = torch.cat(moments_of(vae, batch.pixels, device), dim=1).cpu()
                 tensors = {name: getattr(batch, name) for name in KINDS if name != "moments"}
                 yield from rows(batch.captions, {"moments": moments, **tensors})
 
     # Each process makes its share, so that none waits long for another.
     for number in missing[distributed.rank() :: distributed.world_size()]:
-        first, end = number * SHARD, min((number + 1) * SHARD, count)
+        first, end, left_out = number * SHARD, min((number + 1) * SHARD, count), dict[int, str]()
         with replacing(folder / f"{number:05}") as part:
             part.mkdir()
-            write_shard(part, encode(first, end), end - first)
+            write_shard(part, encode(first, end, left_out), end - first)
+            if left_out:
+                write_whole(part / LEFT_OUT, json.dumps(left_out))
     distributed.barrier()
+    lists = [folder / f"{number:05}" / LEFT_OUT for number in range(num_shards)]
+    broken = [read_object(path) if path.is_file() else {} for path in lists]
+    errors = {int(index): str(error) for of_shard in broken for index, error in of_shard.items()}
+    if errors:
+        log.warning("%d of %d images are left out, such as: %s", len(errors), count, next(iter(errors.values())))
+    if isinstance(images, ImageFolder):  # with a mirrored image its original is left out too
+        num_images = len(images.items)
+        rows_left = {index % num_images for index in errors}
+        images = replace(images, items=tuple(item for i, item in enumerate(images.items) if i not in rows_left))
+    if len(errors) == count:
+        return Part(images, ()), Part(images, ())
     if distributed.rank() == 0:
-        write_index(folder, count, SHARD, about)
+        sizes = [min(SHARD, count - number * SHARD) - len(of_shard) for number, of_shard in enumerate(broken)]
+        write_index(folder, sizes, SHARD, about)
     distributed.barrier()
-    return open_encoded(folder)
+    return open_encoded(folder), images
 
 
 def check_encoded(options: TrainOptions, model: Pipeline, dataset: EncodedDataset, reads_text: bool) -> None:

@@ -146,7 +146,7 @@ class DiffusionLoss:
         """Return the loss of one batch, with that of the prior."""
         loss = self._mean(batch, draws)
         if batch.prior is not None and self.prior is not None:
-            loss = loss + self.prior.weight * self._mean(batch.prior, draws.of(batch.prior.numbers))
+            loss = loss + self.prior.weight * self._mean(batch.prior, Draws(draws.seed, batch.prior.numbers))
         return loss
 
     def errors(self, batch: Batch, draws: Draws, quantiles: Tensor) -> Tensor:
@@ -342,12 +342,14 @@ FIRST = 2**41  # number of the first example: its noise is no training example's
 GOLDEN = 0.618034  # fractions of its multiples are spread evenly
 
 
+@dataclass(frozen=True)
 class Validation:
     """Measures a loss on a dataset."""
 
-    def __init__(self, loss: DiffusionLoss, dataset: Dataset, batch: int, every: int) -> None:
-        """every: steps between measurements."""
-        self.loss, self.dataset, self.batch, self.every = loss, dataset, batch, every
+    loss: DiffusionLoss
+    dataset: Dataset
+    batch: int
+    every: int  # steps between measurements
 
     @torch.no_grad()
     def __call__(self) -> float:

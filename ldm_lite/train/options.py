@@ -49,7 +49,7 @@ class DataOptions(CheckedOptions):
     tokens: int | None = option(
         None, "tokens per caption (default: as many as the text encoder takes)", within=(2, MOST)
     )
-    workers: int = option(2, "processes that draw or read images", within=(0, 1024))
+    data_workers: int = option(2, "processes that draw or read images", within=(0, 1024))
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class OptimiserOptions(CheckedOptions):
     )
     epochs: float | None = option(None, "passes over the data, in place of --steps", within=(1e-9, MOST))
     minutes: float | None = option(None, "stop after this many minutes; --resume continues", within=(0, MOST))
-    batch: int = option(1, "images per batch, of all processes together", within=(1, 2**16), common=True)
+    batch_size: int = option(1, "images per batch, of all processes together", within=(1, 2**16), common=True)
     accumulate: int = option(1, "batches per optimiser step", within=(1, MOST))
     lr: float | None = option(
         None,
@@ -140,7 +140,7 @@ class OptimiserOptions(CheckedOptions):
     ema_lengths: bool = option(
         False, "keep averages from which python -m ldm_lite.train.averages makes any length afterwards (EDM2)"
     )
-    clip: float = option(1.0, "clip the norm of the gradient to this", within=(1e-9, math.inf))
+    max_grad_norm: float = option(1.0, "clip the norm of the gradient to this", within=(1e-9, math.inf))
     min_snr: float | None = option(None, "min-SNR weighting with this gamma (5 is usual)", within=(1e-9, math.inf))
     weighting: str | None = option(
         None,
@@ -162,7 +162,7 @@ class OptimiserOptions(CheckedOptions):
     # seed * 2^32 + step must be a seed of torch.
     seed: int = option(0, "seed of weights, noise and order", within=(0, 2**31 - 1))
     compile_network: bool = option(False, "compile the network that is trained")
-    shard: bool = option(
+    fsdp: bool = option(
         False, "torchrun: divide weights, their averages and gradients among the processes (FSDP2), for large models"
     )
     checkpointing: bool = option(
@@ -262,9 +262,9 @@ def check(options: TrainOptions, load: LoadOptions) -> None:
     not_of_lcm = "lora_text caption_dropout masked min_snr weighting class_data class_prompt validation"
     defaults = {field.name: field.default for field in dataclasses.fields(options)}
     for unused, when, names in (
-        (stage != "diffusion" or has_lora, "but on the whole diffusion model", "shard"),
-        (options.optimizer != "adamw", f"with `optimizer={options.optimizer}`", "shard"),
-        (options.shard, "with `shard`", "ema_lengths"),
+        (stage != "diffusion" or has_lora, "but on the whole diffusion model", "fsdp"),
+        (options.optimizer != "adamw", f"with `optimizer={options.optimizer}`", "fsdp"),
+        (options.fsdp, "with `fsdp`", "ema_lengths"),
         (stage != "embedding", "without `stage=embedding`", "token init_word vectors"),
         (stage != "diffusion", f"with `stage={stage}`, which keeps the model frozen", "freeze_text train_text"),
         (stage == "control", "with `stage=control`", "class_data class_prompt renderer"),
@@ -307,9 +307,9 @@ def check(options: TrainOptions, load: LoadOptions) -> None:
 _OF_A_CALL = ("out", "resume", "config", "debug")  # they do not change what a run computes
 # What a resumed run may have otherwise than before.
 MAY_CHANGE = {
-    "steps", "epochs", "minutes", "lr", "lr_schedule", "lr_cycles", "warmup", "weight_decay", "clip", "save_every",
-    "keep", "sample_every", "samples", "validate_every", "workers", "compile_network", "shard", "checkpointing",
-    "log_to",
+    "steps", "epochs", "minutes", "lr", "lr_schedule", "lr_cycles", "warmup", "weight_decay", "max_grad_norm",
+    "save_every", "keep", "sample_every", "samples", "validate_every", "data_workers", "compile_network", "fsdp",
+    "checkpointing", "log_to",
 }  # fmt: skip
 _INPUTS = ("data", "class_data", "renderer")  # of which digests are compared, not names
 
@@ -318,7 +318,7 @@ def settings_of(options: TrainOptions) -> dict[str, Any]:
     """Return what the state of a run records of its options: a batch may be divided otherwise (`accumulate`)."""
     settings = {name: value for name, value in dataclasses.asdict(options).items() if name not in _OF_A_CALL + _INPUTS}
     settings["validation"] = options.held_out_fraction  # else a folder, of which there is a digest
-    settings["batch"] = options.batch * settings.pop("accumulate")
+    settings["batch_size"] = options.batch_size * settings.pop("accumulate")
     return settings
 
 

@@ -9,7 +9,7 @@ import logging
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -96,7 +96,7 @@ def train(
         if options.epochs is not None:
             if data.train.shards is None:
                 raise ValueError("`epochs` needs finite data: give `scenes`, or `steps` in place of it")
-            steps = math.ceil(options.epochs * sum(data.train.shards) / (options.batch * options.accumulate))
+            steps = math.ceil(options.epochs * sum(data.train.shards) / (options.batch_size * options.accumulate))
             options = replace(options, steps=steps, epochs=None)
         # With an offloader what no step uses waits on the CPU, and with `offload` the text encoders for their turn.
         texts = [] if data.empty is not None or (load.offload and not changes_text) else list(text_encoders(model))
@@ -115,10 +115,8 @@ def train(
             attached = stack.enter_context(lora.attach(trained_networks(options, model)))
         if isinstance(loss, DiffusionLoss):
             loss.prior = _prior(options, model, attached)
-        if not options.shard:  # which takes contiguous weights only
-            lay_out([*loss.networks.values(), *model.networks.values()])
         # The trainer, and what changes how its networks run.
-        whole = {role: copy.deepcopy(network).cpu() for role, network in loss.networks.items() if options.shard}
+        whole = {role: copy.deepcopy(network).cpu() for role, network in loss.networks.items() if options.fsdp}
         precision = precision_of(load, model.device)
         about = {"dtype": f"{short_name(model.dtype)}, {precision}", "storage": str(load.storage)}
         trainer = make_trainer(options, loss, precision, about | {"ckpt": base, "data": data.digest})
@@ -132,7 +130,7 @@ def train(
             loss.base, loss.average = attached.off, functools.partial(using, loss.networks, trainer.ema)
         if data.validation is not None and isinstance(loss, DiffusionLoss):
             every = options.validate_every or options.save_every
-            trainer.validation = Validation(loss, data.validation, options.batch, every)
+            trainer.validation = Validation(loss, data.validation, options.batch_size, every)
         is_moved = load.offload == "sequential" or load.storage is not None
         if is_moved and model.offloader is not None:
             model.offloader.differentiable(model.unet)
@@ -149,7 +147,7 @@ def train(
                 for role, network in whole.items():
                     network.load_state_dict(average[role])
                     ema[role] = network.to(model.device)
-                write_checkpoint(checkpoint_path(options), options, model, ema, step)
+                write_checkpoint(checkpoint_path(options), model, ema, step)
                 path = checkpoint_path(options)
                 if options.keep:
                     with replacing(path.with_stem(f"{path.stem}-{step:07}")) as part:
@@ -343,13 +341,6 @@ def make_trainer(
     return trainer
 
 
-def lay_out(networks: Iterable[nn.Module]) -> None:
-    """Give weights of convolutions the layout of the feature maps; frozen ones too, or each pass reorders them."""
-    for weight in {p for network in networks for p in network.parameters()}:
-        if weight.ndim == 4 and weight.is_floating_point():
-            weight.data = weight.data.contiguous(memory_format=torch.channels_last)
-
-
 # ---- the files besides the state and the log ------------------------------------------------------------------------
 
 
@@ -381,11 +372,8 @@ def sample(
         model = _with_networks(model, ema)
     try:
         with with_ema, trainer.autocast():
-            all_prompts, seeds = (
-                [prompt for prompt in prompts for _ in range(SAMPLES)],
-                [*range(SAMPLES)] * len(prompts),
-            )
-            images = model.txt2img(all_prompts, seed=seeds, batch_size=1 if model.offloader else SAMPLES, **how)
+            how |= {"seed": [*range(SAMPLES)] * len(prompts), "batch_size": 1 if model.offloader else SAMPLES}
+            images = model.txt2img([prompt for prompt in prompts for _ in range(SAMPLES)], **how)
         with replacing(samples_path(trainer)) as part:
             grid(images, columns=SAMPLES).save(part, format="PNG")
     except Exception as error:  # of any kind: the run is worth more
@@ -398,18 +386,11 @@ def samples_path(trainer: Trainer) -> Path:
     return trainer.folder / f"samples-{trainer.step:07}.png"
 
 
-def write_checkpoint(
-    path: Path, options: TrainOptions, model: Pipeline, networks: Mapping[str, nn.Module], step: int
-) -> None:
+def write_checkpoint(path: Path, model: Pipeline, networks: Mapping[str, nn.Module], step: int) -> None:
     """Write the file of a run after a step, with the weights of networks that it trained, by name."""
-    if options.stage == "embedding":
-        tensors, metadata = embedding_file(networks["embedding"], model)
-    elif options.stage == "control":
-        tensors, metadata = control_file(networks["control"])
-    elif options.lora_rank is not None:
-        tensors, metadata = kohya_file(networks["lora"], model)
-    else:
-        tensors, metadata = checkpoint(model, networks)
+    contents = {"embedding": embedding_file, "control": control_file, "lora": kohya_file}
+    name = next((name for name in contents if name in networks), None)
+    tensors, metadata = checkpoint(model, networks) if name is None else contents[name](networks[name], model)
     write_tensors(path, tensors, metadata | {"step": str(step)})
 
 
@@ -431,7 +412,7 @@ def write_average(folder: Path, average: tuple[Weights, int], out: Path) -> None
     for name, network in networks.items():
         for key, parameter in network.named_parameters():
             parameter.data = weights[f"{name}.{key}"]
-    write_checkpoint(out, options, model, networks, step)
+    write_checkpoint(out, model, networks, step)
 
 
 def plot_losses(folder: Path) -> None:

@@ -9,7 +9,9 @@ import importlib
 import json
 import logging
 import os
+import pickle
 import secrets
+import warnings
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -17,10 +19,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from ldm_lite.cli.files import open_file, read_bytes, read_text, regular
-from ldm_lite.cli.writing import replacing, write_whole
+from ldm_lite.cli.writing import remove, replacing, write_whole
 from ldm_lite.train import distributed
 
 log = logging.getLogger("ldm_lite")
@@ -49,9 +57,7 @@ def opened_state(path: Path) -> Iterator[dict[str, Any]]:
     with open_file(path):
         try:
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            for value in tree_leaves(state):
-                if isinstance(value, Tensor) and value.is_floating_point() and not bool(torch.isfinite(value).all()):
-                    raise ValueError("it holds numbers that are not finite")
+            check_finite(state)
             if type(state["step"]) is not int or state["step"] < 1:
                 raise ValueError(f"it is of step {state['step']!r:.50}")
             yield state
@@ -62,6 +68,14 @@ def opened_state(path: Path) -> Iterator[dict[str, Any]]:
             raise ValueError(
                 f"{path}: is not the state of this run, or damaged ({line}): use the run's options, or another `out`"
             ) from error
+
+
+def check_finite(state: object) -> None:
+    """Raise ValueError if a tensor of the state holds numbers that are not finite, of a divided one this process's."""
+    for value in tree_leaves(state):
+        local = value.to_local() if isinstance(value, DTensor) else value
+        if isinstance(local, Tensor) and local.is_floating_point() and not bool(torch.isfinite(local).all()):
+            raise ValueError("it holds numbers that are not finite")
 
 
 def write_state(path: Path, state: Mapping[str, Any]) -> None:
@@ -78,6 +92,70 @@ def write_state(path: Path, state: Mapping[str, Any]) -> None:
         file.flush()
         if not zipfile.is_zipfile(part):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+
+
+# ---- divided state --------------------------------------------------------------------------------------------------
+
+
+def write_divided(folder: Path, tensors: Mapping[str, Any]) -> None:
+    """Write tensors in nested dicts, each process its own parts.  All must call it.  Raises OSError in all of them."""
+    if distributed.rank() == 0:
+        remove(folder)
+    distributed.barrier()
+    try:
+        save(dict(tensors), storage_writer=FileSystemWriter(folder))
+    except CheckpointException as error:
+        raise OSError(errno.EIO, f"cannot be written ({_cause(error)})", os.fspath(folder)) from error
+
+
+def read_divided(folder: Path, tensors: dict[str, Any]) -> None:
+    """Fill tensors in nested dicts, in each process its own parts, however many have written them.
+
+    All must call it.  Raises ValueError if they are others, damaged or not finite.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process
+            load(tensors, storage_reader=_Reader(folder))
+    except CheckpointException as error:
+        raise ValueError(f"{folder.name}: {_cause(error)}") from error
+    check_finite(tensors)
+
+
+def _cause(error: CheckpointException) -> str:
+    """The first line of what went wrong in one of the processes."""
+    cause, _ = next(iter(error.failures.values()))
+    return (str(cause).splitlines() or [type(cause).__name__])[0][:200]
+
+
+class _Reader(FileSystemReader):
+    """Torch's, but for the list of tensors: torch runs any code in that pickle, and in values that are bytes."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        with open_file(folder / ".metadata") as file:
+            self._metadata: Metadata = _Unpickler(file).load()
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self._metadata
+
+
+NAMES = {  # what the list of tensors in a divided state is made of
+    "torch.distributed.checkpoint.metadata": "ChunkStorageMetadata Metadata MetadataIndex StorageMeta "
+    "TensorProperties TensorStorageMetadata _MEM_FORMAT_ENCODING",
+    "torch.distributed.checkpoint.filesystem": "_StorageInfo",
+    "torch": "Size float64 float32 float16 bfloat16 int64 int32 uint8 bool",
+    "torch.serialization": "_get_layout",
+    "pathlib": "PosixPath WindowsPath",
+    "pathlib._local": "PosixPath WindowsPath",
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in NAMES.get(module, "").split():
+            raise pickle.UnpicklingError(f"{module}.{name} has no place in a list of tensors")
+        return super().find_class(module, name)
 
 
 DTYPES = {torch.float16: "F16", torch.float32: "F32"}  # in .safetensors files

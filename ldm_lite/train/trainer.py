@@ -22,15 +22,24 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._pytree import tree_map_only
 
 from ldm_lite.cli.signals import Stopped, noted
+from ldm_lite.cli.writing import remove
 from ldm_lite.train import distributed
 from ldm_lite.train.batches import Batch, Draws, Slice, batches, reported_workers
 from ldm_lite.train.data import Dataset
 from ldm_lite.train.losses import Loss, Validation
 from ldm_lite.train.options import MAY_CHANGE, TrainOptions, resolved, settings_of
-from ldm_lite.train.state import STATE, Log, load_weights, opened_state, write_state, write_tensors
+from ldm_lite.train.state import (
+    STATE,
+    Log,
+    load_weights,
+    opened_state,
+    read_divided,
+    write_divided,
+    write_state,
+    write_tensors,
+)
 
 log = logging.getLogger("ldm_lite")
 
@@ -70,10 +79,9 @@ class Trainer:
         self.settings = settings_of(options) | dict(inputs)
         self.loss, self.options, self.folder, self.precision = loss, options, folder, precision
         self.steps, self.lr, self.ema_decay = options.steps or 0, options.lr or 0.0, options.ema_decay or 0.0
-        if options.batch < distributed.world_size():
-            raise ValueError(
-                f"got `batch` {options.batch} for {distributed.world_size()} processes: wanted one for each, or more"
-            )
+        if options.batch_size < distributed.world_size():
+            processes = f"{distributed.world_size()} processes"
+            raise ValueError(f"got `batch_size` {options.batch_size} for {processes}: wanted one for each, or more")
         self.step = self.saved = 0  # steps done; steps done in the state on disk
         for network in loss.networks.values():
             if not any(p.requires_grad for p in network.parameters()):
@@ -84,24 +92,17 @@ class Trainer:
             self.ema = {name: copy.deepcopy(net).requires_grad_(False).eval() for name, net in loss.networks.items()}
         self.averages = PowerAverages(loss.networks) if options.ema_lengths else None
         self.validation: Validation | None = None
-        if options.shard:
+        self.is_divided = options.fsdp and distributed.world_size() > 1
+        if self.is_divided:
             for network in {*loss.networks.values(), *self.ema.values()}:
                 distributed.shard(network)
         self.parameters = [p for network in loss.networks.values() for p in network.parameters()]
         self.device = self.parameters[0].device
-        weighting = list(loss.networks.get("weighting", nn.Module()).parameters())
-        ids = {id(p) for p in weighting}
-        text = (
-            []
-            if options.text_lr is None
-            else [
-                parameter
-                for role, network in loss.networks.items()
-                for name, parameter in network.named_parameters()
-                if role.startswith("text_encoder") or name.startswith("lora_te")
-            ]
-        )
-        ids |= {id(parameter) for parameter in text}
+        named = [(role, name, p) for role, network in loss.networks.items() for name, p in network.named_parameters()]
+        weighting = [p for role, _, p in named if role == "weighting"]
+        is_text = [role.startswith("text_encoder") or name.startswith("lora_te") for role, name, _ in named]
+        text = [p for (_, _, p), is_text in zip(named, is_text, strict=True) if is_text and options.text_lr is not None]
+        ids = {id(p) for p in (*weighting, *text)}
         groups: list[dict[str, Any]] = [{"params": [p for p in self.parameters if id(p) not in ids]}]
         groups += [{"params": text, "peak": options.text_lr}] if text else []
         if weighting:  # which is far from the networks in scale: EDM2 trains both at 1e-2
@@ -119,24 +120,35 @@ class Trainer:
     # ---- state ------------------------------------------------------------------------------------------------------
 
     def save(self) -> None:
-        """Write the state to resume from, atomically."""
-        state = {
-            "step": self.step,
-            "settings": self.settings,
-            "losses": self._losses,
-            "networks": {name: network.state_dict() for name, network in self.loss.networks.items()},
-            "average": {name: network.state_dict() for name, network in self.ema.items()},
-            "optimizer": self.optimizer.state_dict(),
-            "scaler": self.scaler.state_dict(),
-        }
-        if self.ema is self.loss.networks:
-            del state["average"]
-        if self.averages is not None:
-            state["averages"] = self.averages.state()
-        state = tree_map_only(Tensor, distributed.gather, state)
-        if distributed.rank() == 0:
-            write_state(self.folder / STATE, state)
+        """Write the state to resume from, atomically: what is divided into a folder that the state's file names.
+
+        Raises OSError, in all processes.
+        """
+        state: dict[str, Any] = {"step": self.step, "settings": self.settings, "losses": self._losses}
+        state |= {"scaler": self.scaler.state_dict()}
+        tensors, failed = self._tensors(), None
+        if self.is_divided:
+            state["divided"] = f"state-{self.step:07}"
+            write_divided(self.folder / state["divided"], tensors | {"optimizer": self.optimizer.state_dict()["state"]})
+        else:
+            state |= tensors | {"optimizer": self.optimizer.state_dict()}
+            state |= {"averages": self.averages.state()} if self.averages is not None else {}
+        try:
+            if distributed.rank() == 0:
+                write_state(self.folder / STATE, state)
+                for path in self.folder.glob("state-*"):
+                    if path.name != state.get("divided"):
+                        remove(path)
+        except OSError as error:
+            failed = error
+        if message := distributed.broadcast(failed and str(failed)):
+            raise failed or OSError(message)
         self.saved = self.step
+
+    def _tensors(self) -> dict[str, Any]:
+        """Return the weights, and their EMA if there is one, by network: these themselves, divided as they are."""
+        kinds = {"networks": self.loss.networks} | ({"average": self.ema} if self.ema_decay else {})
+        return {kind: {name: net.state_dict() for name, net in networks.items()} for kind, networks in kinds.items()}
 
     def resume(self) -> None:
         """Continue from the state in the folder.
@@ -149,14 +161,24 @@ class Trainer:
             changed = {name: value for name, value in self.settings.items() if before.get(name, value) != value}
             if fixed := [name for name in changed if name not in MAY_CHANGE]:
                 raise ValueError(f"`{fixed[0]}` was {before[fixed[0]]!r:.60}, now it is {changed[fixed[0]]!r:.60}")
-            for name, network in self.loss.networks.items():
-                load_weights(network, state["networks"][name])
-                if self.ema_decay:
-                    load_weights(self.ema[name], state["average"][name])
+            if "divided" in state:  # perhaps among another number of processes
+                tensors = self._tensors()
+                trained = [p for group in self.optimizer.param_groups for p in group["params"]]
+                tensors["optimizer"] = {
+                    str(i): {"step": torch.zeros(()), "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+                    for i, p in enumerate(trained)
+                    if p.requires_grad
+                }
+                read_divided(self.folder / state["divided"], tensors)
+                averages = {int(i): values for i, values in tensors.pop("optimizer").items()}
+                state |= tensors | {"optimizer": {"state": averages, "param_groups": []}}
+            pairs = [(self.loss.networks, state["networks"])]
+            pairs += [(self.ema, state["average"])] if self.ema_decay else []
             if self.averages is not None:
-                for average, stored in zip(self.averages.networks, state["averages"], strict=True):
-                    for name, network in average.items():
-                        load_weights(network, stored[name])
+                pairs += zip(self.averages.networks, state["averages"], strict=True)
+            for networks, stored in pairs:
+                for name, network in networks.items():
+                    load_weights(network, stored[name])
             restore(self.optimizer, state["optimizer"])
             self.scaler.load_state_dict(state.get("scaler", {}))
             self._losses = [float(loss) for loss in state["losses"]]
@@ -256,9 +278,9 @@ class Trainer:
     def _batches(self, dataset: Dataset, prior: Dataset | None = None) -> Generator[Batch]:
         """Yield this process's part of each batch, from the current step on."""
         options, rank, size = self.options, distributed.rank(), distributed.world_size()
-        rows = range(rank * options.batch // size, (rank + 1) * options.batch // size)
-        part = Slice(options.batch, rows, self.step * options.accumulate, self.steps * options.accumulate)
-        return batches(dataset, options.seed, part, options.workers, prior)
+        rows = range(rank * options.batch_size // size, (rank + 1) * options.batch_size // size)
+        part = Slice(options.batch_size, rows, self.step * options.accumulate, self.steps * options.accumulate)
+        return batches(dataset, options.seed, part, options.data_workers, prior)
 
     def _step(self, data: Iterator[Batch], on_save: Callable[[int], None]) -> list[float]:
         """Run one optimiser step over `accumulate` batches of all processes.  Returns its loss, or nothing.
@@ -278,21 +300,26 @@ class Trainer:
                 batch = replace(batch, captions=shuffled)
             if options.lora_dropout:
                 torch.manual_seed(options.seed * 2**32 + batch.numbers[0])
-            part = len(batch.numbers) / (options.batch * options.accumulate)
+            part = len(batch.numbers) / (options.batch_size * options.accumulate)
             with distributed.without_exchange(self._module) if left else contextlib.nullcontext(), self._kernels():
                 with self.autocast():
                     loss = part * self._module(batch, Draws(options.seed, batch.numbers))
                 self.scaler.scale(distributed.world_size() * loss).backward()  # whose gradients' mean is taken
             total += loss.detach()
         self.scaler.unscale_(self.optimizer)
-        norm = nn.utils.clip_grad_norm_(self.parameters, options.clip)
+        norm = nn.utils.clip_grad_norm_(self.parameters, options.max_grad_norm)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         value, size = torch.stack([distributed.all_reduce_sum(total), norm]).tolist()
         if not math.isfinite(value) or not math.isfinite(size):
             what, self._skipped = "gradient" if math.isfinite(value) else "loss", self._skipped + 1
             why = f"the {what} is {size if what == 'gradient' else value} at step {self.step + 1}"
             if self._skipped > MOST_SKIPPED:
-                raise self._stopped(f"{why}, as in the {MOST_SKIPPED} before", on_save)
+                if self.step > self.saved and math.isfinite(self._loss_now()):  # the weights before them
+                    first = self.saved == 0
+                    self.save()
+                    if first:
+                        on_save(self.step)
+                raise self._not_finite(f"{why}, as in the {MOST_SKIPPED} before")
             log.warning("%s, which is left out", why)
             self.scaler.update()
             self.optimizer.zero_grad(set_to_none=True)
@@ -322,15 +349,6 @@ class Trainer:
         decay = min(self.ema_decay, (1 + self.step) / (10 + self.step))
         for name, network in self.loss.networks.items():
             torch._foreach_lerp_(list(self.ema[name].parameters()), list(network.parameters()), 1 - decay)
-
-    def _stopped(self, why: str, on_save: Callable[[int], None]) -> ValueError:
-        """Save the weights before a step that failed, unless their own loss is not finite; return the error."""
-        if self.step > self.saved and math.isfinite(self._loss_now()):
-            first = self.saved == 0
-            self.save()
-            if first:
-                on_save(self.step)
-        return self._not_finite(why)
 
     def _not_finite(self, why: str) -> ValueError:
         saved = f"the state of step {self.saved} is kept in {self.folder}" if self.saved else "nothing was saved"
@@ -437,32 +455,6 @@ def using(networks: Mapping[str, nn.Module], averages: Mapping[str, nn.Module]) 
 PACKAGES = {"adamw8bit": ("bitsandbytes", "optim.AdamW8bit"), "prodigy": ("prodigyopt", "Prodigy")}
 
 
-class _AdamW(torch.optim.AdamW):
-    """AdamW for weights with channels last: PyTorch's fused kernel for a CPU copies them all in each step.
-
-    It gets contiguous views of them.  If averages or gradients lie otherwise, it would pair their values wrongly.
-    """
-
-    def load_state_dict(self, state_dict: Any) -> None:
-        """As torch's; averages take the layout of their weights, whose values were perhaps divided when stored."""
-        super().load_state_dict(state_dict)
-        for weight, values in self.state.items():
-            for name, value in values.items():
-                if value.ndim and value.stride() != weight.stride():
-                    values[name] = torch.empty_like(weight).copy_(value)
-
-    def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> Any:
-        # This fills the lists: weights, gradients, averages, step numbers.
-        result = super()._init_group(group, *lists)  # type: ignore[no-untyped-call]
-        last, filled = torch.channels_last, [tensors for tensors in lists if tensors]
-        for i, weight in enumerate(filled[0] if filled else ()):
-            if weight.ndim == 4 and weight.is_contiguous(memory_format=last):
-                for tensors in filled:
-                    if tensors[i].ndim:
-                        tensors[i] = tensors[i].detach().contiguous(memory_format=last).permute(0, 2, 3, 1)
-        return result
-
-
 def make_optimizer(
     name: str, groups: list[dict[str, Any]], lr: float, weight_decay: float, betas: tuple[float, float] = (0.9, 0.99)
 ) -> torch.optim.Optimizer:
@@ -473,7 +465,7 @@ def make_optimizer(
     """
     if name == "adamw":
         fused = groups[0]["params"][0].device.type in ("cuda", "cpu")
-        return _AdamW(groups, lr=lr, betas=betas, weight_decay=weight_decay, fused=fused)
+        return torch.optim.AdamW(groups, lr=lr, betas=betas, weight_decay=weight_decay, fused=fused)
     package, path = PACKAGES[name]
     try:
         optimizer: Any = importlib.import_module(package)
@@ -490,9 +482,13 @@ def restore(optimizer: torch.optim.Optimizer, stored: dict[str, Any]) -> None:
     ours, is_adamw = optimizer.state_dict()["param_groups"], isinstance(optimizer, torch.optim.AdamW)
     for index, values in stored["state"].items():
         for name in ("exp_avg", "exp_avg_sq") if is_adamw else ():
-            if values[name].shape != parameters[index].shape or bool((values["exp_avg_sq"] < 0).any()):
+            squares = values["exp_avg_sq"]
+            squares = squares.to_local() if isinstance(squares, DTensor) else squares
+            if values[name].shape != parameters[index].shape or bool((squares < 0).any()):
                 raise ValueError(f"{name} of parameter {index} is another's")
-            values[name] = distributed.shard_like(values[name], parameters[index])
+            # Fused kernels pair the values as they lie.
+            laid_out = torch.empty_like(parameters[index])
+            values[name] = laid_out.copy_(distributed.shard_like(values[name], parameters[index]))
     # The groups of prodigy hold what it has found.
     settings = [{key: group[key] for key in ("weight_decay", "betas")} for group in ours]
     groups = ours if is_adamw else [group | mine for group, mine in zip(groups, settings, strict=True)]

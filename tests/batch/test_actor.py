@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from ldm_lite.batch.options import BatchOptions, RowOptions
+from ldm_lite.batch.places import Folder
 from ldm_lite.batch.ray_engine import MOST_LOST, _Actor
 from ldm_lite.batch.store import Report, Task
 from ldm_lite.batch.table import Table
@@ -17,7 +18,7 @@ from ldm_lite.cli.options import LoadOptions
 def task(tmp_path: Path) -> Task:
     """A task of one row."""
     table = Table(tmp_path / "t.jsonl", 1, 1)
-    return Task(BatchOptions(), RowOptions(), LoadOptions(), table, tmp_path, Path.cwd())
+    return Task(BatchOptions(), RowOptions(), LoadOptions(), table, Folder(tmp_path), Path.cwd())
 
 
 class Broken:

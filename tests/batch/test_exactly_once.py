@@ -20,6 +20,7 @@ from PIL import Image
 
 from ldm_lite.batch import store
 from ldm_lite.batch.__main__ import main
+from ldm_lite.batch.places import Folder
 
 Batch = Callable[..., list[dict[str, Any]]]
 Write = Callable[..., Path]
@@ -130,7 +131,7 @@ def held_by_another_process(out: Path, turn: tuple[int, int]) -> Iterator[None]:
     read, write = os.pipe()
     if not (process := os.fork()):
         try:
-            with store.job_locked(out, turn):
+            with Folder(out).locked(turn):
                 os.write(write, b".")
                 time.sleep(600)
         finally:

@@ -81,7 +81,20 @@ def test_captions_of_any_length_are_encoded_and_train(
     for name in ("context", "y"):
         shards = [np.load(tmp_path / "parts" / f"0000{i}" / f"{name}.npy") for i in range(2)]
         assert [list(each.shape) for each in shards] == [[4, *about[name]], [2, *about[name]]]
-    more = ["--lora-rank", 2, "--steps", 3, "--batch", 2, "--workers", 0, "--caption-dropout", 0.5, "--samples", "a"]
+    more = [
+        "--lora-rank",
+        2,
+        "--steps",
+        3,
+        "--batch-size",
+        2,
+        "--data-workers",
+        0,
+        "--caption-dropout",
+        0.5,
+        "--samples",
+        "a",
+    ]
     losses = []
     for data in ("images", "encoded"):
         monkeypatch.setattr("ldm_lite.networks.PromptOptions", PromptOptions if data == "images" else None)

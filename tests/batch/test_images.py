@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import random_checkpoint
+import torch
 import toy_zoo
 from batch_files import contents, members
 from PIL import Image
@@ -22,9 +23,13 @@ from PIL import Image
 import ldm_lite
 from ldm_lite.batch import images
 from ldm_lite.batch.options import RowOptions
+from ldm_lite.batch.places import Folder
 from ldm_lite.batch.rows import Item, Rows, convert
 from ldm_lite.batch.store import Store, check_job
 from ldm_lite.batch.table import open_table
+from ldm_lite.control import loading
+from ldm_lite.train.additions import LoRA, control_file, kohya_file, new_control
+from ldm_lite.train.state import write_tensors
 
 Batch = Callable[..., list[dict[str, Any]]]
 Write = Callable[..., Path]
@@ -245,10 +250,9 @@ def test_a_broken_field_of_a_csv_takes_no_other_row_with_it(tmp_path: Path) -> N
 
 
 def test_a_folder_whose_files_are_no_files_waits_for_nothing(tmp_path: Path) -> None:
-    store = Store(tmp_path, ".tar")
-    (tmp_path / "parts").mkdir()
-    os.mkfifo(store.list_of(0))
-    store.list_of(1).write_bytes(b"[" * 10**5)
+    store = Store(Folder(tmp_path), ".tar")
+    os.mkfifo(tmp_path / store.list_of(0))
+    (tmp_path / store.list_of(1)).write_bytes(b"[" * 10**5)
     assert not store.is_done(0)
     assert not store.is_done(1)
     with pytest.raises(ValueError, match="is a pipe, wanted a regular file"):
@@ -256,7 +260,7 @@ def test_a_folder_whose_files_are_no_files_waits_for_nothing(tmp_path: Path) -> 
     for content, message in ((b"[]", "holds a JSON list, wanted an object"), (b"[" * 10**5, "is nested too deeply")):
         (tmp_path / "job.json").write_bytes(content)
         with pytest.raises(ValueError, match=rf"job\.json: {message}"):
-            check_job(tmp_path, {"a": 1})
+            check_job(Folder(tmp_path), {"a": 1})
 
 
 def test_broken_lines_are_rows(tmp_path: Path) -> None:
@@ -363,3 +367,74 @@ def test_few_texts_are_held_at_once(
     batch(table(9), "--shard-size", 9)
     assert events == [4, "run", "run", 4, "run", "run", 1, "run"]
     assert contents(tmp_path / "out")["00000.tar"] == contents(tmp_path / "whole")["00000.tar"]
+
+
+@pytest.fixture
+def adapters(tmp_path: Path, small_path: Path) -> Path:
+    """A folder with two LoRAs, a ControlNet and its image, which change an image a lot."""
+    pipe, folder = ldm_lite.load(small_path, device="cpu"), tmp_path / "adapters"
+    folder.mkdir()
+    torch.manual_seed(0)
+    for name in ("a", "b"):
+        lora = LoRA({"unet": pipe.unet}, 2)
+        for parameter in lora.parameters():
+            torch.nn.init.normal_(parameter, std=0.3)
+        write_tensors(folder / f"{name}.safetensors", *kohya_file(lora, pipe))
+    control = new_control(pipe)
+    for part in (control.zero_convs, control.middle_block_out):
+        for parameter in part.parameters():
+            torch.nn.init.normal_(parameter, std=0.3)
+    write_tensors(folder / "control.safetensors", *control_file(control, pipe))
+    for name in ("edges", "other"):
+        Image.fromarray(np.random.default_rng(len(name)).integers(0, 255, (32, 32, 3), np.uint8)).save(
+            folder / f"{name}.png"
+        )
+    return folder
+
+
+@pytest.mark.slow
+def test_rows_with_loras_controls_and_second_passes(
+    tmp_path: Path, small_path: Path, adapters: Path, table: Write, batch: Batch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is that of a single run with the same files; those of the next rows are as if there had been none."""
+    second: dict[str, Any] = {"hires": 2.0, "hires_steps": 2, "hires_strength": 0.5}
+    control = "adapters/control.safetensors:adapters/edges.png"
+    rows: list[dict[str, Any]] = [
+        {"prompt": "a cat"},
+        {"prompt": "a dog", "lora": "adapters/a.safetensors:0.5"},
+        {"prompt": "a cow", "lora": ["adapters/a.safetensors", "adapters/b.safetensors:0.8"]},
+        {"prompt": "a pig", "lora": " adapters/a.safetensors; adapters/b.safetensors:0.8"},
+        {"prompt": "a hen", "control": control},
+        {"prompt": "a fox", "control": f"{control.replace('edges', 'other')}:0.5", "preprocess": "canny"},
+        {"prompt": "a bee", **second},
+        {"prompt": "an ant", **second, "negative_prompt": "blue"},
+        {"prompt": "an owl", **second, "hires_prompt": "a large owl", "hires_upscaler": "Lanczos"},
+        {"prompt": "an elk", **second, "control": control, "lora": "adapters/b.safetensors"},
+        {"prompt": "a cod", "lora": "adapters/none.safetensors"},
+        {"prompt": "an eel", "lora": 5},
+        {"prompt": "a bat"},
+    ]
+    read, opened = loading._read, list[object]()
+    monkeypatch.setattr(loading, "_read", lambda model, source: (opened.append(source), read(model, source))[1])
+    manifest = batch(table(rows), "--shard-size", 20, "--batch-size", 2)
+    assert len(opened) == 1, "a network of controls is loaded once"
+    assert "none.safetensors" in manifest[10]["error"]
+    assert "got lora 5, wanted a text" in manifest[11]["error"]
+    about = json.loads(members(tmp_path / "out" / "00000.tar")["000000001.json"])
+    assert about["lora"] == [f"{adapters}/a.safetensors:0.5"]
+    monkeypatch.chdir(tmp_path)
+    for i in (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 12):
+        options = {"steps": 1, "width": 32, "height": 32, **rows[i]}
+        loras = options.pop("lora", ())
+        loras = tuple(text.strip() for text in loras.split(";")) if isinstance(loras, str) else tuple(loras)
+        pipe = ldm_lite.load(small_path, device="cpu", lora=loras)
+        [wanted] = pipe.txt2img(options.pop("prompt"), seed=42 + i, output="numpy", **options)
+        found = pixels(tmp_path / "out", i, 20)
+        assert found.shape == wanted.shape
+        assert abs(found - wanted).max() <= 1, rows[i]
+    assert [line["error"] for i, line in enumerate(manifest) if i not in (10, 11)] == [None] * 11
+    image = Image.open(adapters / "edges.png").rotate(90)
+    image.save(adapters / "edges.png")
+    times = (tmp_path / "out" / "00000.tar").stat().st_mtime_ns
+    batch(table(rows), "--shard-size", 20, "--batch-size", 2)
+    assert (tmp_path / "out" / "00000.tar").stat().st_mtime_ns != times, "the shard is made again for another image"

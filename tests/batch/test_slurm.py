@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from ldm_lite.batch.options import BatchOptions
+from ldm_lite.batch.places import Folder
 from ldm_lite.batch.store import Store
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
@@ -65,7 +66,7 @@ def test_a_task_removes_no_file_that_another_one_is_writing(tmp_path: Path) -> N
         ".empty.a1.part",
         "parts/.00003.jsonl.a.part",
     ]
-    store = Store(tmp_path, ".tar")
+    store = Store(Folder(tmp_path), ".tar")
     for which, of, kept in ((1, 2, [0, 2, 3]), (0, 2, [1, 2, 3, 4]), (0, 1, [])):
         for part in parts:
             (tmp_path / part).parent.mkdir(exist_ok=True)

@@ -37,6 +37,7 @@ from ldm_lite.cli.task_options import Img2imgOptions as Img2img
 from ldm_lite.cli.task_options import InpaintOptions as Inpaint
 from ldm_lite.cli.task_options import Txt2imgOptions as Options
 from ldm_lite.cli.task_options import UpscaleOptions as Upscale
+from ldm_lite.evaluate import EvaluateOptions
 from ldm_lite.runtime.tiling import out_of_memory
 from ldm_lite.serve.options import ServeOptions
 from ldm_lite.train.options import TrainOptions as Train
@@ -73,7 +74,7 @@ def test_out_of_memory_names_the_next_cheaper_option(capsys: pytest.CaptureFixtu
     assert advice(Bench()) == advice(Export(batches="1,2")) == "--batches 1"
     assert advice(Export()) == advice(Reconstruct(), SaveOptions()) == "a smaller image"
     assert advice(Train(), LoadOptions()) == "--checkpointing"
-    assert advice(Train(checkpointing=True), LoadOptions()) == "a smaller --batch, with --accumulate"
+    assert advice(Train(checkpointing=True), LoadOptions()) == "a smaller --batch-size, with --accumulate"
 
 
 @pytest.mark.parametrize(
@@ -274,7 +275,7 @@ def messages(tree: ast.AST) -> list[str]:
 def test_an_option_that_a_message_names_exists() -> None:
     """And below the commands no message names a flag."""
     groups: tuple[type, ...] = (Options, Img2img, Inpaint, Upscale, Cascade, StageOptions, LoadOptions, SaveOptions)
-    groups = (*groups, Samplers, Export, Train, Bench, Reconstruct, Verify, ServeOptions, BatchOptions)
+    groups = (*groups, Samplers, Export, Train, Bench, Reconstruct, Verify, ServeOptions, BatchOptions, EvaluateOptions)
     names = {each.name for group in groups for each in dataclasses.fields(group)}
     names |= {"draw", "output", "C", "f", "config", "step"}  # of Python, the original scripts, train.averages alone
     root, count = Path(ldm_lite.__file__).parent, 0

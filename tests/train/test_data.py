@@ -11,10 +11,12 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor
 from training import load_options, losses, options, train
 
@@ -84,11 +86,10 @@ def test_lists_of_captions(tmp_path: Path, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ({"a.png": b"x"}, "a.tar, a: has no caption: wanted a .txt or .json of its name"),
+        ({"a.png": b"x"}, "a.tar, a: its caption is empty: write one, or remove the image"),
         ({"a.txt": b"x"}, "a.tar: holds no images"),
         ({"a.png": b"x", "a.jpg": b"x", "a.txt": b"x"}, "a.jpg: is the second file of a of its kind"),
         ({"a.png": b"x", "a.txt": b"x"}, "a.tar, a: is not an image that can be read"),
-        ({"a.png": b"x", "a.txt": b" "}, "a.tar, a: is not an image that can be read"),
         ({"a.png": b"IMAGE", "a.txt": b" "}, "a.tar, a: its caption is empty"),
         ({"a.png": b"IMAGE", "a.json": b"{"}, "a.tar, a: its .json cannot be read"),
         ({"a.png": b"IMAGE", "a.json": b'["text"]'}, "a.tar, a: wanted a JSON object with a caption called text"),
@@ -344,21 +345,21 @@ def test_a_runs_latents_are_made_once_and_finished_after_a_kill(
     given, firsts = options(folder, tmp_path), list[int]()
     in_order = batches.in_order
 
-    def noted(dataset: Dataset, batch: int, workers: int, first: int, end: int) -> object:
+    def noted(dataset: Dataset, batch: int, workers: int, first: int, *more: Any) -> object:
         firsts.append(first)
-        return in_order(dataset, batch, workers, first, end)
+        return in_order(dataset, batch, workers, first, *more)
 
     monkeypatch.setattr(encoded, "in_order", noted)
     images = open_data(folder, pipe.family.resolution)
-    whole = pairs(encoded.encoded(given, images, pipe.vae))
+    whole = pairs(encoded.encoded(given, images, pipe.vae)[0])
     assert [caption for _, caption in whole] == [f"picture {i}" for i in range(6)]
-    assert pairs(encoded.encoded(given, images, pipe.vae)) == whole
+    assert pairs(encoded.encoded(given, images, pipe.vae)[0]) == whole
     (tmp_path / "latents" / "index.json").unlink()
     (tmp_path / "latents" / "00001").rename(tmp_path / "latents" / ".00001.part")
-    assert pairs(encoded.encoded(given, images, pipe.vae)) == whole
+    assert pairs(encoded.encoded(given, images, pipe.vae)[0]) == whole
     assert firsts == [0, 4, 4]
     renamed = replace(images, items=tuple((path, f"a {caption}") for path, caption in images.items))  # type: ignore[type-var,attr-defined]
-    assert pairs(encoded.encoded(given, renamed, pipe.vae)) != whole
+    assert pairs(encoded.encoded(given, renamed, pipe.vae)[0]) != whole
     assert firsts == [0, 4, 4, 0, 4]
 
 
@@ -410,3 +411,85 @@ def test_each_process_encodes_its_share(
     for path in (tmp_path / "one").rglob("*"):
         if path.is_file():
             assert (tmp_path / "two" / path.relative_to(tmp_path / "one")).read_bytes() == path.read_bytes()
+
+
+# ---- broken images --------------------------------------------------------------------------------------------------
+
+
+def copied(folder: Path, to: Path) -> Path:
+    """Copy the images, with their captions."""
+    to.mkdir()
+    for path in folder.iterdir():
+        (to / path.name).write_bytes(path.read_bytes())
+    return to
+
+
+@pytest.mark.parametrize("kind", ["image", "size", "mask", "hint", "tar"])
+def test_what_is_broken_is_left_out_of_a_run(
+    kind: str, tmp_path: Path, folder: Path, small_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of the second of six images, alone in its bucket: its pixels, header, mask or hint, or its caption in a tar."""
+    data = copied(folder, tmp_path / "data")
+    more: dict[str, Any] = {"lora_rank": 1, "buckets": True, "flip": True}
+    Image.new("RGB", (30, 90)).save(data / "1.png")
+    if kind in ("image", "size"):
+        (data / "1.png").write_bytes((data / "1.png").read_bytes()[: 60 if kind == "image" else 9])
+    elif kind == "mask":
+        Image.new("L", (8, 8)).save(data / "1.mask.png")
+        more["masked"] = True
+    elif kind == "hint":
+        for i in range(6):
+            (data / f"{i}.hint.png").write_bytes((data / f"{i}.png").read_bytes()[: None if i != 1 else 60])
+        more = {"stage": "control"}
+    else:
+        with tarfile.open(data / "a.tar", "w") as tar:
+            for path in sorted(data.glob("?.*")):
+                if path.name not in ("1.txt", "2.png"):
+                    tar.add(path, path.name)
+            tar.add(data / "1.png", "7.png")
+            tar.add(data / "1.txt", "7.txt")
+        more = {"lora_rank": 1}
+    out = tmp_path / "run"
+    train(options(data, out, steps=1, sample_every=0, **more), load_options(small_path))
+    left_out = [record.getMessage() for record in caplog.records if "left out: " in record.getMessage()]
+    assert len(left_out) == (2 if more.get("flip") else 1), "a mirrored image too"
+    assert all(re.search(r"1\.(mask\.|hint\.)?png: |a\.tar, 1: its caption is empty", message) for message in left_out)
+    captions = [json.loads(line) for path in out.rglob("captions.jsonl") for line in path.read_text().splitlines()]
+    assert "picture 1" not in captions or kind == "tar"
+    assert len(captions) == (10 if more.get("flip") else 5)
+    caplog.clear()
+    again = options(data, out, steps=2, sample_every=0, resume=True, **more)
+    train(again, load_options(small_path))
+    assert "images are left out, such as: " in caplog.text, "a resumed run says it too, and reads none again"
+    assert "warning: left out" not in caplog.text
+
+
+def test_the_rows_of_what_is_left_are_those_of_their_images(tmp_path: Path, folder: Path, small_path: Path) -> None:
+    """With repeats, mirrored images and a share held out, each latent is still that of its image."""
+    data = tmp_path / "data"
+    data.mkdir()
+    copied(folder, data / "2_some")
+    (data / "2_some" / "1.png").write_bytes(b"")
+    model = ldm_lite.load(small_path, device="cpu")
+    given = options(data, tmp_path / "run", flip=True, validation="0.4")
+    opened = encoded.open_all(given, model, True)
+    assert opened.validation is not None
+    learned = [opened.train.example(i).caption for i in range(sum(opened.train.shards or ()))]
+    measured = [opened.validation.example(i).caption for i in range(sum(opened.validation.shards or ()))]
+    assert len(learned) == 3 * 4
+    assert len(measured) == 2
+    assert {*learned, *measured} == {f"picture {i}" for i in (0, 2, 3, 4, 5)}
+    assert not {*learned} & {*measured}
+
+
+def test_too_many_broken_images_end_a_run(tmp_path: Path, folder: Path, small_path: Path) -> None:
+    data = copied(folder, tmp_path / "data")
+    for i in range(6):
+        (data / f"{i}.png").write_bytes(b"")
+    with pytest.raises(ValueError, match="none of the images can be read"):
+        train(options(data, tmp_path / "run", steps=1, lora_rank=1), load_options(small_path))
+    for i in range(6, 12):
+        (data / f"{i}.png").write_bytes(b"")
+        (data / f"{i}.txt").write_text("a")
+    with pytest.raises(ValueError, match=r"11 images are broken, which is too many, such as .*\.png: is "):
+        train(options(data, tmp_path / "run", steps=1, lora_rank=1), load_options(small_path))

@@ -60,8 +60,21 @@ def test_a_run_that_is_killed_at_random_ends_as_one_that_never_was(
 ) -> None:
     """`LDM_LITE_KILLS=20` kills more often."""
     kills = os.environ.get("LDM_LITE_KILLS", "4")
-    argv = ["--data", folder, "--ckpt", small_path, "--steps", "7", "--save-every", "2", "--batch", "2", "--accumulate"]
-    argv += ["2", "--lr", "1e-3", "--warmup", "2", "--samples", "picture 1", "--workers", "1", "--device", "cpu"]
+    argv = [
+        "--data",
+        folder,
+        "--ckpt",
+        small_path,
+        "--steps",
+        "7",
+        "--save-every",
+        "2",
+        "--batch-size",
+        "2",
+        "--accumulate",
+    ]
+    argv += ["2", "--lr", "1e-3", "--warmup", "2", "--samples", "picture 1", "--data-workers", "1"]
+    argv += ["--device", "cpu"]
     more = {**os.environ, "OMP_NUM_THREADS": "1"}
     driver = [sys.executable, "-c", CODE, kills, os.fspath(tmp_path), *map(os.fspath, argv)]
     subprocess.run(driver, check=True, env=more, timeout=3000)

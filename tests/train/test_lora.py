@@ -151,7 +151,7 @@ def test_a_resumed_run_has_the_losses_of_one_that_was_never_stopped(
 
 @pytest.mark.slow
 def test_the_loss_falls(tmp_path: Path, folder: Path, small_path: Path) -> None:
-    extra = {"steps": 12, "batch": 6, "save_every": 99, "lora_rank": 8, "lr": 3e-2}
+    extra = {"steps": 12, "batch_size": 6, "save_every": 99, "lora_rank": 8, "lr": 3e-2}
     train(options(folder, tmp_path, **extra), load_options(small_path))
     got = losses(tmp_path)
     assert np.mean(got[-4:]) < 0.8 * np.mean(got[:4])

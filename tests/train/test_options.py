@@ -37,8 +37,8 @@ from ldm_lite.train.options import TrainOptions, as_toml, check, resolved, with_
         ({"freeze_text": True, "train_text": True}, {}, "`train_text` has no effect with `freeze_text`"),
         ({"lora_rank": 2, "stage": "control"}, {}, "`lora_rank` trains a LoRA for the diffusion model: leave out"),
         ({"scenes": 5}, {}, "`scenes` has no effect without `renderer`"),
-        ({"shard": True, "ema_lengths": True}, {}, "`ema_lengths` has no effect with `shard`"),
-        ({"shard": True, "optimizer": "prodigy"}, {}, "`shard` has no effect with `optimizer=prodigy`"),
+        ({"fsdp": True, "ema_lengths": True}, {}, "`ema_lengths` has no effect with `fsdp`"),
+        ({"fsdp": True, "optimizer": "prodigy"}, {}, "`fsdp` has no effect with `optimizer=prodigy`"),
         ({"log_to": ("paper",)}, {}, "got `log_to` 'paper', wanted tensorboard or wandb"),
         ({"stage": "embedding"}, {}, "`stage=embedding` learns a name in captions: give it as `token`"),
         ({"token": "<it>"}, {}, "`token` has no effect without `stage=embedding`"),
@@ -84,7 +84,7 @@ def test_an_option_without_effect_is_refused(given: dict[str, object], load: dic
 def test_defaults_follow_what_is_trained(given: dict[str, Any], steps: int, lr: float, decay: float) -> None:
     options = resolved(TrainOptions(**given))
     assert (options.steps, options.lr, options.ema_decay) == (steps, lr, decay)
-    assert (options.batch, options.caption_dropout, options.train_text) == (1, 0.0, False)
+    assert (options.batch_size, options.caption_dropout, options.train_text) == (1, 0.0, False)
     assert options == resolved(options)
 
 
@@ -133,9 +133,14 @@ def test_a_config_is_toml_whatever_the_texts() -> None:
         assert tables["train"].get("log_to") == ([text, "b"] if is_text else None)
         assert tables["load"].get("ckpt") == (text if is_text else None)
         assert tables["train"]["data"] == "a"
-    numbers = TrainOptions(lr=1e-300, prior_weight=1e22, clip=0.1 + 0.2, seed=2**31 - 1)
+    numbers = TrainOptions(lr=1e-300, prior_weight=1e22, max_grad_norm=0.1 + 0.2, seed=2**31 - 1)
     table = tomllib.loads(as_toml(numbers, LoadOptions()))["train"]
-    assert [table[name] for name in ("lr", "prior_weight", "clip", "seed")] == [1e-300, 1e22, 0.1 + 0.2, 2**31 - 1]
+    assert [table[name] for name in ("lr", "prior_weight", "max_grad_norm", "seed")] == [
+        1e-300,
+        1e22,
+        0.1 + 0.2,
+        2**31 - 1,
+    ]
 
 
 @pytest.mark.parametrize(

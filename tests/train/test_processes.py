@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from training import load_options, losses, options, train
 
 STEPS = 6
@@ -26,13 +28,13 @@ class Last:
 last = Last()
 sys.exit(command.main(sys.argv[1:]))
 """
-SETTINGS: dict[str, Any] = {"steps": STEPS, "batch": 3, "accumulate": 2, "warmup": 2, "save_every": 1}
+SETTINGS: dict[str, Any] = {"steps": STEPS, "batch_size": 3, "accumulate": 2, "warmup": 2, "save_every": 1}
 
 
 def torchrun(processes: int, folder: Path, small_path: Path, out: Path, *more: str) -> "subprocess.Popen[str]":
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in SETTINGS.items()]
-    flags += ["--lr=1e-3", "--samples=picture 1", "--workers=0", "--device=cpu", "--dtype=fp32", *more]
+    flags += ["--lr=1e-3", "--samples=picture 1", "--data-workers=0", "--device=cpu", "--dtype=fp32", *more]
     code = out.with_suffix(".py")
     code.write_text(CODE)
     run = [os.fspath(code), f"--data={folder}", f"--ckpt={small_path}", f"--out={out}", *flags]
@@ -41,7 +43,14 @@ def torchrun(processes: int, folder: Path, small_path: Path, out: Path, *more: s
 
 
 def state(out: Path) -> dict[str, Any]:
-    return torch.load(out / "state.pt", weights_only=True)
+    """What a run goes on from, put together if it is divided."""
+    content = torch.load(out / "state.pt", weights_only=True)
+    if "divided" not in content:
+        return content
+    dcp_to_torch_save(out / content["divided"], out.with_suffix(".whole"))
+    parts = torch.load(out.with_suffix(".whole"), weights_only=True)
+    averages = {int(i): values for i, values in parts.pop("optimizer").items()}
+    return content | parts | {"optimizer": {"state": averages}}
 
 
 def gradients(out: Path) -> torch.Tensor:
@@ -68,7 +77,7 @@ def test_two_processes_take_the_steps_of_one(tmp_path: Path, folder: Path, small
     assert "Python shuts down" not in errors
 
     shutil.copytree(one, tmp_path / "divided")
-    pair = torchrun(2, folder, small_path, tmp_path / "divided", "--minutes=0", "--resume", "--shard")
+    pair = torchrun(2, folder, small_path, tmp_path / "divided", "--minutes=0", "--resume", "--fsdp")
     train(options(folder, one, **SETTINGS, minutes=0.0, resume=True), load_options(small_path, dtype="fp32"))
     _, errors = pair.communicate(timeout=300)
     assert pair.returncode == 0, errors
@@ -115,8 +124,44 @@ def test_a_killed_process_ends_the_run_which_goes_on_in_one_process_or_in_three(
 def test_divided_weights_are_validated_by_all_processes(tmp_path: Path, folder: Path, small_path: Path) -> None:
     """One batch for two processes: the second computes it too, or the first would wait for it for ever."""
     out = tmp_path / "run"
-    pair = torchrun(2, folder, small_path, out, "--shard", "--validation=0.5", "--steps=1")
+    pair = torchrun(2, folder, small_path, out, "--fsdp", "--validation=0.5", "--steps=1")
     _, errors = pair.communicate(timeout=120)
     assert pair.returncode == 0, errors
     rows = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "validation" in row] == [0, 1]
+
+
+@pytest.mark.slow
+def test_a_divided_state_is_written_and_read_in_parts_by_any_number_of_processes(
+    tmp_path: Path, folder: Path, small_path: Path
+) -> None:
+    """Written by two; read by two, three and one it holds the same, and goes on with the same losses."""
+    two = tmp_path / "two"
+    pair = torchrun(2, folder, small_path, two, "--fsdp", "--minutes=0", "--ema-decay=0.5")
+    _, errors = pair.communicate(timeout=300)
+    assert pair.returncode == 0, errors
+    assert (two / "state.pt").stat().st_size < 20_000
+    sizes = [path.stat().st_size for path in sorted((two / "state-0000001").glob("*.distcp"))]
+    assert len(sizes) == 2
+    assert max(sizes) < 0.6 * sum(sizes), "each process writes its own parts"
+    checkpoint = load_file(two / "model.safetensors")
+    assert all(torch.isfinite(value.float()).all() for value in checkpoint.values())
+
+    runs = {}
+    for count in (2, 3):
+        shutil.copytree(two, tmp_path / f"of {count}")
+        run = torchrun(count, folder, small_path, tmp_path / f"of {count}", "--fsdp", "--resume", "--ema-decay=0.5")
+        _, errors = run.communicate(timeout=300)
+        assert run.returncode == 0, errors
+        runs[count] = tmp_path / f"of {count}"
+        assert [path.name for path in runs[count].glob("state-*")] == [f"state-{STEPS:07}"], "older ones are removed"
+    shutil.copytree(two, tmp_path / "of 1")
+    path = train(
+        options(folder, tmp_path / "of 1", **SETTINGS, ema_decay=0.5, resume=True),
+        load_options(small_path, dtype="fp32"),
+    )
+    assert not list(path.parent.glob("state-*"))
+    for out in runs.values():
+        assert losses(out) == pytest.approx(losses(path.parent), rel=1e-4)
+        assert load_file(out / "model.safetensors").keys() == checkpoint.keys()
+        assert state(out).keys() - {"divided"} == state(path.parent).keys()

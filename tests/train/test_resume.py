@@ -42,8 +42,8 @@ def begun(tmp_path_factory: pytest.TempPathFactory, folder: Path, small_path: Pa
         ({"resolution": 32}, "resolution"),
         ({"class_prompt": "a cat"}, "class_prompt"),
         ({"validation": "0.5"}, "validation"),
-        ({"batch": 4}, "batch"),
-        ({"accumulate": 2}, "batch"),
+        ({"batch_size": 4}, "batch_size"),
+        ({"accumulate": 2}, "batch_size"),
         ({"seed": 1}, "seed"),
         pytest.param({"optimizer": "prodigy"}, "optimizer", marks=needs_prodigy),
         ({"ema_decay": 0.5}, "ema_decay"),
@@ -82,7 +82,15 @@ def test_what_may_change_does(begun: Path, folder: Path, small_path: Path, tmp_p
     """Also the places of the data and of the checkpoint, if their content is the same, and how a batch is divided."""
     out, data = shutil.copytree(begun, tmp_path / "run"), shutil.copytree(folder, tmp_path / "data")
     ckpt = shutil.copyfile(small_path, tmp_path / "moved.safetensors")
-    more = {"steps": 2, "lr": 1e-4, "batch": 1, "accumulate": 2, "clip": 2.0, "samples": "b", "checkpointing": True}
+    more = {
+        "steps": 2,
+        "lr": 1e-4,
+        "batch_size": 1,
+        "accumulate": 2,
+        "max_grad_norm": 2.0,
+        "samples": "b",
+        "checkpointing": True,
+    }
     train(options(data, out, **BEGUN | {"resume": True, "minutes": None} | more), load_options(ckpt))
     assert torch.load(out / "state.pt", weights_only=True)["step"] == 2
     text = (out / "config.toml").read_text()

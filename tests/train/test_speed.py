@@ -14,28 +14,6 @@ from ldm_lite.train.losses import DiffusionLoss
 from ldm_lite.train.trainer import make_optimizer, restore
 
 
-@pytest.mark.parametrize("gradients", [torch.channels_last, torch.contiguous_format])
-def test_adamw_of_weights_with_channels_last_is_torchs(gradients: torch.memory_format) -> None:
-    """That of contiguous weights, whatever the gradients' layout; the averages have that of the weights."""
-    shapes = [(4, 6, 3, 3), (5, 4, 1, 1), (7, 3), (9,)]
-    theirs = [toy.normal(i, *shape) for i, shape in enumerate(shapes)]
-    last = torch.channels_last
-    ours = [v.clone(memory_format=last) if v.ndim == 4 else v.clone() for v in theirs]
-    optimizer = make_optimizer("adamw", [{"params": ours}], 1e-2, 0.1)
-    other = torch.optim.AdamW(theirs, lr=1e-2, betas=(0.9, 0.99), weight_decay=0.1, fused=True)
-    for step in range(3):
-        for i, (one, two) in enumerate(zip(ours, theirs, strict=True)):
-            two.grad = toy.normal(10 * step + i, *two.shape)
-            one.grad = two.grad.clone(memory_format=gradients if two.ndim == 4 else torch.preserve_format)
-        optimizer.step()
-        other.step()
-    for one, two in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(one, two, rtol=1e-6, atol=1e-7)
-        for name in ("exp_avg", "exp_avg_sq"):
-            torch.testing.assert_close(optimizer.state[one][name], other.state[two][name], rtol=1e-6, atol=1e-7)
-            assert optimizer.state[one][name].stride() == one.stride()
-
-
 def test_adamw_takes_stored_averages_of_another_layout() -> None:
     """As a divided run stores them: torch's fused kernel would pair them with weights in another order."""
     results = []

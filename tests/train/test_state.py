@@ -6,11 +6,13 @@ import importlib
 import io
 import json
 import os
+import pickle
 import resource
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,11 +23,12 @@ from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from training import CONFIG, Grey, Squares, trainer
 
 from ldm_lite.train import __main__ as command
 from ldm_lite.train.batches import Batch, Draws, reported_workers
-from ldm_lite.train.state import read_log, write_state, write_tensors
+from ldm_lite.train.state import read_divided, read_log, write_divided, write_state, write_tensors
 from ldm_lite.train.trainer import Trainer
 
 
@@ -108,6 +111,66 @@ def test_a_file_that_is_no_state_is_one_line(tmp_path: Path, done: Path) -> None
         resumed(tmp_path)
 
 
+class Harmful:
+    """Runs code when it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (os.fspath(HARM),)
+
+
+HARM = Path(tempfile.gettempdir()) / f"harm-{os.getpid()}"
+
+
+def divided(folder: Path) -> dict[str, Any]:
+    """Write a divided state, and return other tensors of its shapes."""
+    tensors = {"networks": {"unet": {"weight": torch.arange(6.0).view(2, 3), "bias": torch.ones(2)}}}
+    write_divided(folder, tensors)
+    return {"networks": {"unet": {"weight": torch.zeros(2, 3), "bias": torch.zeros(2)}}}
+
+
+def bytes_for_tensors(metadata: Any) -> Any:
+    """Say that all tensors are bytes, which torch would unpickle."""
+    kinds = dict.fromkeys(metadata.state_dict_metadata, BytesStorageMetadata())
+    return dataclasses.replace(metadata, state_dict_metadata=kinds)
+
+
+def test_a_divided_state_that_cannot_be_is_one_line_and_runs_no_code(tmp_path: Path) -> None:
+    tensors = divided(tmp_path / "state")
+    read_divided(tmp_path / "state", tensors)
+    assert tensors["networks"]["unet"]["weight"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    metadata, part = tmp_path / "state" / ".metadata", next((tmp_path / "state").glob("*.distcp"))
+    whole, content = metadata.read_bytes(), part.read_bytes()
+    as_bytes = pickle.dumps(bytes_for_tensors(pickle.loads(whole)))
+    for harmful in (pickle.dumps(Harmful()), as_bytes):
+        metadata.write_bytes(harmful)
+        with pytest.raises(pickle.UnpicklingError, match="has no place in a list of tensors"):
+            read_divided(tmp_path / "state", tensors)
+    assert not HARM.exists()
+    metadata.write_bytes(whole)
+    for damaged in (content[: len(content) // 2], b"x" * len(content)):
+        part.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"^state: [^\n]+$"):
+            read_divided(tmp_path / "state", tensors)
+    part.write_bytes(content)
+    for other in ({"other": torch.zeros(2)}, {"networks": {"unet": {"weight": torch.zeros(4, 4)}}}):
+        with pytest.raises(ValueError, match=r"^state: [^\n]+$"):
+            read_divided(tmp_path / "state", other)
+    write_divided(tmp_path / "state", {"a": torch.tensor([1.0, torch.nan])})
+    with pytest.raises(ValueError, match="not finite"):
+        read_divided(tmp_path / "state", {"a": torch.zeros(2)})
+
+
+def test_a_divided_state_on_a_full_disk_is_an_error(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for most in (0, 100, 5000):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))
+        try:
+            with pytest.raises(OSError, match=r"cannot be written"):
+                write_divided(tmp_path / "state", {"a": torch.zeros(20_000)})
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
 def test_a_state_beyond_the_last_step_and_other_settings(
     tmp_path: Path, done: Path,
     caplog: pytest.LogCaptureFixture,
@@ -159,9 +222,22 @@ sys.exit(command.main(sys.argv[1:]))
 
 
 def start(out: Path, folder: Path, small_path: Path, workers: int) -> "subprocess.Popen[str]":
-    argv = ["--data", folder, "--ckpt", small_path, "--out", out, "--steps", "500", "--batch", "2", "--device", "cpu"]
+    argv = [
+        "--data",
+        folder,
+        "--ckpt",
+        small_path,
+        "--out",
+        out,
+        "--steps",
+        "500",
+        "--batch-size",
+        "2",
+        "--device",
+        "cpu",
+    ]
     process = subprocess.Popen(
-        [sys.executable, "-c", CODE, *map(os.fspath, argv), "--workers", str(workers)],
+        [sys.executable, "-c", CODE, *map(os.fspath, argv), "--data-workers", str(workers)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -196,7 +272,7 @@ def test_a_killed_worker_is_not_our_fault(tmp_path: Path, folder: Path, small_pa
     _, errors = process.communicate(timeout=300)
     assert process.returncode == 1
     assert errors.splitlines()[-1].startswith("error: a process that reads images was ended from outside")
-    assert "--workers" in errors
+    assert "--data-workers" in errors
     assert "Traceback" not in errors
 
 
@@ -223,8 +299,18 @@ def test_images_that_vanish_and_an_empty_folder_to_continue(
         (tmp_path / "data" / "0.png").unlink()
         return encoded(*args)
 
-    argv = ["--data", tmp_path / "data", "--ckpt", small_path, "--out", tmp_path / "out", "--batch", "2", "--resume"]
-    command_line = [*map(os.fspath, argv), "--workers", "0", "--device", "cpu", "--steps", "1"]
+    argv = [
+        "--data",
+        tmp_path / "data",
+        "--ckpt",
+        small_path,
+        "--out",
+        tmp_path / "out",
+        "--batch-size",
+        "2",
+        "--resume",
+    ]
+    command_line = [*map(os.fspath, argv), "--data-workers", "0", "--device", "cpu", "--steps", "1"]
     monkeypatch.setattr(run, "sample", lambda *args: None)
     assert command.main(command_line) == 0
     assert "out: holds no state to continue from, a new run begins" in capsys.readouterr().err

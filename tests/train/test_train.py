@@ -69,7 +69,7 @@ def test_steps_after_the_last_state_are_done_again(tmp_path: Path, folder: Path,
 
 
 def test_overfitting_a_few_images_lowers_the_loss(tmp_path: Path, folder: Path, small_path: Path) -> None:
-    train(options(folder, tmp_path, steps=12, batch=6, save_every=99, lr=3e-3), load_options(small_path))
+    train(options(folder, tmp_path, steps=12, batch_size=6, save_every=99, lr=3e-3), load_options(small_path))
     got = losses(tmp_path)
     assert np.mean(got[-4:]) < 0.7 * np.mean(got[:4])
 
@@ -87,8 +87,8 @@ def test_a_renderer(tmp_path: Path, small_path: Path) -> None:
             renderer_options='{"level": 100}',
             out=os.fspath(tmp_path / name),
             steps=2,
-            batch=2,
-            workers=0,
+            batch_size=2,
+            data_workers=0,
             samples="grey 1",
             **extra,
         )
@@ -99,8 +99,17 @@ def test_a_renderer(tmp_path: Path, small_path: Path) -> None:
 @pytest.mark.slow
 def test_a_run_with_workers_ends(tmp_path: Path, folder: Path, small_path: Path) -> None:
     """Workers ignore signals: a process that waited for them at its end would never end."""
-    command_line = ["--data", folder, "--ckpt", small_path, "--out", tmp_path, "--workers", "1", "--steps", "2"]
-    argv = [sys.executable, "-m", "ldm_lite.train", *map(os.fspath, command_line), "--batch", "2", "--device", "cpu"]
+    command_line = ["--data", folder, "--ckpt", small_path, "--out", tmp_path, "--data-workers", "1", "--steps", "2"]
+    argv = [
+        sys.executable,
+        "-m",
+        "ldm_lite.train",
+        *map(os.fspath, command_line),
+        "--batch-size",
+        "2",
+        "--device",
+        "cpu",
+    ]
     subprocess.run(argv, check=True, timeout=200)
     assert (tmp_path / "model.safetensors").exists()
 
@@ -123,7 +132,7 @@ def test_a_run_without_options_changes_the_unet_alone_and_little(
     sampled, read = ldm_lite.Pipeline.txt2img, losses_of_training.read
     monkeypatch.setattr(ldm_lite.Pipeline, "txt2img", lambda *a, **k: (prompts.extend(a[1]), sampled(*a, **k))[1])
     monkeypatch.setattr(losses_of_training, "read", lambda *a: (dropped.extend(a[2].tolist()), read(*a))[1])
-    given = plain_options(data=os.fspath(folder), out=os.fspath(tmp_path), steps=2, workers=0)
+    given = plain_options(data=os.fspath(folder), out=os.fspath(tmp_path), steps=2, data_workers=0)
     after = ldm_lite.load(train(given, load_options(small_path)), device="cpu")
     before = ldm_lite.load(small_path, device="cpu")
     assert prompts == [f"picture {i}" for i in range(4)]
@@ -166,7 +175,7 @@ def test_a_full_disk_keeps_the_last_good_state(
 
     monkeypatch.setattr(torch, "save", full)
     arguments = ["--data", os.fspath(folder), "--out", os.fspath(tmp_path), "--resume", "--ckpt", os.fspath(small_path)]
-    small = ["--steps", "2", "--batch", "2", "--workers", "0", "--device", "cpu", "--warmup", "2"]
+    small = ["--steps", "2", "--batch-size", "2", "--data-workers", "0", "--device", "cpu", "--warmup", "2"]
     assert command.main([*arguments, *small]) == 1
     assert {name: (tmp_path / name).read_bytes() for name in kept} == kept
     assert not list(tmp_path.glob(".*"))
@@ -202,7 +211,7 @@ def test_each_process_has_a_gpu_of_its_own(
 def test_two_processes_take_the_same_steps(tmp_path: Path, folder: Path, small_path: Path) -> None:
     """As torchrun starts them: one log, one checkpoint, and resuming alone is possible."""
     arguments = ["-m", "ldm_lite.train", "--data", os.fspath(folder), "--ckpt", os.fspath(small_path), "--steps", "2"]
-    arguments += ["--batch", "2", "--workers", "0", "--device", "cpu", "--out", os.fspath(tmp_path)]
+    arguments += ["--batch-size", "2", "--data-workers", "0", "--device", "cpu", "--out", os.fspath(tmp_path)]
     meet = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29611", "OMP_NUM_THREADS": "1"}
     started = [
         subprocess.Popen([sys.executable, *arguments], env={**os.environ, **meet, "RANK": str(rank)})
@@ -222,8 +231,8 @@ def test_two_processes_take_the_same_steps(tmp_path: Path, folder: Path, small_p
         (["--data", "EMPTY"], "holds no images"),
         (["--data", "UNCAPTIONED"], "has no caption: wanted a.txt beside it"),
         (["--data", "BLANK"], "its caption is empty"),
-        (["--data", "BROKEN"], "is not an image that can be read"),
-        (["--data", "BROKEN", "--workers", "1", "--lora_rank", "1"], "is not an image that can be read"),
+        (["--data", "BROKEN"], "none of the images can be read"),
+        (["--data", "BROKEN", "--data-workers", "1", "--lora_rank", "1"], "none of the images can be read"),
         (["--data", "LIST"], "captions.jsonl, line 1: wanted"),
         (["--data", "TYPES"], "captions.jsonl, line 2: wanted"),
         (["--data", "LATIN"], "a.txt: is not text in UTF-8"),
@@ -262,8 +271,8 @@ def test_mistakes_are_one_line(
         (tmp_path / name).mkdir()
         for file, content in files.items():
             (tmp_path / name / file).write_bytes(content)
-    workers = [] if "--workers" in arguments else ["--workers", "0"]
-    small = ["--ckpt", os.fspath(small_path), "--device", "cpu", "--steps", "1", "--batch", "1"]
+    workers = [] if "--data-workers" in arguments else ["--data-workers", "0"]
+    small = ["--ckpt", os.fspath(small_path), "--device", "cpu", "--steps", "1", "--batch-size", "1"]
     assert command.main([*arguments, *small, *workers]) == 2
     [error] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert message in error
@@ -310,7 +319,7 @@ def test_the_check_at_a_save_compiles_nothing() -> None:
     network.compile(backend=counter)
     new = trainer.Trainer.__new__(trainer.Trainer)
     new.loss = SumOfOutputs(network)
-    new.options, new.precision = replace(CONFIG, batch=1), None
+    new.options, new.precision = replace(CONFIG, batch_size=1), None
     new._last = Batch(torch.ones(1, 2), [""], None, (0,))
     new.loss(new._last, Draws(0, (0,)))
     new._loss_now()

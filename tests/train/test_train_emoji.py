@@ -22,7 +22,7 @@ from ldm_lite.core.tokenizer import START as SOT
 from ldm_lite.train.options import TrainOptions
 from ldm_lite.train.run import train
 
-SMALL_RUN = ("--batch", "4", "--workers", "0", "--warmup", "2", "--save-every", "99", "--device", "cpu")
+SMALL_RUN = ("--batch-size", "4", "--data-workers", "0", "--warmup", "2", "--save-every", "99", "--device", "cpu")
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +91,7 @@ def test_a_new_model_of_128_px_has_the_levels_and_the_schedule_asked_for(rendere
 
 def test_tokens_that_no_caption_has_stay_zero(start: Path, renderer: Path, tmp_path: Path) -> None:
     options = TrainOptions(
-        renderer=str(renderer), scenes=6, steps=2, batch=2, workers=0, out=str(tmp_path), samples="a"
+        renderer=str(renderer), scenes=6, steps=2, batch_size=2, data_workers=0, out=str(tmp_path), samples="a"
     )
     after = train(options, LoadOptions(ckpt=start, device="cpu"))
     tokenizer = ldm_lite.load(start, device="cpu").tokenizer
@@ -117,7 +117,9 @@ def test_a_text_encoder_learns_to_guess_latents_and_begins_a_diffusion_model(
     assert torch.equal(after.unet.input_blocks[0][0].weight, before.unet.input_blocks[0][0].weight)
     assert used_tokens(path) == used_tokens(start)
     assert (tmp_path / "a" / "loss.png").exists() == (importlib.util.find_spec("matplotlib") is not None)
-    options = TrainOptions(renderer=str(renderer), steps=1, batch=2, workers=0, out=str(tmp_path / "c"), samples="a")
+    options = TrainOptions(
+        renderer=str(renderer), steps=1, batch_size=2, data_workers=0, out=str(tmp_path / "c"), samples="a"
+    )
     assert ldm_lite.load(train(options, LoadOptions(ckpt=path, device="cpu")), device="cpu").family == before.family
 
 
@@ -173,7 +175,7 @@ def test_the_decoder_alone(renderer: Path, tmp_path: Path, small_path: Path) -> 
     ("arguments", "message"),
     [
         (("autoencoder", "--renderer", "none.py"), "none.py: is not a Python file"),
-        (("autoencoder", "--batch", "0"), "got --batch 0, wanted 1 to"),
+        (("autoencoder", "--batch-size", "0"), "got --batch-size 0, wanted 1 to"),
         (("new", "--vae", "none.safetensors"), "none.safetensors: no such file"),
         (("text", "--ckpt", "none.safetensors"), "none.safetensors: no such file"),
     ],

@@ -59,7 +59,7 @@ def test_the_validation_loss_is_of_the_same_noise_at_every_step(
 @pytest.mark.slow
 def test_what_is_held_out_is_not_learned(tmp_path: Path, folder: Path, small_path: Path) -> None:
     """The validation loss of a share goes up while that of the rest falls; resumed, the log is the same."""
-    extra = {"steps": 3, "batch": 2, "save_every": 1, "validation": "0.3", "freeze_text": True}
+    extra = {"steps": 3, "batch_size": 2, "save_every": 1, "validation": "0.3", "freeze_text": True}
     train(options(folder, tmp_path / "whole", **extra), load_options(small_path))
     for i in range(3):
         train(options(folder, tmp_path / "parts", minutes=0.0, resume=i > 0, **extra), load_options(small_path))
