@@ -25,6 +25,11 @@ pytest.importorskip("uvicorn")
 pytest.importorskip("fastapi")
 pytest.importorskip("prometheus_client")
 
+from ldm_lite.cli.options import LoadOptions
+from ldm_lite.runtime import compile as compilation
+from ldm_lite.serve.library import Library
+from ldm_lite.serve.options import ServeOptions
+
 KEY = "a-key-of-the-test"
 Start = Callable[..., Running]
 
@@ -407,6 +412,24 @@ def test_other_sites_and_other_names_are_refused(server: Running, start: Start) 
     status, _ = server.ask(TXT2IMG, method="OPTIONS", Origin="http://evil.example")
     assert status in (404, 405)  # no CORS: 404 is the page's answer, where there is one
     assert start(allow_host="images.example").ask("/v1/models", Host="images.example")[0] == 200
+
+
+def test_health_says_when_a_step_is_compiled(small_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: list[Any] = []
+
+    def timed(*args: Any) -> float:  # in the compilation, which ends here
+        answers.append(server.ask("/healthz"))
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(compilation, "_timed", timed)
+    server = Running(Library(LoadOptions(ckpt=small_path, device="cpu", compile="step"), ServeOptions()))
+    try:
+        assert server.ask("/healthz") == (200, {"status": "ok"})
+        assert server.ask(TXT2IMG, {"prompt": "an apple", **SMALL})[0] == 200
+        assert answers == [(200, {"status": "ok", "engine": "compiling"})]
+        assert server.ask("/healthz") == (200, {"status": "ok"})
+    finally:
+        server.close()
 
 
 def test_the_key(start: Start) -> None:
