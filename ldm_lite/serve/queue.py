@@ -111,6 +111,14 @@ class Ticket:
         """Whether there will be no more changes."""
         return self.state in (DONE, FAILED, CANCELLED)
 
+    def has_ended(self) -> bool:
+        """Whether it has ended; one that is too old ends now."""
+        timeout = self._engine.limits.timeout
+        if not self.ended and time.monotonic() > self.submitted + timeout:
+            message = f"not finished after {timeout:g} seconds: ask for less, or again later"
+            self._engine.cancel(self, TimeoutError(message))
+        return self.ended
+
     @property
     def progress(self) -> float:
         """The share that is done, in [0,1]."""
@@ -192,7 +200,7 @@ class Engine:
         self._stopping = self._failed = False
         self._give_up = float("inf")  # the time at which running images are interrupted
         self._thread = threading.Thread(target=self._loop, name="denoising", daemon=True)
-        library.given_up = lambda: bool(self.running) and all(map(self._has_ended, self.running))
+        library.given_up = lambda: bool(self.running) and all(ticket.has_ended() for ticket in self.running)
 
     # ---- for any thread ---------------------------------------------------------------------------------------------
 
@@ -449,7 +457,7 @@ class Engine:
 
     def _gather(self) -> list[Unit]:
         """Return the images of the next batch."""
-        tickets = [ticket for ticket in self.in_turn() if not self._has_ended(ticket)]
+        tickets = [ticket for ticket in self.in_turn() if not ticket.has_ended()]
         if not tickets:
             return []
         first, units = tickets[0], list[Unit]()
@@ -524,7 +532,7 @@ class Engine:
             for ticket in self.running:
                 ticket.step = state.step
             for ticket in list(self.queue):
-                self._has_ended(ticket)
+                ticket.has_ended()
             for place, unit in enumerate(units):
                 unit.ticket.interrupted |= time.monotonic() > self._give_up
                 if unit.ticket.interrupted and state.step < state.num_steps:
@@ -571,12 +579,6 @@ class Engine:
             if preview:
                 previewed.add(ticket)
         return bool(previewed)
-
-    def _has_ended(self, ticket: Ticket) -> bool:
-        """Whether a ticket has ended; one that is too old ends."""
-        if not ticket.ended and time.monotonic() - ticket.submitted > self.limits.timeout:
-            self.cancel(ticket, TimeoutError(f"not finished after {self.limits.timeout:g} seconds: ask for less"))
-        return ticket.ended
 
     def _finish(self, unit: Unit, latents: Tensor) -> None:
         """Decode an image (1,C,h,w) and hand it to its ticket, once; an error is that ticket's alone."""

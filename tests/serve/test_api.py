@@ -127,7 +127,7 @@ def test_interrupting_keeps_what_is_there_and_closing_gives_up(server: Running) 
 
 
 def test_a_silent_stream_is_kept_open(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ldm_lite.serve.api.KEEP_ALIVE", 0.3)
+    monkeypatch.setattr("ldm_lite.serve.http.KEEP_ALIVE", 0.3)
     stream, times = Stream(server, steps=1000), list[float]()
     waiting = Stream(server, height=64)
     while len(times) < 3:
