@@ -31,7 +31,7 @@ from ldm_lite.core.denoise import Conditioning, State
 from ldm_lite.core.job import Item, Started, start
 from ldm_lite.diffusion.guidance import rows_of
 from ldm_lite.pipeline import Pipeline
-from ldm_lite.runtime.compile import compiling, is_compiled
+from ldm_lite.runtime.compile import is_compiled
 from ldm_lite.runtime.precision import short_name
 from ldm_lite.runtime.tiling import out_of_memory
 from ldm_lite.runtime.together import Together
@@ -57,7 +57,6 @@ __all__ = [
     "Sample",
     "State",
     "check_checkpoint",
-    "compiling",
     "contents",
     "demand",
     "load_model",

@@ -16,8 +16,8 @@ import torch
 
 import ldm_lite
 from ldm_lite.bench.measure import spread
-from ldm_lite.bench.options import Options
-from ldm_lite.bench.work import SECTIONS, Cell
+from ldm_lite.bench.options import SECTIONS, Options
+from ldm_lite.bench.work import Cell
 from ldm_lite.cli.writing import write_whole
 from ldm_lite.runtime.timing import machine
 
@@ -79,7 +79,8 @@ def describe_run(asked: Options, options: Options) -> dict[str, object]:
     flags = ""
     for option in fields(asked):
         value = getattr(asked, option.name)
-        if option.name not in ("out", "debug") and value != option.default:
+        if option.name not in ("out", "debug") and value != getattr(Options(), option.name):
+            value = ",".join(map(str, value)) if isinstance(value, tuple) else value
             text = "" if value is True else f" {value!r}" if " " in str(value) else f" {value}"
             flags += f" --{option.name.replace('_', '-')}{text}"
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude=*"]

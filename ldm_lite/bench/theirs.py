@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 
 from ldm_lite.bench.checkpoints import family_of, open_model
-from ldm_lite.bench.options import Options
+from ldm_lite.bench.options import PEERS, Options
 from ldm_lite.bench.work import CHECK_SCALE, Inputs, Unavailable, inputs
 from ldm_lite.checkpoint.reader import prefix, split
 from ldm_lite.core.pipeline import DTYPES
 from ldm_lite.core.tasks import noise_of
 
-PEERS = {"diffusers": ("diffusers",), "diffusers-compiled": ("diffusers",), "openvino": ("openvino", "diffusers")}
 # What a network, by its role, is called with: latents, timestep and context; unscaled latents; token ids.
 CALLS: dict[str, Callable[..., Tensor]] = {
     "unet": lambda unet, x, t, context: unet(x, t, encoder_hidden_states=context, return_dict=False)[0],
@@ -28,11 +27,10 @@ CALLS: dict[str, Callable[..., Tensor]] = {
 
 def versions(name: str, options: Options) -> str:
     """Return a peer's versions.  Raises Unavailable if it is not installed or does not run on the device."""
-    needed = (*PEERS[name], "transformers")
     try:
-        numbers = {module: importlib.import_module(module).__version__.partition("-")[0] for module in needed}
+        numbers = {module: importlib.import_module(module).__version__.partition("-")[0] for module in PEERS[name]}
     except ImportError as error:
-        raise Unavailable(f"is not installed ({error.name}): pip install {' '.join(needed)}") from error
+        raise Unavailable(f"is not installed ({error.name}): pip install {' '.join(PEERS[name])}") from error
     if name == "openvino" and options.device != "cpu":
         raise Unavailable("is for CPUs")
     return ", ".join(f"{module} {number}" for module, number in numbers.items()).removeprefix(f"{name} ")

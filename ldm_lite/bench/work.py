@@ -24,7 +24,6 @@ from ldm_lite.core.tokenizer import CLIPTokenizer
 from ldm_lite.diffusion.names import make_plan
 from ldm_lite.zoo.family import Family, build
 
-SECTIONS = {"step": "UNet step, guided", "decode": "VAE decode", "image": "prompt to pixels"}
 CHECK_SCALE = 0.5  # guidance scale for comparisons: the mean of both predictions, which amplifies no error
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ldm_lite.bench.measure import clock
-from ldm_lite.bench.options import Options
+from ldm_lite.bench.options import PEERS, Options
 from ldm_lite.bench.work import Cell, OutOfTime, Unavailable
 
 
@@ -110,7 +110,7 @@ def make_backend(name: str, options: Options) -> tuple[str, Backend]:
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     device = torch.device(options.device)
-    if name in theirs.PEERS:
+    if name in PEERS:
         versions = theirs.versions(name, options)
         return versions, InProcessBackend(name, device, lambda dtype: theirs.PeerWorkload(name, options, dtype))
     row = ours.REFERENCE if name == "reference" else ours.configuration(name)

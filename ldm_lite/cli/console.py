@@ -180,7 +180,7 @@ def _cheaper(options: Sequence[object], on_cpu: bool) -> str:
     one_by_one = "tile" in given and "stage_3" not in given  # images are upscaled one at a time
     steps = {
         "--batch-size 1": (given.get("batch_size") or 1) > 1 and not one_by_one,
-        "--batches 1": given.get("batches", "1") != "1",
+        "--batches 1": given.get("batches", (1,)) != (1,),
         "--vae-tiling": not on_cpu and not given.get("vae_tiling", True),
         "--tile 64": given.get("tile", 0) > 64 and given.get("stage_3", "") is not None,
         "--dtype fp16": given.get("dtype") in ("fp32", "float32"),

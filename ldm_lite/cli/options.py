@@ -86,8 +86,9 @@ class CheckedOptions:
             if value is not None or declared.type in TYPES:
                 value = _typed(name, value, typing.get_args(declared.type) or (declared.type,))
             object.__setattr__(self, name, value)
-            if about["choices"] is not None and value is not None and value not in about["choices"]:
-                raise ValueError(f"got `{name}` {value!r:.60}, wanted one of {', '.join(about['choices'])}")
+            for choice in value if isinstance(value, tuple) else [value]:
+                if about["choices"] is not None and choice is not None and choice not in about["choices"]:
+                    raise ValueError(f"got `{name}` {choice!r:.60}, wanted one of {', '.join(about['choices'])}")
             if about["within"] is not None:
                 least, most = about["within"]
                 for number in value if isinstance(value, tuple) else [value]:
@@ -165,15 +166,18 @@ def pair(name: str, value: Any) -> tuple[int, int]:
     return numbers[0], numbers[1]
 
 
-def numbers(text: str, what: str) -> list[int]:
-    """Parse whole numbers of at least 1, separated by commas.  Raises ValueError, naming `what`, for anything else."""
+def words(name: str, value: Any) -> tuple[str, ...]:
+    """Parse texts with commas between."""
+    return tuple(word.strip() for word in (value.split(",") if isinstance(value, str) else value) if word.strip())
+
+
+def numbers(name: str, value: Any) -> tuple[int, ...]:
+    """Parse whole numbers with commas between.  Raises ValueError for anything else."""
+    parts = value.split(",") if isinstance(value, str) else value if isinstance(value, (list, tuple)) else [value]
     try:
-        found = [int(number) for number in text.split(",")]
-    except ValueError as error:
-        raise ValueError(f"got {what} {text!r}, wanted whole numbers with commas between") from error
-    if min(found) < 1:
-        raise ValueError(f"got {what} {text!r}, wanted 1 or more")
-    return found
+        return tuple(int(part) if isinstance(part, str) else operator.index(part) for part in parts)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"got `{name}` {value!r:.60}, wanted whole numbers with commas between") from error
 
 
 @dataclass(frozen=True)
