@@ -2,19 +2,23 @@
 
 from dataclasses import dataclass
 
-from ldm_lite.cli.options import MOST, MOST_PX, SCALES, SEEDS, CheckedOptions, numbers, option, words
+from ldm_lite.cli.options import MOST, MOST_PX, SCALES, SEEDS, CheckedOptions, decimals, numbers, option, words
 from ldm_lite.cli.task_options import MOST_NOISE
 
 
 @dataclass(frozen=True)
 class CascadeOptions(CheckedOptions):
-    """What to make.  None = the stage's default; a value like "7,4,9" gives one to each stage."""
+    """What to make.  A value like "7,4,9" gives one to each stage; those without one have their default."""
 
     prompt: str | None = option(None, "what to make", positional=True, common=True)
     negative_prompt: str = option("", "what to avoid", common=True)
-    sampler: str | None = option(None, "of the first two stages, or of each", common=True)
-    steps: str | None = option(None, "denoising steps, of the first two stages or of each", common=True)
-    scale: str | None = option(None, "classifier-free guidance, of the first two stages or of each", common=True)
+    sampler: tuple[str, ...] = option("", "of the first two stages, or of each", parse=words, common=True)
+    steps: tuple[int, ...] = option(
+        "", "denoising steps, of the first two stages or of each", within=(1, 1000), parse=numbers, common=True
+    )
+    scale: tuple[float, ...] = option(
+        "", "classifier-free guidance, of the first two stages or of each", within=SCALES, parse=decimals, common=True
+    )
     noise_level: float = option(
         0.25,
         "noise added to the small image, below 1; higher follows it less closely",

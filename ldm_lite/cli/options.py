@@ -166,18 +166,21 @@ def pair(name: str, value: Any) -> tuple[int, int]:
     return numbers[0], numbers[1]
 
 
-def words(name: str, value: Any) -> tuple[str, ...]:
-    """Parse texts with commas between."""
-    return tuple(word.strip() for word in (value.split(",") if isinstance(value, str) else value) if word.strip())
+def _listed(kind: type) -> Callable[[str, Any], tuple[Any, ...]]:
+    """Return what parses values with commas between.  It raises ValueError for a text that holds others."""
+
+    def parse(name: str, value: Any) -> tuple[Any, ...]:
+        parts = value.split(",") if isinstance(value, str) else value if isinstance(value, (list, tuple)) else [value]
+        try:
+            return tuple(kind(part.strip()) if isinstance(part, str) else part for part in parts if part != "")
+        except ValueError as error:
+            what = "whole numbers" if kind is int else "numbers"
+            raise ValueError(f"got `{name}` {value!r:.60}, wanted {what} with commas between") from error
+
+    return parse
 
 
-def numbers(name: str, value: Any) -> tuple[int, ...]:
-    """Parse whole numbers with commas between.  Raises ValueError for anything else."""
-    parts = value.split(",") if isinstance(value, str) else value if isinstance(value, (list, tuple)) else [value]
-    try:
-        return tuple(int(part) if isinstance(part, str) else operator.index(part) for part in parts)
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"got `{name}` {value!r:.60}, wanted whole numbers with commas between") from error
+words, numbers, decimals = map(_listed, (str, int, float))
 
 
 @dataclass(frozen=True)
