@@ -9,7 +9,7 @@ import shutil
 import statistics
 import subprocess
 import time
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
@@ -77,12 +77,11 @@ class Report:
 def describe_run(asked: Options, options: Options) -> dict[str, object]:
     """Describe a run well enough to repeat it: as it was asked for, and with what was filled in."""
     flags = ""
-    for option in fields(asked):
-        value = getattr(asked, option.name)
-        if option.name not in ("out", "debug") and value != getattr(Options(), option.name):
+    for name, default in vars(Options()).items():
+        if name not in ("out", "debug", "_given") and (value := getattr(asked, name)) != default:
             value = ",".join(map(str, value)) if isinstance(value, tuple) else value
             text = "" if value is True else f" {value!r}" if " " in str(value) else f" {value}"
-            flags += f" --{option.name.replace('_', '-')}{text}"
+            flags += f" --{name.replace('_', '-')}{text}"
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude=*"]
     commit = subprocess.run(command, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
     on_cuda = options.device.startswith("cuda")

@@ -104,27 +104,27 @@ class PeerWorkload:
         return x
 
     @torch.no_grad()
-    def prediction(self, given: Inputs) -> Tensor:
-        x, both = torch.cat([given.noise, given.noise]), torch.cat([given.uncond, given.context])
+    def prediction(self, tensors: Inputs) -> Tensor:
+        x, both = torch.cat([tensors.noise, tensors.noise]), torch.cat([tensors.uncond, tensors.context])
         before, after = self.call("unet", x, torch.tensor(999, device=self.device), both).float().chunk(2)
         return before + CHECK_SCALE * (after - before)
 
     @torch.no_grad()
-    def steps(self, given: Inputs, count: int) -> None:
-        self.denoise("ddim", count, given.noise, torch.cat([given.uncond, given.context]))
+    def steps(self, tensors: Inputs, count: int) -> None:
+        self.denoise("ddim", count, tensors.noise, torch.cat([tensors.uncond, tensors.context]))
 
     @torch.no_grad()
-    def decode(self, given: Inputs) -> Tensor:
-        return self.call("vae", given.noise).float().clamp(-1, 1).cpu()
+    def decode(self, tensors: Inputs) -> Tensor:
+        return self.call("vae", tensors.noise).float().clamp(-1, 1).cpu()
 
     @torch.no_grad()
-    def image(self, given: Inputs) -> Tensor:
-        options, (batch, channels, height, width) = self.options, given.noise.shape
+    def image(self, tensors: Inputs) -> Tensor:
+        options, (batch, channels, height, width) = self.options, tensors.noise.shape
         for first in range(options.seed, options.seed + options.n_iter * batch, batch):
-            both = torch.cat([self.call("text_encoder", ids) for ids in (given.empty, given.ids)])
+            both = torch.cat([self.call("text_encoder", ids) for ids in (tensors.empty, tensors.ids)])
             noise = noise_of(range(first, first + batch), (channels, height, width))()
             x = self.denoise(options.sampler, options.steps, noise.to(self.device, self.dtype), both)
-            pixels = self.decode(given._replace(noise=x / self.family.scale_factor))
+            pixels = self.decode(tensors._replace(noise=x / self.family.scale_factor))
             arrays = ((pixels + 1) * 127.5).round().byte().permute(0, 2, 3, 1).numpy()
         assert len(arrays) == batch
         return pixels

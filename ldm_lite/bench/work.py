@@ -94,11 +94,11 @@ def cost(family: Family, options: Options, cell: Cell) -> Cost:
 
 @functools.cache
 def _flops_at_batch_1(family: Family, options: Options) -> dict[str, int]:
-    given = inputs(family, options, 1).to(torch.device("meta"), torch.float32)
+    tensors = inputs(family, options, 1).to(torch.device("meta"), torch.float32)
     num_calls = len(make_plan(options.sampler, family.noise.schedule(family.prediction), options.steps).t)
     with torch.device("meta"):
         networks: dict[str, Any] = {role: build(spec) for role, spec in family.networks.items()}
-    step = 2 * flops(lambda: networks["unet"](given.noise, torch.empty(1, device="meta"), given.context))
-    decode = flops(lambda: networks["vae"].decode(given.noise))
-    text = flops(lambda: networks["text_encoder"](given.ids))
+    step = 2 * flops(lambda: networks["unet"](tensors.noise, torch.empty(1, device="meta"), tensors.context))
+    decode = flops(lambda: networks["vae"].decode(tensors.noise))
+    text = flops(lambda: networks["text_encoder"](tensors.ids))
     return {"step": step, "decode": decode, "image": options.n_iter * (num_calls * step + decode + 2 * text)}
