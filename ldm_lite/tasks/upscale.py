@@ -56,14 +56,14 @@ def enlarge(
     Image k has the seed options.seed + k, for the noise on the image too.  Images larger than options.tile run tile by
     tile.
     """
-    one = replace(options, prompt=options.prompt or "", batch_size=1, n_iter=1)
-    task = job.prepare(model, one, "upscale", further, check)
+    single = replace(options, prompt=options.prompt or "", batch_size=1, n_iter=1)
+    task = job.prepare(model, single, "upscale", further, check)
     check_seeds(task, len(images))
     levels = model.family.unet.num_classes
     if levels is not None and options.noise_level >= levels:
         raise ValueError(f"got `noise_level` {options.noise_level}, wanted 0 to {levels - 1}, which {model.name} knows")
     tiled: Any = TiledUNet(task.model.unet, options.tile)
-    task = replace(task, model=task.model.with_networks(unet=tiled), plan=plan_of(task.model, one))
+    task = replace(task, model=task.model.with_networks(unet=tiled), plan=plan_of(task.model, single))
     # One part per image, since the noise on an image comes from its own seed.
     return replace(
         task,
