@@ -244,11 +244,10 @@ def _check_bounds(content: Any) -> None:
         elif isinstance(value, list | dict):
             wrong = len(value) > MOST_ITEMS and f"at most {MOST_ITEMS} values"
             wrong = wrong or (depth > MOST_DEPTH and f"at most {MOST_DEPTH} levels")
-            named = value.items() if isinstance(value, dict) else [(name, each) for each in value]
-            wrong = wrong or (
-                any(len(key) > MOST_NAME for key, _ in named) and f"names of at most {MOST_NAME} characters"
-            )
-            left += [(each, key, depth + 1) for key, each in named] if not wrong else []
+            named = value.items() if isinstance(value, dict) else [(name, item) for item in value]
+            too_long = any(len(key) > MOST_NAME for key, _ in named)
+            wrong = wrong or (too_long and f"names of at most {MOST_NAME} characters")
+            left += [(item, key, depth + 1) for key, item in named] if not wrong else []
         else:
             wrong = isinstance(value, int) and abs(value) >= 2**64 and "a number of 64 bits"
             wrong = wrong or (isinstance(value, float) and not math.isfinite(value) and "a finite number")

@@ -250,14 +250,14 @@ class Engine:
             self.check_room()
             images = self.limits.max_queue
             most = self.limits.max_waiting * 2**20
-            waiting = [*(other for other in self.queue if other.state == QUEUED), ticket]
+            waiting = [*(earlier for earlier in self.queue if earlier.state == QUEUED), ticket]
             dropped = []
-            while sum(other.count for other in waiting) > images or sum(other.size for other in waiting) > most:
-                held = dict.fromkeys((other.client for other in waiting), 0.0)
-                for other in waiting:
-                    held[other.client] += other.count / images + other.size / most
+            while sum(rival.count for rival in waiting) > images or sum(rival.size for rival in waiting) > most:
+                held = dict.fromkeys((rival.client for rival in waiting), 0.0)
+                for rival in waiting:
+                    held[rival.client] += rival.count / images + rival.size / most
                 greediest = max(held, key=lambda client: (held[client], client == ticket.client))
-                dropped.append(next(other for other in reversed(waiting) if other.client == greediest))
+                dropped.append(next(rival for rival in reversed(waiting) if rival.client == greediest))
                 waiting.remove(dropped[-1])
             full = Full(
                 f"the queue is full: {len(waiting)} requests wait, at most {images} images and {most >> 20} MiB may"
@@ -265,23 +265,23 @@ class Engine:
             if ticket in dropped:
                 self.totals["refused"] += 1
                 raise full
-            for other in dropped:
-                self.queue.remove(other)
+            for rival in dropped:
+                self.queue.remove(rival)
             ticket.start = max(self._turn, self._asked.get(ticket.client, 0.0))
             self._asked = {client: turn for client, turn in self._asked.items() if turn > self._turn}
             self._asked[ticket.client] = ticket.start + ticket.work
             self.queue.append(ticket)
             self.totals["requests"] += 1
             self._changed.notify_all()
-        for other in dropped:
-            self.cancel(other, full)
+        for rival in dropped:
+            self.cancel(rival, full)
         return ticket
 
     def check_room(self, client: str | None = None) -> None:
         """Raises Stopping if no requests are taken, Full if the queue is, mostly of a client's."""
         if self._stopping:
             raise Stopping("the device has failed" if self._failed else "the server is being stopped: try again later")
-        most, mine = self.limits.max_queue, sum(each.count for each in list(self.queue) if each.client == client)
+        most, mine = self.limits.max_queue, sum(t.count for t in list(self.queue) if t.client == client)
         if client is not None and self.waiting >= most and 2 * mine >= most:
             raise Full(f"the queue is full: {self.waiting} images wait, at most {most} may: try again later")
 
@@ -456,14 +456,17 @@ class Engine:
             self.running, units = [], []
 
     def _gather(self) -> list[Unit]:
-        """Return the images of the next batch."""
+        """Return the images of the next batch; none if the first ticket is a call, whose next image is made."""
         tickets = [ticket for ticket in self.in_turn() if not ticket.has_ended()]
         if not tickets:
             return []
         first, units = tickets[0], list[Unit]()
         self._turn = max(self._turn, first.turn)
         if first.call is not None:
-            self._run_call(first)
+            first.state, self.running = RUNNING, [first]
+            first.results.append(first.call(first.images[len(first.results)]))
+            self._done_if_whole(first)
+            first.tell()
             return []
         if first.model == self.library.loaded:
             self._kept_since = None
@@ -488,14 +491,6 @@ class Engine:
             if share * (len(units) + 1) > most or prepared > MOST_PREPARED:
                 break
         return units
-
-    def _run_call(self, ticket: Ticket) -> None:
-        """Make the next image of a ticket without a model."""
-        assert ticket.call is not None
-        ticket.state, self.running = RUNNING, [ticket]
-        ticket.results.append(ticket.call(ticket.images[len(ticket.results)]))
-        self._done_if_whole(ticket)
-        ticket.tell()
 
     def _take(self, ticket: Ticket, units: list[Unit]) -> Unit | None:
         """Return a ticket's next image; None if there is none, it does not go with units, or preparing it failed."""
