@@ -15,6 +15,7 @@ from ldm_lite.cli.console import as_flags, printable
 from ldm_lite.cli.options import TYPES
 
 Field = dataclasses.Field[Any]
+FLAG = "{flag}"  # in messages of types, which do not know it
 
 
 class _Help(argparse.HelpFormatter):
@@ -94,7 +95,7 @@ class _Parser(argparse.ArgumentParser):
             self.error(f"{flag} has no value behind it: give one")
         if error.message.startswith("ignored explicit"):
             self.error(f"{flag} takes no value: leave out what is behind it")
-        self.error(error.message.format(flag=flag))
+        self.error(error.message.replace(FLAG, flag, 1))
 
     def left(self, words: Sequence[str]) -> NoReturn:
         """Exit with a line about words that are no flags: it names the nearest flag, or says what to do."""
@@ -197,7 +198,7 @@ def _add(section: Any, field: Field, hint: Any) -> argparse.Action:
 def _text(value: str) -> str:
     """Return a flag's text.  "" is refused: it is usually an unset shell variable, and as a path the current folder."""
     if not value:
-        raise argparse.ArgumentTypeError("{flag}: got an empty text: give a value, or leave the flag out")
+        raise argparse.ArgumentTypeError(f"{FLAG}: got an empty text: give a value, or leave the flag out")
     return value
 
 
@@ -208,8 +209,7 @@ def number(kind: Any) -> Callable[[str], float]:
         try:
             value: float = kind(text)
         except ValueError:
-            got = repr(text[:60]).replace("{", "{{").replace("}", "}}")
-            raise argparse.ArgumentTypeError(f"got {{flag}} {got}, wanted {TYPES[kind]}") from None
+            raise argparse.ArgumentTypeError(f"got {FLAG} {text[:60]!r}, wanted {TYPES[kind]}") from None
         return value
 
     return read
@@ -217,7 +217,7 @@ def number(kind: Any) -> Callable[[str], float]:
 
 def _precision(text: str) -> str:
     if text not in ("full", "autocast"):
-        raise argparse.ArgumentTypeError("{flag} is full or autocast")
+        raise argparse.ArgumentTypeError(f"{FLAG} is full or autocast")
     return text
 
 

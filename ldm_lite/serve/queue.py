@@ -85,7 +85,7 @@ class Ticket:
         self.samples: Iterator[Sample] | None = None  # its images from the first that is not in `prepared` on
         self.prepared: deque[Unit] = deque()  # and those that wait for a batch that they go with
         self._engine = engine
-        self._changed = threading.Condition()
+        self._ending = threading.Lock()
         self._listeners: list[Callable[[], None]] = []
 
     @property
@@ -143,28 +143,19 @@ class Ticket:
             self.cancel()
         self.interrupted = True
 
-    def wait(self, timeout: float | None = None) -> bool:
-        """Wait for the end, at most so many seconds; return whether it has come."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self.ended, timeout)
-
     def listen(self, callback: Callable[[], None]) -> None:
         """Call a function now and after every change, in the engine's thread."""
-        with self._changed:
-            self._listeners.append(callback)
+        self._listeners.append(callback)
         callback()
 
     def tell(self) -> None:
-        """Wake those who wait: something has changed."""
-        with self._changed:
-            self._changed.notify_all()
-            listeners = list(self._listeners)
-        for callback in listeners:
+        """Call those who listen: something has changed."""
+        for callback in list(self._listeners):
             callback()
 
     def end(self, state: str, error: Exception | None = None) -> None:
         """End, once."""
-        with self._changed:
+        with self._ending:
             if self.ended:
                 return
             self.error, self.state = error, state
