@@ -7,9 +7,16 @@ weights are renamed by diffusers' own converters.  `pip install diffusers transf
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import diffusers
 import torch
 import transformers
+from diffusers import (
+    AutoencoderKL,
+    DDIMScheduler,
+    DPMSolverMultistepScheduler,
+    EulerDiscreteScheduler,
+    PNDMScheduler,
+    UNet2DConditionModel,
+)
 from diffusers.loaders.single_file_utils import convert_ldm_unet_checkpoint, convert_ldm_vae_checkpoint
 from torch import Tensor, nn
 
@@ -55,7 +62,7 @@ def unet(family: Family, weights: Weights) -> nn.Module:
     if spec.guidance_dim is not None:  # the original has no key for it
         converted["time_embedding.cond_proj.weight"] = weights["model.diffusion_model.cond_proj.weight"]
     with torch.device("meta"):
-        network = diffusers.UNet2DConditionModel(**config)
+        network = UNet2DConditionModel(**config)
     return fill(network, converted)
 
 
@@ -72,7 +79,7 @@ def vae(family: Family, weights: Weights) -> nn.Module:
         "up_block_types": ("UpDecoderBlock2D",) * levels,
     }
     with torch.device("meta"):
-        network = diffusers.AutoencoderKL(**config)
+        network = AutoencoderKL(**config)
     return fill(network, convert_ldm_vae_checkpoint(dict(weights), config))
 
 
@@ -128,10 +135,8 @@ def schedulers(family: Family) -> dict[str, Callable[[], Any]]:
     }
     clean = {key: value for key, value in common.items() if key != "set_alpha_to_one"}
     return {
-        "ddim": lambda: diffusers.DDIMScheduler(**common, clip_sample=False),
-        "plms": lambda: diffusers.PNDMScheduler(**common, skip_prk_steps=True),
-        "euler": lambda: diffusers.EulerDiscreteScheduler(**clean, timestep_spacing="linspace"),
-        "dpmpp_2m": lambda: diffusers.DPMSolverMultistepScheduler(
-            **clean, timestep_spacing="trailing", final_sigmas_type="zero"
-        ),
+        "ddim": lambda: DDIMScheduler(**common, clip_sample=False),
+        "plms": lambda: PNDMScheduler(**common, skip_prk_steps=True),
+        "euler": lambda: EulerDiscreteScheduler(**clean, timestep_spacing="linspace"),
+        "dpmpp_2m": lambda: DPMSolverMultistepScheduler(**clean, timestep_spacing="trailing", final_sigmas_type="zero"),
     }
