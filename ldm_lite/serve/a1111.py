@@ -345,7 +345,7 @@ def router(engine: Engine) -> APIRouter:
 
     def embeddings() -> dict[str, Any]:
         about = {"step": None, "sd_checkpoint": None, "sd_checkpoint_name": None}
-        shapes = {name: (1, *next(iter(found.values()), (0,))) for name, (_, found) in library.embeddings().items()}
+        shapes = {name: (1, *next(iter(sizes.values()), (0,))) for name, (_, sizes) in library.embeddings().items()}
         return {name: about | {"shape": shape[-1], "vectors": shape[-2]} for name, shape in shapes.items()}
 
     no_path = {"model_path": None, "model_url": None}

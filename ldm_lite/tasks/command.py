@@ -151,11 +151,9 @@ def _cells(axes: Mapping[str, xy.Axis], options: Any, count: int, saver: Saver) 
             "`compat` and `skip_existing`"
         )
     x, y, z = (axes.get(letter) for letter in "xyz")
-    places = xy.cells(x, y) if x or y else [{}]
-    sheets = [{}] if z is None else [{z.option: value} for value in z.values]
-    if len(places) * len(sheets) > xy.MOST_CELLS:
-        raise ValueError(f"got a plot of {len(places) * len(sheets)} images, wanted at most {xy.MOST_CELLS}")
-    return [[xy.changed(options, sheet | cell, *axes.values()) for cell in places] for sheet in sheets]
+    cells = [xy.changed(options, cell, *axes.values()) for cell in xy.cells(x, y, z)]
+    size = len(cells) if z is None else len(cells) // len(z.values)
+    return [cells[first : first + size] for first in range(0, len(cells), size)]
 
 
 def _plot(

@@ -100,7 +100,7 @@ def job_of(model: Model, options: Txt2imgOptions, case: Case, steps: int) -> Job
 
     It starts from the noise of its first level, whatever the sampler does.
     """
-    tricks = {name: steps // 2 if value == "{half}" else value for name, value in case.tricks.items()}
+    tricks: dict[str, Any] = {name: steps // 2 if value == "{half}" else value for name, value in case.tricks.items()}
     spacing = case.spacing or options.spacing
     asked = dataclasses.replace(options, sampler=case.sampler, spacing=spacing, steps=steps, **tricks)
     [part] = txt2img.prepare(model, asked).parts

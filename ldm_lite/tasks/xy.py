@@ -1,6 +1,7 @@
 """X/Y/Z plots: a job with other values of one or two options as a labelled picture, for each value of a third."""
 
 import csv
+import itertools
 import math
 import re
 import typing
@@ -98,36 +99,32 @@ def _values(name: str, kinds: Sequence[Any], text: str) -> list[Any]:
 def read_axes(kind: type[Txt2imgOptions], texts: Mapping[str, str | None]) -> dict[str, Axis]:
     """Read axes from texts by letter, "scale=5,7.5"; None is no axis.
 
-    Raises ValueError as read_axis does, for a text without "=", and for two axes of one option.
+    Raises ValueError as read_axis does, and for a text without "=".
     """
     axes: dict[str, Axis] = {}
     for letter, text in texts.items():
-        if text is None:
-            continue
-        option, equals, values = text.partition("=")
-        if not equals:
+        option, equals, values = (text or "").partition("=")
+        if equals:
+            axes[letter] = read_axis(kind, option, values)
+        elif text is not None:
             raise ValueError(f"got `{letter}` {text[:60]!r}, wanted OPTION=VALUES, such as scale=5,7.5,10")
-        axis = read_axis(kind, option, values)
-        if axis.option in {earlier.option for earlier in axes.values()}:
-            raise ValueError(f"two axes are `{axis.option}`: choose another option for one of them")
-        axes[letter] = axis
     return axes
 
 
-def cells(x: Axis | None, y: Axis | None) -> list[dict[str, Any]]:
-    """The values of each cell by option, row by row from the top left.
+def cells(x: Axis | None, y: Axis | None, z: Axis | None = None) -> list[dict[str, Any]]:
+    """The values of each cell by option, row by row from the top left, for each value of z.
 
     Raises ValueError for no axis, two axes of one option, and more than MOST_CELLS.
     """
-    if x is None and y is None:
+    axes = [axis for axis in (z, y, x) if axis is not None]
+    options = [axis.option for axis in axes]
+    if not axes:
         raise ValueError("an X/Y plot has one or two axes: choose an option for X")
-    if x is not None and y is not None and x.option == y.option:
-        raise ValueError(f"both axes are `{x.option}`: choose another option for one of them")
-    if (count := math.prod(len(axis.values) for axis in (x, y) if axis is not None)) > MOST_CELLS:
-        raise ValueError(f"got an X/Y plot of {count} images, wanted at most {MOST_CELLS}")
-    rows = [{}] if y is None else [{y.option: value} for value in y.values]
-    columns = [{}] if x is None else [{x.option: value} for value in x.values]
-    return [row | column for row in rows for column in columns]
+    if repeated := [option for option in options if options.count(option) > 1]:
+        raise ValueError(f"two axes are `{repeated[0]}`: choose another option for one of them")
+    if (count := math.prod(len(axis.values) for axis in axes)) > MOST_CELLS:
+        raise ValueError(f"got a plot of {count} images, wanted at most {MOST_CELLS}")
+    return [dict(zip(options, values, strict=True)) for values in itertools.product(*(axis.values for axis in axes))]
 
 
 def changed(options: Txt2imgOptions, cell: Mapping[str, Any], *axes: Axis | None) -> Txt2imgOptions:
