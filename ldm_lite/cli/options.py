@@ -68,10 +68,10 @@ class CheckedOptions:
 
     def __new__(cls, *values: Any, **named: Any) -> Any:
         """Remember the names of the arguments, for `given`."""
-        made = super().__new__(cls)
-        positional = [each.name for each in dataclasses.fields(cls) if not each.kw_only][: len(values)]
-        object.__setattr__(made, "_given", {*positional, *named})
-        return made
+        options = super().__new__(cls)
+        positional = [field.name for field in dataclasses.fields(cls) if not field.kw_only][: len(values)]
+        object.__setattr__(options, "_given", {*positional, *named})
+        return options
 
     def __post_init__(self) -> None:
         for declared in dataclasses.fields(self):
@@ -125,13 +125,13 @@ TYPES = {bool: "True or False", int: "a whole number", float: "a number", str: "
 
 def _typed(name: str, value: Any, kinds: Sequence[Any]) -> Any:
     """An option's value as one of the types in its declaration.  Raises TypeError if it is none of them."""
-    kind = next((each for each in TYPES if each in kinds), None)
+    kind = next((known for known in TYPES if known in kinds), None)
     if kind is None:
         return value
-    several = ... in kinds or any(typing.get_origin(each) is Sequence for each in kinds)
+    several = ... in kinds or any(typing.get_origin(hint) is Sequence for hint in kinds)
     single = isinstance(value, (str, bytes)) or not hasattr(value, "__iter__") or getattr(value, "ndim", 1) == 0
     if several and not single:
-        return tuple(_typed(name, each, (kind,)) for each in value)
+        return tuple(_typed(name, item, (kind,)) for item in value)
     try:
         if kind is int:
             return operator.index(value)
