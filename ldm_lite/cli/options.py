@@ -170,12 +170,17 @@ def _listed(kind: type) -> Callable[[str, Any], tuple[Any, ...]]:
     """Return what parses values with commas between.  It raises ValueError for a text that holds others."""
 
     def parse(name: str, value: Any) -> tuple[Any, ...]:
-        parts = value.split(",") if isinstance(value, str) else value if isinstance(value, (list, tuple)) else [value]
+        parts = value if isinstance(value, (list, tuple)) else [value]
+        if isinstance(value, str):
+            parts = [part.strip() for part in value.split(",") if value and (kind is not str or part.strip())]
         try:
-            return tuple(kind(part.strip()) if isinstance(part, str) else part for part in parts if part != "")
-        except ValueError as error:
-            what = "whole numbers" if kind is int else "numbers"
-            raise ValueError(f"got `{name}` {value!r:.60}, wanted {what} with commas between") from error
+            values = tuple(kind(part) if isinstance(part, str) else part for part in parts)
+        except ValueError:
+            values = ()
+        if not values and value not in ("", (), []):
+            what = {str: "names", int: "whole numbers", float: "numbers"}[kind]
+            raise ValueError(f"got `{name}` {value!r:.60}, wanted {what} with commas between")
+        return values
 
     return parse
 

@@ -50,6 +50,8 @@ def test_the_command(
         (["--dtypes", "int8"], "got --dtypes 'int8', wanted one of fp32, fp16, bf16"),
         (["--batches", "two"], "got --batches 'two', wanted whole numbers with commas between"),
         (["--batches", "0"], "got --batches 0, wanted 1 to 4096"),
+        (["--batches", "1,,2"], "got --batches '1,,2', wanted whole numbers with commas between"),
+        (["--configs", ","], "got --configs ',', wanted names with commas between"),
         (["--size", "sd9"], "unknown size 'sd9'"),
         (["--H", "65"], "got --height 65"),
         (["--sampler", "best"], "best"),
