@@ -91,7 +91,7 @@ class OurWorkload:
                 attention.use(networks[role], "sdpa" if fused else row.attention)
             # The original's UNet is trainable, and autocast caches the casts of trainable weights while it is on.
             networks["unet"].requires_grad_(in_half)
-            self.pipe = replace(self.pipe, **networks)
+            self.pipe = self.pipe.with_networks(**networks)
 
     def inputs(self, batch: int) -> Inputs:
         return inputs(self.pipe.family, self.options, batch).to(self.pipe.device, torch.float32)
