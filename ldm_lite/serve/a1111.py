@@ -647,8 +647,8 @@ async def _enlarged(request: Request, state: State, asked: ExtrasRequest, pictur
     engine = state.engine
 
     def submit() -> tuple[Ticket, list[str | None]]:
-        if len(pictures) > engine.limits.max_images:
-            raise Refused(422, f"got {len(pictures)} images, wanted at most {engine.limits.max_images}")
+        if not 1 <= len(pictures) <= engine.limits.max_images:
+            raise Refused(422, f"got {len(pictures)} images, wanted 1 to {engine.limits.max_images}")
         for name in {asked.upscaler_1, asked.upscaler_2} - {"None", *PIXEL_UPSCALERS}:
             engine.library.file("upscalers", name)
         opened = [open_base64(picture, "image", engine.limits.max_pixels) for picture in pictures]
