@@ -81,7 +81,7 @@ from ldm_lite.diffusion.names import make_plan
 from ldm_lite.diffusion.samplers import SAMPLERS
 from ldm_lite.image import to_pil
 from ldm_lite.pipeline import Pipeline
-from ldm_lite.tasks import quality
+from ldm_lite.tasks import compare as comparison
 
 # No training caption is worded like these.
 NEW_WORDINGS = (
@@ -760,13 +760,13 @@ def compare(
     classify: Classify,
     say: Callable[[str], None],
 ) -> None:
-    """Add the accuracies to the points of a file of tasks/quality.py, all of the same prompts and noise.
+    """Add the accuracies to the points of a file of tasks/compare.py, all of the same prompts and noise.
 
     Raises ValueError for a file of another checkpoint.
     """
     if not path.exists():
         raise ValueError(f"{path} does not exist: python -m ldm_lite.samplers --compare makes it")
-    kept = quality.read(path, {"model": pipe.name})
+    kept = comparison.read(path, {"model": pipe.name})
     count = len(prompts)
     asked = Txt2imgOptions(
         [prompt.text for prompt in prompts],
@@ -776,17 +776,17 @@ def compare(
         seed=[prompt.seed for prompt in prompts],
         batch_size=count,
     )
-    cases = {case.name: case for case in quality.cases(pipe)}
+    cases = {case.name: case for case in comparison.cases(pipe)}
     points = [each for each in kept["points"].values() if each["steps"] in steps and each["name"] in cases]
     judged = {"count": count, "prompts": zlib.crc32("\n".join(each.text for each in prompts).encode())}
     for point in sorted(points, key=lambda each: steps.index(each["steps"])):
         if judged.items() <= point.items():
             continue
         case = cases[point["name"]]
-        latents = quality.latents(quality.job_of(pipe, asked, case, point["steps"])).float()
+        latents = comparison.latents(comparison.job_of(pipe, asked, case, point["steps"])).float()
         images = torch.stack([(pixels + 1) / 2 for pixels in pipe.decode_pixels(latents)])
         verdicts = judge(images, prompts, classify)
-        shares = {name: sum(getattr(each, name) for each in verdicts) / count for name in quality.ACCURACIES}
+        shares = {name: sum(getattr(each, name) for each in verdicts) / count for name in comparison.ACCURACIES}
         point |= {**shares, **judged}
         write_whole(path, json.dumps(kept, indent=1) + "\n")
         say(f"{case.name}, {point['steps']} steps: identity {shares['identity']:.0%}, {shares['background']:.0%}")
@@ -865,7 +865,7 @@ def run(args: argparse.Namespace) -> None:
     for name, numbers in rates.items():
         say(f"the judge on {name} renders of the same prompts: {_line(numbers)}")
     if args.compare is not None:
-        compare(pipe, prompts, args.compare, options.numbers(args.compare_steps, "`compare_steps`"), classify, say)
+        compare(pipe, prompts, args.compare, options.numbers("compare_steps", args.compare_steps), classify, say)
         return
     start = time.perf_counter()
     verdicts, images = evaluate(pipe, prompts, settings, classify)

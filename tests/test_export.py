@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from runs import status_of
 from torch import nn
 
 import ldm_lite
@@ -48,13 +49,13 @@ def test_the_command(
     [
         (["--sizes", "64"], "got --sizes 64, wanted WIDTHxHEIGHT"),
         (["--sizes", "65x64"], "wanted multiples of 8"),
-        (["--batches", "0"], "got --batches '0', wanted 1 or more"),
+        (["--batches", "0"], "got --batches 0, wanted 1 to 4096"),
     ],
 )
 def test_what_is_wrong_is_one_line(
     arguments: list[str], line: str, exported: list[object], small_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert command.main(["--ckpt", os.fspath(small_path), "--device", "cpu", *arguments]) == 2
+    assert status_of(command.main, "--ckpt", small_path, "--device", "cpu", *arguments) == 2
     assert line in capsys.readouterr().err
     assert not exported
 

@@ -36,7 +36,7 @@ LAYERS = [
 ALSO = {("generate", "control"), ("zoo", "runtime"), ("image", "cli"), ("text", "cli")}
 # The main parts of commands.
 PRINTING = {
-    *("tasks.command", "tasks.compare", "tasks.quality", "tasks.export", "tasks.reconstruct", "tasks.verify"),
+    *("tasks.command", "tasks.compare", "tasks.export", "tasks.reconstruct", "tasks.verify"),
     *("train.__main__", "train.averages"),
     "batch.__main__",
     "core.__main__",
@@ -142,8 +142,8 @@ BESIDE_THE_FACADE = {
     # `--encode` writes what training reads.
     "batch": {"train"},
     # Tables of names (samplers, spacings, A1111's), the text of pictures, and X/Y plots: small interfaces of their own.
-    # It lists textual inversions with their shapes.
-    "serve": {"checkpoint.reader", "diffusion", "features.from_png", "tasks.xy", "text.parameters"},
+    # It lists textual inversions with their shapes, and its health says whether a step is being compiled.
+    "serve": {"checkpoint.reader", "diffusion", "features.from_png", "runtime.compile", "tasks.xy", "text.parameters"},
     # It names kernels and devices, counts a sampler's calls, and makes checkpoints of every family with random weights.
     "bench": {"checkpoint.reader", "diffusion.names", "runtime", "zoo"},
 }

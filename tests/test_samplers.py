@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from runs import status_of
 
 from ldm_lite import Pipeline
 from ldm_lite import samplers as command
@@ -54,7 +55,7 @@ def test_the_chart(tmp_path: Path) -> None:
     "arguments", [["--steps", "a"], ["--samplers", "x"], ["--spacing", "x"], ["--steps", "0"], ["--spacings", "x"]]
 )
 def test_mistakes_are_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main([*arguments, "--device", "cpu"]) == 2
+    assert status_of(command.main, *arguments, "--device", "cpu") == 2
     assert len([line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]) == 1
 
 

@@ -50,7 +50,7 @@ def test_the_benchmarks_of_the_stages_on_a_gpu_parse() -> None:
     for arguments in benchmarks:
         (options,), _ = flags.parse(arguments, "bench", "", (Options,))
         assert options.size == "sd1"
-        for name in options.configs.split(","):
+        for name in options.configs:
             assert configuration(name)
 
 

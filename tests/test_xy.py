@@ -104,7 +104,7 @@ def test_cells_are_rows_of_columns() -> None:
     assert changed(options, cells(x, y)[2], x, y) == dataclasses.replace(options, scale=7.5, steps=5)
     for axes, message in (
         ((None, None), "one or two axes"),
-        ((x, x), "both axes"),
+        ((x, x), "two axes"),
         ((x, Axis("seed", (1,) * 201)), "402"),
     ):
         with pytest.raises(ValueError, match=message):

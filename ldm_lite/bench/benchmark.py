@@ -11,21 +11,17 @@ import torch
 
 from ldm_lite.bench.checkpoints import family_of, open_model
 from ldm_lite.bench.measure import alternating, calls_in_sample, ceiling
-from ldm_lite.bench.options import Options, names
+from ldm_lite.bench.options import GATES, Options
 from ldm_lite.bench.ours import configuration
 from ldm_lite.bench.report import AGAIN, RESULTS, Report, Table, Timing, describe_run, from_json
-from ldm_lite.bench.theirs import PEERS
-from ldm_lite.bench.work import SECTIONS, Cell, Cost, OutOfTime, Unavailable, cost
+from ldm_lite.bench.work import Cell, Cost, OutOfTime, Unavailable, cost
 from ldm_lite.bench.worker import Backend, SubprocessBackend
 from ldm_lite.cli.files import read_text
-from ldm_lite.cli.options import numbers
 from ldm_lite.core.pipeline import DTYPES
 from ldm_lite.runtime.precision import pick_device
 
 log = logging.getLogger("ldm_lite")
 
-# Largest relative error against the reference.  Whole runs amplify rounding, so they have no gate in half precision.
-GATES = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 3e-2}
 SHARES = {"step": 2, "decode": 1, "image": 8}  # of the time
 
 
@@ -36,22 +32,19 @@ def benchmark(options: Options, on_result: Callable[[Report], None] = lambda rep
     ValueError for invalid options, and if the minutes are over before anything has begun.
     """
     deadline = time.monotonic() + 60 * options.minutes
-    configs = [name.strip() for name in options.configs.split(",") if name.strip()]
-    titles = {name: configuration(name).title for name in configs}  # raises ValueError for an unknown one
-    peers, asked = names("peer", options.peer, PEERS), options
-    options = resolved(options)
-    dtypes = chosen_dtypes(options)
+    titles = {name: configuration(name).title for name in options.configs}  # raises ValueError for an unknown one
+    asked, options = options, resolved(options)
     cells = [
         Cell(section, dtype, batch)
-        for dtype in dtypes
-        for batch in sorted(set(numbers(options.batches, "`batches`")))
-        for section in names("sections", options.sections, SECTIONS)
+        for dtype in options.dtypes
+        for batch in sorted(set(options.batches))
+        for section in options.sections
     ]
     costs = functools.partial(cost, family_of(open_model(options.size, options.ckpt)), options)
     costs(cells[0])  # raises ValueError for what cannot be measured, before anything starts
     device = torch.device(options.device)
     report = Report(describe_run(asked, options), titles)
-    report.ceilings = {dtype: ceiling(device, DTYPES[dtype]) for dtype in dtypes}
+    report.ceilings = {dtype: ceiling(device, DTYPES[dtype]) for dtype in options.dtypes}
     if options.resume and (path := options.folder / RESULTS).exists():
         report.tables += from_json(read_text(path, 2**28)).tables
     earlier = {table.cell: table for table in report.tables}
@@ -67,7 +60,7 @@ def benchmark(options: Options, on_result: Callable[[Report], None] = lambda rep
         except Unavailable as error:
             raise ValueError(f"the reference cannot run: {error}") from error
         backends: list[Backend] = []
-        for name in (*configs, *peers):
+        for name in (*options.configs, *options.peer):
             try:
                 backend = processes.enter_context(SubprocessBackend(name, options, deadline=deadline))
             except Unavailable as error:
@@ -75,9 +68,10 @@ def benchmark(options: Options, on_result: Callable[[Report], None] = lambda rep
                 log.warning("%s %s", name, error)
                 continue
             backends.append(backend)
-            if name in peers:
+            if name in options.peer:
                 report.titles[name] = f"{name} ({backend.description})"
-        comparison = Comparison(reference, backends, costs, options.rounds, deadline, configs[-1], earlier, on_change)
+        repeated = options.configs[-1]
+        comparison = Comparison(reference, backends, costs, options.rounds, deadline, repeated, earlier, on_change)
         for result in comparison.run(cells):
             if isinstance(result, Table):
                 on_change(result)
@@ -89,18 +83,16 @@ def benchmark(options: Options, on_result: Callable[[Report], None] = lambda rep
 
 
 def resolved(options: Options) -> Options:
-    """Fill in the model, the device and the number of threads, and set the latter.  Raises ValueError for a device."""
+    """Fill in the model, the device, the precisions and the number of threads, and set the latter.
+
+    Raises ValueError for a device.
+    """
     device = pick_device(options.device or None)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     size = options.size or ("sd1" if device.type == "cuda" else "bundled")
-    return replace(options, size=size, device=str(device), threads=torch.get_num_threads())
-
-
-def chosen_dtypes(options: Options) -> list[str]:
-    """The short names of the precisions, of resolved options.  Raises ValueError for unknown ones."""
-    default = "fp16,fp32" if options.device.startswith("cuda") else "fp32"
-    return names("dtypes", options.dtypes or default, GATES)
+    dtypes = options.dtypes or (("fp16", "fp32") if device.type == "cuda" else ("fp32",))
+    return replace(options, size=size, device=str(device), dtypes=dtypes, threads=torch.get_num_threads())
 
 
 def gate(cell: Cell, error: float) -> bool | None:

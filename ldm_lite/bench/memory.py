@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 import ldm_lite
-from ldm_lite.bench.benchmark import chosen_dtypes, resolved
+from ldm_lite.bench.benchmark import resolved
 from ldm_lite.bench.checkpoints import open_model
 from ldm_lite.bench.measure import status
 from ldm_lite.bench.options import Options
@@ -48,8 +48,8 @@ def make_image(options: Options, mode: str) -> Result:
     options = resolved(options)
     [runtime], _ = flags.parse(mode.split(), "bench", "", (RuntimeOptions,))
     flagged = {name: getattr(runtime, name) for name in given(runtime)}
-    checkpoint, [dtype, *_] = open_model(options.size, options.ckpt), chosen_dtypes(options)
-    pipe = ldm_lite.load(checkpoint, device=options.device, dtype=dtype, **flagged)
+    checkpoint = open_model(options.size, options.ckpt)
+    pipe = ldm_lite.load(checkpoint, device=options.device, dtype=options.dtypes[0], **flagged)
     on_cuda, times = pipe.device.type == "cuda", list[float]()
 
     def note_time() -> None:
@@ -81,7 +81,7 @@ def table(options: Options, modes: tuple[str, ...] = MODES) -> Iterator[str]:
     """Measure the modes, and yield a table in Markdown line by line."""
     asked, options = options, resolved(options)
     about = describe_run(asked, options)
-    yield f"{about['command']}: {about['model']}, {chosen_dtypes(options)[0]}, {about['device']}, {about['versions']}\n"
+    yield f"{about['command']}: {about['model']}, {options.dtypes[0]}, {about['device']}, {about['versions']}\n"
     yield "| mode | peak, GiB | reserved, GiB | beyond weights, GiB | context, GiB | s/step | decode, s | PSNR, dB |"
     yield "|---|---:|---:|---:|---:|---:|---:|---:|"
     first = None

@@ -96,31 +96,31 @@ class OurWorkload:
     def inputs(self, batch: int) -> Inputs:
         return inputs(self.pipe.family, self.options, batch).to(self.pipe.device, torch.float32)
 
-    def _denoise(self, given: Inputs, steps: int, scale: float) -> tuple[Any, Tensor]:
+    def _denoise(self, tensors: Inputs, steps: int, scale: float) -> tuple[Any, Tensor]:
         plan = self.pipe.plan("ddim", steps, spacing="trailing")
-        cond: Any = given.context
-        uncond: Any = given.uncond
+        cond: Any = tensors.context
+        uncond: Any = tensors.uncond
         with self.autocast:
-            return plan, self.pipe.denoise(given.noise, cond, uncond, plan, scale)
+            return plan, self.pipe.denoise(tensors.noise, cond, uncond, plan, scale)
 
-    def prediction(self, given: Inputs) -> Tensor:
+    def prediction(self, tensors: Inputs) -> Tensor:
         """Return it as recovered from the latents of one step."""
-        plan, latents = self._denoise(given, 1, CHECK_SCALE)
+        plan, latents = self._denoise(tensors, 1, CHECK_SCALE)
         if (failure := getattr(self.pipe.step, "failure", None)) is not None:
             raise ValueError(f"could not be compiled: {failure}")
-        row, x, (p, q) = plan.mix[0, 0], given.noise * plan.initial, plan.to_h[0]
+        row, x, (p, q) = plan.mix[0, 0], tensors.noise * plan.initial, plan.to_h[0]
         kept = (latents - float(row @ X) * x) / float(row @ H)  # H = p x + q prediction
         return (kept - float(p) * x) / float(q)
 
-    def steps(self, given: Inputs, count: int) -> None:
-        self._denoise(given, count, self.options.scale)
+    def steps(self, tensors: Inputs, count: int) -> None:
+        self._denoise(tensors, count, self.options.scale)
 
-    def decode(self, given: Inputs) -> Tensor:
+    def decode(self, tensors: Inputs) -> Tensor:
         with self.autocast:
-            return torch.stack(self.pipe.decode(given.noise * self.pipe.family.scale_factor, output="tensor"))
+            return torch.stack(self.pipe.decode(tensors.noise * self.pipe.family.scale_factor, output="tensor"))
 
-    def image(self, given: Inputs) -> Tensor:
-        options, batch = self.options, len(given.noise)
+    def image(self, tensors: Inputs) -> Tensor:
+        options, batch = self.options, len(tensors.noise)
         names = ("height", "width", "sampler", "steps", "n_iter", "scale", "seed")
         settings = {name: getattr(options, name) for name in names}
         with self.autocast:

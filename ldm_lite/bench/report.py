@@ -9,15 +9,15 @@ import shutil
 import statistics
 import subprocess
 import time
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
 
 import ldm_lite
 from ldm_lite.bench.measure import spread
-from ldm_lite.bench.options import Options
-from ldm_lite.bench.work import SECTIONS, Cell
+from ldm_lite.bench.options import SECTIONS, Options
+from ldm_lite.bench.work import Cell
 from ldm_lite.cli.writing import write_whole
 from ldm_lite.runtime.timing import machine
 
@@ -77,11 +77,11 @@ class Report:
 def describe_run(asked: Options, options: Options) -> dict[str, object]:
     """Describe a run well enough to repeat it: as it was asked for, and with what was filled in."""
     flags = ""
-    for option in fields(asked):
-        value = getattr(asked, option.name)
-        if option.name not in ("out", "debug") and value != option.default:
+    for name, default in vars(Options()).items():
+        if name not in ("out", "debug", "_given") and (value := getattr(asked, name)) != default:
+            value = ",".join(map(str, value)) if isinstance(value, tuple) else value
             text = "" if value is True else f" {value!r}" if " " in str(value) else f" {value}"
-            flags += f" --{option.name.replace('_', '-')}{text}"
+            flags += f" --{name.replace('_', '-')}{text}"
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude=*"]
     commit = subprocess.run(command, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
     on_cuda = options.device.startswith("cuda")

@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 
 from ldm_lite.bench.checkpoints import family_of, open_model
-from ldm_lite.bench.options import Options
+from ldm_lite.bench.options import PEERS, Options
 from ldm_lite.bench.work import CHECK_SCALE, Inputs, Unavailable, inputs
 from ldm_lite.checkpoint.reader import prefix, split
 from ldm_lite.core.pipeline import DTYPES
 from ldm_lite.core.tasks import noise_of
 
-PEERS = {"diffusers": ("diffusers",), "diffusers-compiled": ("diffusers",), "openvino": ("openvino", "diffusers")}
 # What a network, by its role, is called with: latents, timestep and context; unscaled latents; token ids.
 CALLS: dict[str, Callable[..., Tensor]] = {
     "unet": lambda unet, x, t, context: unet(x, t, encoder_hidden_states=context, return_dict=False)[0],
@@ -28,11 +27,10 @@ CALLS: dict[str, Callable[..., Tensor]] = {
 
 def versions(name: str, options: Options) -> str:
     """Return a peer's versions.  Raises Unavailable if it is not installed or does not run on the device."""
-    needed = (*PEERS[name], "transformers")
     try:
-        numbers = {module: importlib.import_module(module).__version__.partition("-")[0] for module in needed}
+        numbers = {module: importlib.import_module(module).__version__.partition("-")[0] for module in PEERS[name]}
     except ImportError as error:
-        raise Unavailable(f"is not installed ({error.name}): pip install {' '.join(needed)}") from error
+        raise Unavailable(f"is not installed ({error.name}): pip install {' '.join(PEERS[name])}") from error
     if name == "openvino" and options.device != "cpu":
         raise Unavailable("is for CPUs")
     return ", ".join(f"{module} {number}" for module, number in numbers.items()).removeprefix(f"{name} ")
@@ -106,27 +104,27 @@ class PeerWorkload:
         return x
 
     @torch.no_grad()
-    def prediction(self, given: Inputs) -> Tensor:
-        x, both = torch.cat([given.noise, given.noise]), torch.cat([given.uncond, given.context])
+    def prediction(self, tensors: Inputs) -> Tensor:
+        x, both = torch.cat([tensors.noise, tensors.noise]), torch.cat([tensors.uncond, tensors.context])
         before, after = self.call("unet", x, torch.tensor(999, device=self.device), both).float().chunk(2)
         return before + CHECK_SCALE * (after - before)
 
     @torch.no_grad()
-    def steps(self, given: Inputs, count: int) -> None:
-        self.denoise("ddim", count, given.noise, torch.cat([given.uncond, given.context]))
+    def steps(self, tensors: Inputs, count: int) -> None:
+        self.denoise("ddim", count, tensors.noise, torch.cat([tensors.uncond, tensors.context]))
 
     @torch.no_grad()
-    def decode(self, given: Inputs) -> Tensor:
-        return self.call("vae", given.noise).float().clamp(-1, 1).cpu()
+    def decode(self, tensors: Inputs) -> Tensor:
+        return self.call("vae", tensors.noise).float().clamp(-1, 1).cpu()
 
     @torch.no_grad()
-    def image(self, given: Inputs) -> Tensor:
-        options, (batch, channels, height, width) = self.options, given.noise.shape
+    def image(self, tensors: Inputs) -> Tensor:
+        options, (batch, channels, height, width) = self.options, tensors.noise.shape
         for first in range(options.seed, options.seed + options.n_iter * batch, batch):
-            both = torch.cat([self.call("text_encoder", ids) for ids in (given.empty, given.ids)])
+            both = torch.cat([self.call("text_encoder", ids) for ids in (tensors.empty, tensors.ids)])
             noise = noise_of(range(first, first + batch), (channels, height, width))()
             x = self.denoise(options.sampler, options.steps, noise.to(self.device, self.dtype), both)
-            pixels = self.decode(given._replace(noise=x / self.family.scale_factor))
+            pixels = self.decode(tensors._replace(noise=x / self.family.scale_factor))
             arrays = ((pixels + 1) * 127.5).round().byte().permute(0, 2, 3, 1).numpy()
         assert len(arrays) == batch
         return pixels

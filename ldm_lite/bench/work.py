@@ -24,7 +24,6 @@ from ldm_lite.core.tokenizer import CLIPTokenizer
 from ldm_lite.diffusion.names import make_plan
 from ldm_lite.zoo.family import Family, build
 
-SECTIONS = {"step": "UNet step, guided", "decode": "VAE decode", "image": "prompt to pixels"}
 CHECK_SCALE = 0.5  # guidance scale for comparisons: the mean of both predictions, which amplifies no error
 
 
@@ -95,11 +94,11 @@ def cost(family: Family, options: Options, cell: Cell) -> Cost:
 
 @functools.cache
 def _flops_at_batch_1(family: Family, options: Options) -> dict[str, int]:
-    given = inputs(family, options, 1).to(torch.device("meta"), torch.float32)
+    tensors = inputs(family, options, 1).to(torch.device("meta"), torch.float32)
     num_calls = len(make_plan(options.sampler, family.noise.schedule(family.prediction), options.steps).t)
     with torch.device("meta"):
         networks: dict[str, Any] = {role: build(spec) for role, spec in family.networks.items()}
-    step = 2 * flops(lambda: networks["unet"](given.noise, torch.empty(1, device="meta"), given.context))
-    decode = flops(lambda: networks["vae"].decode(given.noise))
-    text = flops(lambda: networks["text_encoder"](given.ids))
+    step = 2 * flops(lambda: networks["unet"](tensors.noise, torch.empty(1, device="meta"), tensors.context))
+    decode = flops(lambda: networks["vae"].decode(tensors.noise))
+    text = flops(lambda: networks["text_encoder"](tensors.ids))
     return {"step": step, "decode": decode, "image": options.n_iter * (num_calls * step + decode + 2 * text)}

@@ -13,13 +13,13 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from ldm_lite.bench.measure import clock
-from ldm_lite.bench.options import Options
+from ldm_lite.bench.options import PEERS, Options
 from ldm_lite.bench.work import Cell, OutOfTime, Unavailable
 
 
@@ -31,20 +31,11 @@ class FirstCall(NamedTuple):
     peak: int | None  # bytes of tensors without the weights, on CUDA
 
 
-class Backend(Protocol):
-    """Something that runs cells.  Both methods raise Unavailable if it cannot."""
-
-    name: str
-
-    def first(self, cell: Cell) -> FirstCall:
-        """Run a cell once."""
-
-    def seconds(self, cell: Cell, calls: int) -> float:
-        """Run the cell of the last `first` some times in a row, and return the seconds per call."""
-
-
 class InProcessBackend:
-    """A backend in this process.  It keeps the networks of one precision and the inputs of one cell."""
+    """A backend in this process.  It keeps the networks of one precision and the inputs of one cell.
+
+    Its methods raise Unavailable if it cannot run a cell.
+    """
 
     def __init__(self, name: str, device: torch.device, make: Callable[[str], Any]) -> None:
         """make returns the workload in a dtype, given by its short name."""
@@ -54,6 +45,7 @@ class InProcessBackend:
         self._inputs: Any = None
 
     def first(self, cell: Cell) -> FirstCall:
+        """Run a cell once."""
         results: list[Tensor] = []
         on_cuda = self.device.type == "cuda"
         with _explained():
@@ -73,12 +65,13 @@ class InProcessBackend:
             return FirstCall(results[0].float().cpu(), seconds, peak)
 
     def seconds(self, cell: Cell, calls: int) -> float:
+        """Run the cell of the last `first` some times in a row, and return the seconds per call."""
         workload, inputs = self._workload, self._inputs
 
         def work() -> None:
             if cell.section == "step":
-                workload.steps(inputs, calls)
-            for _ in range(0 if cell.section == "step" else calls):
+                return workload.steps(inputs, calls)
+            for _ in range(calls):
                 getattr(workload, cell.section)(inputs)
 
         with _explained():
@@ -97,7 +90,8 @@ def _explained() -> Iterator[None]:
         raise Unavailable(textwrap.shorten(text, 200, placeholder=" ...")) from error
 
 
-Make = Callable[[str, Options], tuple[str, Backend]]
+Backend: TypeAlias = "InProcessBackend | SubprocessBackend"
+Make: TypeAlias = Callable[[str, Options], tuple[str, Backend]]
 
 
 def make_backend(name: str, options: Options) -> tuple[str, Backend]:
@@ -110,7 +104,7 @@ def make_backend(name: str, options: Options) -> tuple[str, Backend]:
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     device = torch.device(options.device)
-    if name in theirs.PEERS:
+    if name in PEERS:
         versions = theirs.versions(name, options)
         return versions, InProcessBackend(name, device, lambda dtype: theirs.PeerWorkload(name, options, dtype))
     row = ours.REFERENCE if name == "reference" else ours.configuration(name)

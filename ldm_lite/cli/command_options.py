@@ -2,19 +2,23 @@
 
 from dataclasses import dataclass
 
-from ldm_lite.cli.options import MOST, MOST_PX, SCALES, SEEDS, CheckedOptions, option
+from ldm_lite.cli.options import MOST, MOST_PX, SCALES, SEEDS, CheckedOptions, decimals, numbers, option, words
 from ldm_lite.cli.task_options import MOST_NOISE
 
 
 @dataclass(frozen=True)
 class CascadeOptions(CheckedOptions):
-    """What to make.  None = the stage's default; a value like "7,4,9" gives one to each stage."""
+    """What to make.  A value like "7,4,9" gives one to each stage; those without one have their default."""
 
     prompt: str | None = option(None, "what to make", positional=True, common=True)
     negative_prompt: str = option("", "what to avoid", common=True)
-    sampler: str | None = option(None, "of the first two stages, or of each", common=True)
-    steps: str | None = option(None, "denoising steps, of the first two stages or of each", common=True)
-    scale: str | None = option(None, "classifier-free guidance, of the first two stages or of each", common=True)
+    sampler: tuple[str, ...] = option("", "of the first two stages, or of each", parse=words, common=True)
+    steps: tuple[int, ...] = option(
+        "", "denoising steps, of the first two stages or of each", within=(1, 1000), parse=numbers, common=True
+    )
+    scale: tuple[float, ...] = option(
+        "", "classifier-free guidance, of the first two stages or of each", within=SCALES, parse=decimals, common=True
+    )
     noise_level: float = option(
         0.25,
         "noise added to the small image, below 1; higher follows it less closely",
@@ -56,14 +60,18 @@ class CompareOptions(CheckedOptions):
     """What to compare."""
 
     prompt: str = option("a red apple on a blue background", "prompt of all runs", positional=True, common=True)
-    samplers: str | None = option(
-        None, "comma-separated names (default: all); with --compare the tricks with these too", common=True
+    samplers: tuple[str, ...] = option(
+        "", "comma-separated names (default: all); with --compare the tricks with these too", parse=words, common=True
     )
-    steps: str = option("5,10,20,40,80", "comma-separated step counts", common=True)
+    steps: tuple[int, ...] = option(
+        "5,10,20,40,80", "comma-separated step counts", within=(1, 1000), parse=numbers, common=True
+    )
     spacing: str = option(
         "karras", "timestep spacing of all samplers: only then do they solve the same equation", common=True
     )
-    spacings: str = option("leading,trailing,linspace,karras,exponential,beta", "comma-separated spacings to draw")
+    spacings: tuple[str, ...] = option(
+        "leading,trailing,linspace,karras,exponential,beta", "comma-separated spacings to draw", parse=words
+    )
     reference: int = option(400, "steps of the reference run", within=(1, 1000))
     scale: float | None = option(None, "classifier-free guidance scale (default: the checkpoint's)", within=SCALES)
     seed: int = option(42, "seed of the noise", within=SEEDS)
@@ -82,7 +90,9 @@ class ExportOptions(CheckedOptions):
     """What to compile for."""
 
     sizes: str | None = option(None, "comma-separated sizes in pixels, WIDTHxHEIGHT (default: the model's)")
-    batches: str = option("1", "comma-separated numbers of images at a time")
+    batches: tuple[int, ...] = option(
+        "1", "comma-separated numbers of images at a time", within=(1, 4096), parse=numbers
+    )
     branches: int = option(
         2, "runs of the UNet in a step: 2 with guidance, 1 without, 3 for InstructPix2Pix", within=(1, 3)
     )

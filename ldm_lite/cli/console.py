@@ -172,21 +172,21 @@ def _is_unread() -> bool:
 
 def _cheaper(options: Sequence[object], on_cpu: bool) -> str:
     """Suggest what to try when memory runs out: the cheapest measure not yet taken."""
-    given = {name: value for group in options for name, value in vars(group).items()}
-    if "checkpointing" in given:  # training
-        return "a smaller --batch-size, with --accumulate" if given["checkpointing"] else "--checkpointing"
-    if "chunks" in given:  # export, whose other options are about what runs later
-        given = {"batches": given["batches"]}
-    one_by_one = "tile" in given and "stage_3" not in given  # images are upscaled one at a time
+    values = {name: value for group in options for name, value in vars(group).items()}
+    if "checkpointing" in values:  # training
+        return "a smaller --batch-size, with --accumulate" if values["checkpointing"] else "--checkpointing"
+    if "chunks" in values:  # export, whose other options are about what runs later
+        values = {"batches": values["batches"]}
+    one_by_one = "tile" in values and "stage_3" not in values  # images are upscaled one at a time
     steps = {
-        "--batch-size 1": (given.get("batch_size") or 1) > 1 and not one_by_one,
-        "--batches 1": given.get("batches", "1") != "1",
-        "--vae-tiling": not on_cpu and not given.get("vae_tiling", True),
-        "--tile 64": given.get("tile", 0) > 64 and given.get("stage_3", "") is not None,
-        "--dtype fp16": given.get("dtype") in ("fp32", "float32"),
-        "--offload model": not on_cpu and given.get("offload", "") is None,
-        "--storage int8": given.get("storage", "") is None,
-        "--offload sequential": not on_cpu and given.get("offload") == "model",
+        "--batch-size 1": (values.get("batch_size") or 1) > 1 and not one_by_one,
+        "--batches 1": values.get("batches", (1,)) != (1,),
+        "--vae-tiling": not on_cpu and not values.get("vae_tiling", True),
+        "--tile 64": values.get("tile", 0) > 64 and values.get("stage_3", "") is not None,
+        "--dtype fp16": values.get("dtype") in ("fp32", "float32"),
+        "--offload model": not on_cpu and values.get("offload", "") is None,
+        "--storage int8": values.get("storage", "") is None,
+        "--offload sequential": not on_cpu and values.get("offload") == "model",
     }
     return next((step for step, remains in steps.items() if remains), "a smaller image")
 

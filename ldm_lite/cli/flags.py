@@ -15,6 +15,7 @@ from ldm_lite.cli.console import as_flags, printable
 from ldm_lite.cli.options import TYPES
 
 Field = dataclasses.Field[Any]
+FLAG = "{flag}"  # in messages of types, which do not know it
 
 
 class _Help(argparse.HelpFormatter):
@@ -94,7 +95,7 @@ class _Parser(argparse.ArgumentParser):
             self.error(f"{flag} has no value behind it: give one")
         if error.message.startswith("ignored explicit"):
             self.error(f"{flag} takes no value: leave out what is behind it")
-        self.error(error.message.format(flag=flag))
+        self.error(error.message.replace(FLAG, flag, 1))
 
     def left(self, words: Sequence[str]) -> NoReturn:
         """Exit with a line about words that are no flags: it names the nearest flag, or says what to do."""
@@ -120,16 +121,16 @@ def parse(
     A missing flag keeps the dataclass's default.  --help shows the flags marked as common, and all flags of a dataclass
     that marks none.  Each dataclass is a topic of --help, under its name without "Options".
     """
-    fields = [field for group in groups for field in dataclasses.fields(group)]
-    positional = "".join(f"[{field.name.upper()}] " for field in fields if field.metadata.get("positional"))
+    every = [field for group in groups for field in dataclasses.fields(group)]
+    positional = "".join(f"[{field.name.upper()}] " for field in every if field.metadata.get("positional"))
     parser = _Parser(command, about, positional)
     for group in groups:
         hints = typing.get_type_hints(group)
         marks = any(field.metadata.get("common") for field in dataclasses.fields(group))
-        for owner, owned in _sections(group):
+        for owner, fields in sections(group):
             section = parser.add_argument_group((owner.__doc__ or "").split(".  ")[0].rstrip(".").lower())
             parser.topics[owner.__name__.removesuffix("Options").lower() or command] = section
-            for field in owned:
+            for field in fields:
                 if field.metadata["flag"]:
                     action = _add(section, field, hints[field.name])
                     if field.metadata["common"] or not marks:
@@ -142,30 +143,29 @@ def parse(
         parser.wrong(error)
     if words:
         parser.left(words)
-    given = vars(known)
-    for key in [key for key in given if key.endswith("_argument")]:
-        name, value = key.removesuffix("_argument"), given.pop(key)
-        if value is not None and name in given:
+    values = {key: tuple(value) if isinstance(value, list) else value for key, value in vars(known).items()}
+    for key in [key for key in values if key.endswith("_argument")]:
+        name, value = key.removesuffix("_argument"), values.pop(key)
+        if value is not None and name in values:
             parser.error(f"got a {name} both as an argument and as --{name}")
         if value is not None:
-            given[name] = value
-    given = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
+            values[name] = value
+    options: list[Any] = []
     try:
-        made = [
-            group(**{f.name: given.pop(f.name) for f in dataclasses.fields(group) if f.name in given})
-            for group in groups
-        ]
+        for group in groups:
+            names = [field.name for field in dataclasses.fields(group) if field.name in values]
+            options.append(group(**{name: values.pop(name) for name in names}))
     except (TypeError, ValueError) as error:
         parser.error(as_flags(str(error)))
-    return made, given
+    return options, values
 
 
-def _sections(group: type) -> list[tuple[type, list[Field]]]:
+def sections(group: type) -> list[tuple[type, list[Field]]]:
     """Group a dataclass's fields by defining class, its own first."""
-    owned: dict[type, list[Field]] = {owner: [] for owner in group.__mro__}
+    by_owner: dict[type, list[Field]] = {owner: [] for owner in group.__mro__}
     for field in dataclasses.fields(group):
-        owned[next(owner for owner in owned if field.name in inspect.get_annotations(owner))].append(field)
-    return [(owner, fields) for owner, fields in owned.items() if fields]
+        by_owner[next(owner for owner in by_owner if field.name in inspect.get_annotations(owner))].append(field)
+    return [(owner, fields) for owner, fields in by_owner.items() if fields]
 
 
 def _add(section: Any, field: Field, hint: Any) -> argparse.Action:
@@ -198,7 +198,7 @@ def _add(section: Any, field: Field, hint: Any) -> argparse.Action:
 def _text(value: str) -> str:
     """Return a flag's text.  "" is refused: it is usually an unset shell variable, and as a path the current folder."""
     if not value:
-        raise argparse.ArgumentTypeError("{flag}: got an empty text: give a value, or leave the flag out")
+        raise argparse.ArgumentTypeError(f"{FLAG}: got an empty text: give a value, or leave the flag out")
     return value
 
 
@@ -209,8 +209,7 @@ def number(kind: Any) -> Callable[[str], float]:
         try:
             value: float = kind(text)
         except ValueError:
-            got = repr(text[:60]).replace("{", "{{").replace("}", "}}")
-            raise argparse.ArgumentTypeError(f"got {{flag}} {got}, wanted {TYPES[kind]}") from None
+            raise argparse.ArgumentTypeError(f"got {FLAG} {text[:60]!r}, wanted {TYPES[kind]}") from None
         return value
 
     return read
@@ -218,7 +217,7 @@ def number(kind: Any) -> Callable[[str], float]:
 
 def _precision(text: str) -> str:
     if text not in ("full", "autocast"):
-        raise argparse.ArgumentTypeError("{flag} is full or autocast")
+        raise argparse.ArgumentTypeError(f"{FLAG} is full or autocast")
     return text
 
 

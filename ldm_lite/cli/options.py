@@ -68,10 +68,10 @@ class CheckedOptions:
 
     def __new__(cls, *values: Any, **named: Any) -> Any:
         """Remember the names of the arguments, for `given`."""
-        made = super().__new__(cls)
-        positional = [each.name for each in dataclasses.fields(cls) if not each.kw_only][: len(values)]
-        object.__setattr__(made, "_given", {*positional, *named})
-        return made
+        options = super().__new__(cls)
+        positional = [field.name for field in dataclasses.fields(cls) if not field.kw_only][: len(values)]
+        object.__setattr__(options, "_given", {*positional, *named})
+        return options
 
     def __post_init__(self) -> None:
         for declared in dataclasses.fields(self):
@@ -86,8 +86,9 @@ class CheckedOptions:
             if value is not None or declared.type in TYPES:
                 value = _typed(name, value, typing.get_args(declared.type) or (declared.type,))
             object.__setattr__(self, name, value)
-            if about["choices"] is not None and value is not None and value not in about["choices"]:
-                raise ValueError(f"got `{name}` {value!r:.60}, wanted one of {', '.join(about['choices'])}")
+            for choice in value if isinstance(value, tuple) else [value]:
+                if about["choices"] is not None and choice is not None and choice not in about["choices"]:
+                    raise ValueError(f"got `{name}` {choice!r:.60}, wanted one of {', '.join(about['choices'])}")
             if about["within"] is not None:
                 least, most = about["within"]
                 for number in value if isinstance(value, tuple) else [value]:
@@ -124,13 +125,13 @@ TYPES = {bool: "True or False", int: "a whole number", float: "a number", str: "
 
 def _typed(name: str, value: Any, kinds: Sequence[Any]) -> Any:
     """An option's value as one of the types in its declaration.  Raises TypeError if it is none of them."""
-    kind = next((each for each in TYPES if each in kinds), None)
+    kind = next((known for known in TYPES if known in kinds), None)
     if kind is None:
         return value
-    several = ... in kinds or any(typing.get_origin(each) is Sequence for each in kinds)
+    several = ... in kinds or any(typing.get_origin(hint) is Sequence for hint in kinds)
     single = isinstance(value, (str, bytes)) or not hasattr(value, "__iter__") or getattr(value, "ndim", 1) == 0
     if several and not single:
-        return tuple(_typed(name, each, (kind,)) for each in value)
+        return tuple(_typed(name, item, (kind,)) for item in value)
     try:
         if kind is int:
             return operator.index(value)
@@ -165,15 +166,26 @@ def pair(name: str, value: Any) -> tuple[int, int]:
     return numbers[0], numbers[1]
 
 
-def numbers(text: str, what: str) -> list[int]:
-    """Parse whole numbers of at least 1, separated by commas.  Raises ValueError, naming `what`, for anything else."""
-    try:
-        found = [int(number) for number in text.split(",")]
-    except ValueError as error:
-        raise ValueError(f"got {what} {text!r}, wanted whole numbers with commas between") from error
-    if min(found) < 1:
-        raise ValueError(f"got {what} {text!r}, wanted 1 or more")
-    return found
+def _listed(kind: type) -> Callable[[str, Any], tuple[Any, ...]]:
+    """Return what parses values with commas between.  It raises ValueError for a text that holds others."""
+
+    def parse(name: str, value: Any) -> tuple[Any, ...]:
+        parts = value if isinstance(value, (list, tuple)) else [value]
+        if isinstance(value, str):
+            parts = [part.strip() for part in value.split(",") if value and (kind is not str or part.strip())]
+        try:
+            values = tuple(kind(part) if isinstance(part, str) else part for part in parts)
+        except ValueError:
+            values = ()
+        if not values and value not in ("", (), []):
+            what = {str: "names", int: "whole numbers", float: "numbers"}[kind]
+            raise ValueError(f"got `{name}` {value!r:.60}, wanted {what} with commas between")
+        return values
+
+    return parse
+
+
+words, numbers, decimals = map(_listed, (str, int, float))
 
 
 @dataclass(frozen=True)

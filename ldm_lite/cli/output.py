@@ -82,15 +82,15 @@ def read_key(path: Path) -> str | None:
     with contextlib.suppress(OSError, ValueError, struct.error), open_file(path) as file:
         if file.read(8) != b"\x89PNG\r\n\x1a\n":
             return None
-        found, kind = None, b""
+        key, kind = None, b""
         while kind != b"IDAT":
             length, kind = struct.unpack(">I4s", file.read(8))
             name, _, value = (file.read(length) if kind == b"tEXt" and length < 200 else b"").partition(b"\0")
             if name == KEY.encode():
-                found = value.decode("latin-1")
+                key = value.decode("latin-1")
             file.seek(4 if name else length + 4, os.SEEK_CUR)
         file.seek(-12, os.SEEK_END)
-        return found if file.read() == b"\0\0\0\0IEND\xaeB`\x82" else None
+        return key if file.read() == b"\0\0\0\0IEND\xaeB`\x82" else None
     return None
 
 

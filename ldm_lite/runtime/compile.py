@@ -47,6 +47,7 @@ COLD_START_S = 60.0  # time of one compilation of the step, about
 FOLD = 8  # of h and w: what a UNet of four levels divides them by
 MOST_GRAPHS = 8  # CUDA graphs kept for a network, each with its buffers
 Step = Callable[..., Tensor]  # called like core.denoise.denoise_step
+_under_way: list[str] = []  # what the threads of this process prepare steps by
 
 
 def compiled_step(
@@ -71,6 +72,20 @@ def is_compiled(step: Step) -> bool:
     """
     inner = inspect.unwrap(step)
     return inner is not denoise_step and not (isinstance(inner, CompiledStep) and inner.tier == "graph")
+
+
+def compiling() -> str:
+    """Return "compiling" or "capturing" (a CUDA graph) while a step of this process waits for that, else ""."""
+    return next(iter(_under_way[-1:]), "")
+
+
+@contextlib.contextmanager
+def _as_under_way(what: str) -> Iterator[None]:
+    _under_way.append(what)
+    try:
+        yield
+    finally:
+        _under_way.remove(what)
 
 
 class CompiledStep:
@@ -127,6 +142,7 @@ class CompiledStep:
             log.warning("%s failed (%s): continuing without", what, self.failure)
             return out
 
+    @_as_under_way("compiling")
     def _compile(self, model: Any, *args: Any) -> Step:
         """Return the compiled step, and log the times of plain and compiled calls."""
         if self.tier == "graph":
@@ -382,6 +398,7 @@ class _Graphs:
             self._copied[device].record()
             return out
 
+    @_as_under_way("capturing")
     def _capture(self, model: nn.Module, args: tuple[Any, ...]) -> "_Captured":
         """Capture a step, one at a time in the process; once more if that fails, since other threads may disturb it."""
         self._step(model, *args)  # compiles, and autotunes

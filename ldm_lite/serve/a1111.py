@@ -5,7 +5,6 @@ A field that would change the image and that ldm_lite does not have is refused u
 fields that are not heeded are named in the answer's info, under "ignored".
 """
 
-import contextlib
 import functools
 import json
 import math
@@ -14,9 +13,10 @@ import re
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from fastapi import APIRouter, Request
@@ -25,12 +25,14 @@ from PIL import Image, ImageOps
 from pydantic import Field
 
 from ldm_lite import Control
+from ldm_lite.cli.options import RANDOM_SEEDS
 from ldm_lite.cli.task_options import UPSCALERS, Img2imgOptions, InpaintOptions, Txt2imgOptions
 from ldm_lite.cli.version import __version__
 from ldm_lite.diffusion.names import has, resolve
 from ldm_lite.diffusion.webui import OFFERED, TYPES, from_webui
 from ldm_lite.image import PIXEL_UPSCALERS, to_image, to_rgb
-from ldm_lite.serve.http import Body, Refused, encoded, ended, open_base64, read_json, reading, validated
+from ldm_lite.serve import http
+from ldm_lite.serve.http import Body, PictureRequest, Refused, encoded, open_base64, read_json, reading
 from ldm_lite.serve.library import Library, Loras
 from ldm_lite.serve.queue import CLIENT, Engine, Ticket
 from ldm_lite.text.parameters import read_parameters, text_of
@@ -50,7 +52,19 @@ NEUTRAL: dict[str, tuple[object, ...]] = {  # field that would change the image 
     "script_name": ("",),
     "image_cfg_scale": (1.5,),
 }
+SAME_NAMES = ("negative_prompt", "seed", "batch_size", "n_iter", "steps", "width", "height")  # in the options
 EMPTY = ("sd-vae", "hypernetworks", "face-restorers", "realesrgan-models", "prompt-styles")
+NOT_HERE: dict[str, object] = {  # what A1111 tells of an image that is made without it
+    "restore_faces": False,
+    "face_restoration_model": None,
+    "sd_vae_name": None,
+    "sd_vae_hash": None,
+    "seed_resize_from_w": -1,
+    "seed_resize_from_h": -1,
+    "extra_generation_params": {},
+    "index_of_first_image": 0,
+    "styles": [],
+}
 SAME = (None, "", "Use same sampler", "Use same scheduler")  # in the second pass as in the first
 FACES = ("gfpgan_visibility", "codeformer_visibility")
 MULTIPLE = 8  # of the sides of an enlarged image
@@ -148,12 +162,6 @@ class DetectRequest(Body):
     controlnet_threshold_b: float = -1
 
 
-class PictureRequest(Body):
-    """A picture in base64."""
-
-    image: str
-
-
 class ExtrasRequest(Body):
     """How images are enlarged, without a prompt."""
 
@@ -167,10 +175,8 @@ class ExtrasRequest(Body):
     extras_upscaler_2_visibility: float = Field(0, ge=0, le=1)
 
 
-class SingleRequest(ExtrasRequest):
+class SingleRequest(ExtrasRequest, PictureRequest):
     """One picture in base64."""
-
-    image: str
 
 
 class File(Body):
@@ -194,15 +200,15 @@ class State:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.tickets: list[Ticket] = []  # that have not ended
+        self.tickets = WeakSet[Ticket]()
         self._settings: OrderedDict[str, dict[str, Any]] = OrderedDict()  # by client
 
     @property
     def settings(self) -> dict[str, Any]:
         """The settings of the client that asks."""
         title, digest = self.engine.library.title("models", self.engine.library.default)
-        own = {"sd_model_checkpoint": title, "sd_checkpoint_hash": digest, "CLIP_stop_at_last_layers": 1}
-        return own | self._settings.get(CLIENT.get(), {})
+        usual = {"sd_model_checkpoint": title, "sd_checkpoint_hash": digest, "CLIP_stop_at_last_layers": 1}
+        return usual | self._settings.get(CLIENT.get(), {})
 
     def set(self, changed: dict[str, Any]) -> None:
         """Change settings of the client that asks."""
@@ -214,16 +220,8 @@ class State:
     @property
     def running(self) -> list[Ticket]:
         """The tickets of the client that asks, the oldest first."""
-        return [ticket for ticket in self.tickets if ticket.client == CLIENT.get()]
-
-    @contextlib.contextmanager
-    def shown(self, ticket: Ticket) -> Iterator[None]:
-        """Show a ticket's progress within the block."""
-        self.tickets.append(ticket)
-        try:
-            yield
-        finally:
-            self.tickets.remove(ticket)
+        queue = list(self.engine.queue)
+        return [ticket for ticket in queue if ticket in self.tickets and ticket.client == CLIENT.get()]
 
 
 def router(engine: Engine) -> APIRouter:
@@ -273,20 +271,15 @@ def router(engine: Engine) -> APIRouter:
     def progress(skip_current_image: bool = False) -> dict[str, Any]:
         """The progress of the client's oldest request, and its preview."""
         running = state.running
-        first = running[0] if running else None
-        image = None if first is None or skip_current_image else first.preview()
-        about = {
-            "skipped": False,
-            "interrupted": bool(first and first.interrupted),
-            "stopping_generation": False,
-            "job": first.task if first else "",
-            "job_count": len(running),
-            "job_timestamp": _timestamp(first) if first else "0",
-            "job_no": len(first.results) if first else 0,
-            "sampling_step": first.step if first else 0,
-            "sampling_steps": first.num_steps if first else 0,
-        }
-        share = first.progress if first else 0.0
+        about: dict[str, Any] = {"skipped": False, "interrupted": False, "stopping_generation": False}
+        about |= {"job": "", "job_count": len(running), "job_timestamp": "0", "job_no": 0}
+        about |= {"sampling_step": 0, "sampling_steps": 0}
+        share, image = 0.0, None
+        for ticket in running[:1]:
+            about |= {"interrupted": ticket.interrupted, "job": ticket.task, "job_no": len(ticket.results)}
+            about |= {"job_timestamp": _timestamp(ticket), "sampling_step": ticket.step}
+            about["sampling_steps"] = ticket.num_steps
+            share, image = ticket.progress, None if skip_current_image else ticket.preview()
         current = None if image is None else encoded(image)
         return {"progress": share, "eta_relative": 0.0, "state": about, "current_image": current, "textinfo": None}
 
@@ -345,15 +338,14 @@ def router(engine: Engine) -> APIRouter:
                 about["cuda"][kind] = {"current": now.get(f"{kind}_bytes.all.current", 0), "peak": peak}
         return about
 
-    def models() -> Iterator[dict[str, Any]]:
-        for name in library.names:
-            title, digest = library.title("models", name)
-            about = {"title": title, "model_name": name, "hash": digest or None, "sha256": None}
-            yield about | {"filename": title.rpartition(" [")[0] or name, "config": None}
+    def model(name: str) -> dict[str, Any]:
+        title, digest = library.title("models", name)
+        about = {"title": title, "model_name": name, "hash": digest or None, "sha256": None}
+        return about | {"filename": title.rpartition(" [")[0] or name, "config": None}
 
     def embeddings() -> dict[str, Any]:
         about = {"step": None, "sd_checkpoint": None, "sd_checkpoint_name": None}
-        shapes = {name: (1, *next(iter(found.values()), (0,))) for name, (_, found) in library.embeddings().items()}
+        shapes = {name: (1, *next(iter(sizes.values()), (0,))) for name, (_, sizes) in library.embeddings().items()}
         return {name: about | {"shape": shape[-1], "vectors": shape[-2]} for name, shape in shapes.items()}
 
     no_path = {"model_path": None, "model_url": None}
@@ -364,7 +356,7 @@ def router(engine: Engine) -> APIRouter:
         "schedulers": lambda: [
             {"name": name.lower().replace(" ", "_"), "label": name, **schedule} for name in schedules
         ],
-        "sd-models": lambda: list(models()),
+        "sd-models": lambda: [model(name) for name in library.names],
         "loras": lambda: [
             {"name": name, "alias": name, "path": name, "metadata": {}} for name in library.files("loras")
         ],
@@ -395,8 +387,8 @@ async def _respond(request: Request, state: State, asked: ImagesRequest) -> dict
     left_out = ("init_images", "mask", "alwayson_scripts", "override_settings")
     sent = {name: getattr(asked, name) for name in type(asked).model_fields if name not in left_out}
     del asked  # whose pictures would stay in memory while it waits
-    with state.shown(ticket):
-        await ended(request, ticket, state.engine.limits.timeout)
+    state.tickets.add(ticket)
+    await http.ended(request, ticket)
     images = [await run_in_threadpool(encoded, result.image) for result in ticket.results if sent["send_images"]]
     return {"images": images, "parameters": sent, "info": json.dumps(_info(state, ticket, sent) | {"ignored": ignored})}
 
@@ -410,17 +402,17 @@ def _info(state: State, ticket: Ticket, sent: dict[str, Any]) -> dict[str, Any]:
     results, options, model = ticket.results, ticket.options, ticket.model or ""
     _, height, width = results[0].pixels.shape
     settings = dict(re.findall(r"([A-Z][\w ]*): ([^,]*)", results[0].parameters.rpartition("\n")[2]))
-    subseed = ticket.options.variation_seed
-    subseeds = [-1 if subseed is None else subseed + place for place in range(len(results))]
+    subseed = options.variation_seed
+    of_each = {  # image
+        "prompt": [result.prompt for result in results],
+        "negative_prompt": [sent["negative_prompt"]] * len(results),
+        "seed": [result.seed for result in results],
+        "subseed": [-1 if subseed is None else subseed + place for place in range(len(results))],
+    }
     return {
-        "prompt": results[0].prompt,
-        "all_prompts": [result.prompt for result in results],
-        "negative_prompt": sent["negative_prompt"],
-        "all_negative_prompts": [sent["negative_prompt"]] * len(results),
-        "seed": results[0].seed,
-        "all_seeds": [result.seed for result in results],
-        "subseed": subseeds[0],
-        "all_subseeds": subseeds,
+        **{name: values[0] for name, values in of_each.items()},
+        **{f"all_{name}s": values for name, values in of_each.items()},
+        **NOT_HERE,
         "subseed_strength": sent["subseed_strength"],
         "width": width,
         "height": height,
@@ -428,19 +420,10 @@ def _info(state: State, ticket: Ticket, sent: dict[str, Any]) -> dict[str, Any]:
         "cfg_scale": float(settings.get("CFG scale", 1)) if sent["cfg_scale"] is None else sent["cfg_scale"],
         "steps": ticket.num_steps,
         "batch_size": sent["batch_size"],
-        "restore_faces": False,
-        "face_restoration_model": None,
         "sd_model_name": model,
         "sd_model_hash": state.engine.library.title("models", model)[1],
-        "sd_vae_name": None,
-        "sd_vae_hash": None,
-        "seed_resize_from_w": -1,
-        "seed_resize_from_h": -1,
         "denoising_strength": sent.get("denoising_strength"),
-        "extra_generation_params": {},
-        "index_of_first_image": 0,
         "infotexts": [result.parameters for result in results],
-        "styles": [],
         "job_timestamp": _timestamp(ticket),
         "clip_skip": options.clip_skip,
         "is_using_inpainting_conditioning": ticket.task == "inpaint",
@@ -462,24 +445,21 @@ def _submit(state: State, asked: ImagesRequest) -> tuple[Ticket, list[str]]:
     for name, script in (asked.alwayson_scripts or {}).items():
         arguments = script.get("args") if isinstance(script, dict) else script
         if name.lower() == "controlnet":
-            units = [validated(Unit, unit) for unit in arguments or () if isinstance(unit, dict)]
+            units = [http.validated(Unit, unit) for unit in arguments or () if isinstance(unit, dict)]
         elif arguments and arguments != [False]:
             raise Refused(422, f"the script {name!r:.60} is not supported: leave it out of alwayson_scripts")
+    override = asked.override_settings or {}
+    settings |= {name: value for name, value in override.items() if name in settings}
     ignored = [name for name in asked.model_extra or () if name not in NEUTRAL]
-    for name, value in (asked.override_settings or {}).items():
-        if name in settings:
-            settings[name] = value
-        else:
-            ignored.append(f"override_settings.{name}")
+    ignored += [f"override_settings.{name}" for name in override if name not in settings]
     ignored = sorted(name[:80] for name in ignored)
     model = str(settings["sd_model_checkpoint"])
     prompt, loras = _loras(asked.prompt)
-    seed, subseed = (secrets.randbelow(2**32) if number == -1 else number for number in (asked.seed, asked.subseed))
-    options: dict[str, Any] = {"prompt": prompt, "negative_prompt": asked.negative_prompt, "prompt_syntax": "a1111"}
-    options |= {"seed": seed, "batch_size": asked.batch_size, "n_iter": asked.n_iter, "steps": asked.steps}
-    options |= {"scale": asked.cfg_scale, "width": asked.width, "height": asked.height}
-    options |= {"clip_skip": settings["CLIP_stop_at_last_layers"], **_sampler(asked)}
+    options: dict[str, Any] = {name: getattr(asked, name) for name in SAME_NAMES} | _sampler(asked)
+    options |= {"prompt": prompt, "prompt_syntax": "a1111", "scale": asked.cfg_scale}
+    options["clip_skip"] = settings["CLIP_stop_at_last_layers"]
     if asked.subseed_strength:
+        subseed = secrets.randbelow(RANDOM_SEEDS) if asked.subseed == -1 else asked.subseed
         options |= {"variation_seed": subseed, "variation_strength": asked.subseed_strength}
     if isinstance(asked, Txt2imgRequest):
         options |= _second_pass(asked, engine.library) if asked.enable_hr else {}
@@ -540,26 +520,23 @@ def _second_pass(asked: Txt2imgRequest, library: Library) -> dict[str, Any]:
     """The options of the second pass.  Raises ValueError."""
     side, strength = library.facts(None).side, asked.denoising_strength
     width, height, times = asked.width or side, asked.height or side, asked.hr_scale
-    shares = [wanted / side for wanted, side in ((asked.hr_resize_x, width), (asked.hr_resize_y, height)) if wanted]
-    if shares:
-        if max(shares) - min(shares) > 1e-6:
-            size = f"{asked.hr_resize_x}x{asked.hr_resize_y}"
-            raise ValueError(
-                f"hr_resize_x and hr_resize_y, {size}, have not the shape of {width}x{height}: give only one"
-            )
-        times = shares[0] * (1 + 1e-12)  # a product with the side is rounded down
+    wanted = [(asked.hr_resize_x, width), (asked.hr_resize_y, height)]
+    if ratios := [resized / side for resized, side in wanted if resized]:
+        if max(ratios) - min(ratios) > 1e-6:
+            size = f"{asked.hr_resize_x}x{asked.hr_resize_y}, have not the shape of {width}x{height}"
+            raise ValueError(f"hr_resize_x and hr_resize_y, {size}: give only one")
+        times = ratios[0] * (1 + 1e-12)  # a product with the side is rounded down
     options: dict[str, Any] = {"hires": times, "hires_strength": 0.75 if strength is None else strength}
     options |= {"hires_steps": asked.hr_second_pass_steps or None}
     options |= {"hires_prompt": asked.hr_prompt or None, "hires_negative_prompt": asked.hr_negative_prompt or None}
 
-    upscaler, networks = asked.hr_upscaler, library.files("upscalers")
-    if upscaler in networks and upscaler not in (*UPSCALERS, "None", *PIXEL_UPSCALERS):
-        options["hires_esrgan"] = library.upscaler(upscaler)
-    elif upscaler in (*UPSCALERS, "None", *PIXEL_UPSCALERS):
+    upscaler, networks, ours = asked.hr_upscaler, library.files("upscalers"), (*UPSCALERS, "None", *PIXEL_UPSCALERS)
+    if upscaler in ours:
         options["hires_upscaler"] = "Lanczos" if upscaler == "None" else upscaler
+    elif upscaler in networks:
+        options["hires_esrgan"] = library.upscaler(upscaler)
     elif upscaler is not None:
-        known = ", ".join((*UPSCALERS, "None", *PIXEL_UPSCALERS, *networks))
-        raise ValueError(f"unknown hr_upscaler {upscaler!r:.60}: wanted one of {known}")
+        raise ValueError(f"unknown hr_upscaler {upscaler!r:.60}: wanted one of {', '.join((*ours, *networks))}")
 
     if asked.hr_sampler_name not in SAME or asked.hr_scheduler not in SAME:
         first = asked.sampler_name or asked.sampler_index
@@ -578,7 +555,7 @@ def _preprocess(module: str, a: float, b: float) -> str:
     """The preprocessor of Control by its name in the extension.  Raises ValueError for others."""
     if module.lower() not in MODULES:
         raise ValueError(f"unknown ControlNet module {module!r:.60}: wanted one of {', '.join(MODULES)}")
-    low, high = (each if each >= 0 else THRESHOLDS[name] for name, each in (("a", a), ("b", b)))
+    low, high = (value if value >= 0 else THRESHOLDS[name] for name, value in (("a", a), ("b", b)))
     return f"canny:{low:g}:{high:g}" if module.lower() == "canny" else MODULES[module.lower()]
 
 
@@ -587,9 +564,7 @@ def _controls(
 ) -> tuple[Control, ...]:
     """The ControlNets of a request; one without an image of its own follows the request's.  Raises ValueError."""
     controls, library, most = list[Control](), engine.library, engine.limits.max_pixels
-    for unit in units:
-        if not unit.enabled:
-            continue
+    for unit in (unit for unit in units if unit.enabled):
         if unit.control_mode not in MODES:
             raise ValueError(f"got control_mode {unit.control_mode!r:.40}, wanted one of {', '.join(map(str, MODES))}")
         both = unit.image if isinstance(unit.image, dict) else {"image": unit.image or unit.input_image}
@@ -607,18 +582,10 @@ def _controls(
             engine.check_size(*size)
             image = image.resize(size) if how == "stretch" else ImageOps.pad(image, size)
         name = library.plain(unit.model, library.files("controlnets"))
-        controls.append(
-            Control(
-                library.file("controlnets", name),
-                image,
-                weight=unit.weight,
-                start=unit.guidance_start,
-                end=unit.guidance_end,
-                guess=MODES[unit.control_mode],
-                preprocess=_preprocess(unit.module, unit.threshold_a, unit.threshold_b),
-                name=name,
-            )
-        )
+        about: dict[str, Any] = {"weight": unit.weight, "start": unit.guidance_start, "end": unit.guidance_end}
+        about |= {"guess": MODES[unit.control_mode], "name": name}
+        about["preprocess"] = _preprocess(unit.module, unit.threshold_a, unit.threshold_b)
+        controls.append(Control(library.file("controlnets", name), image, **about))
     return tuple(controls)
 
 
@@ -677,56 +644,53 @@ async def _enlarged(request: Request, state: State, asked: ExtrasRequest, pictur
         if (asked.model_extra or {}).get(name):
             raise Refused(422, f"{name} is not supported: leave it out, or give 0")
 
+    engine = state.engine
+
     def submit() -> tuple[Ticket, list[str | None]]:
-        if len(pictures) > state.engine.limits.max_images:
-            raise Refused(422, f"got {len(pictures)} images, wanted at most {state.engine.limits.max_images}")
-        opened = [open_base64(picture, "image", state.engine.limits.max_pixels) for picture in pictures]
+        if not 1 <= len(pictures) <= engine.limits.max_images:
+            raise Refused(422, f"got {len(pictures)} images, wanted 1 to {engine.limits.max_images}")
+        for name in {asked.upscaler_1, asked.upscaler_2} - {"None", *PIXEL_UPSCALERS}:
+            engine.library.file("upscalers", name)
+        opened = [open_base64(picture, "image", engine.limits.max_pixels) for picture in pictures]
         images = [to_rgb(image) for image in opened]
-        sizes = [_check_enlarged(state.engine, asked, image) for image in images]
-        enlarge = functools.partial(_enlarge, state.engine, asked)
-        return state.engine.submit_call("extras", enlarge, images, sizes), [
-            image.info.get("parameters") for image in opened
-        ]
+        sizes = [_enlarged_size(asked, image)[1] for image in images]
+        for size in sizes if asked.upscaler_1 != "None" else ():
+            engine.check_size(*size)
+            if asked.resize_mode == 1 and asked.upscaling_crop:
+                engine.check_size(asked.upscaling_resize_w, asked.upscaling_resize_h)
+        ticket = engine.submit_call("extras", functools.partial(_enlarge, engine.library, asked), images, sizes)
+        return ticket, [image.info.get("parameters") for image in opened]
 
     ticket, texts = await reading(request, submit)
-    with state.shown(ticket):
-        await ended(request, ticket, state.engine.limits.timeout)
+    state.tickets.add(ticket)
+    await http.ended(request, ticket)
     for image, text in zip(ticket.results, texts, strict=False):
         image.info = {} if text is None else {"parameters": text}
     return [await run_in_threadpool(encoded, image) for image in ticket.results]
 
 
-def _check_enlarged(engine: Engine, asked: ExtrasRequest, image: Image.Image) -> tuple[int, int]:
-    """The size to which an image is enlarged.  Raises ValueError."""
-    for name in (asked.upscaler_1, asked.upscaler_2):
-        if name not in ("None", *PIXEL_UPSCALERS):
-            engine.library.file("upscalers", name)
+def _enlarged_size(asked: ExtrasRequest, image: Image.Image) -> tuple[float, tuple[int, int]]:
+    """How many times an image is enlarged, and to which size.  Raises ValueError."""
     if asked.upscaler_1 == "None":
-        return image.size
-    width, height, times = asked.upscaling_resize_w, asked.upscaling_resize_h, asked.upscaling_resize
+        return 1, image.size
+    times = asked.upscaling_resize
     if asked.resize_mode == 1:
-        times = max(width / image.width, height / image.height)
+        times = max(asked.upscaling_resize_w / image.width, asked.upscaling_resize_h / image.height)
     size = int(image.width * times // MULTIPLE * MULTIPLE), int(image.height * times // MULTIPLE * MULTIPLE)
     if min(size) == 0:
         raise ValueError(f"got an image of {image.width} x {image.height} pixels, wanted sides of {MULTIPLE} or more")
-    engine.check_size(*size)
-    if asked.resize_mode == 1 and asked.upscaling_crop:
-        engine.check_size(width, height)
-    return size
+    return times, size
 
 
-def _enlarge(engine: Engine, asked: ExtrasRequest, image: Image.Image) -> Image.Image:
+def _enlarge(library: Library, asked: ExtrasRequest, image: Image.Image) -> Image.Image:
     """Return an image enlarged, in the engine's thread."""
-    size = _check_enlarged(engine, asked, image)
+    times, size = _enlarged_size(asked, image)
     if asked.upscaler_1 == "None":
         return image
-    width, height, times = asked.upscaling_resize_w, asked.upscaling_resize_h, asked.upscaling_resize
-    if asked.resize_mode == 1:
-        times = max(width / image.width, height / image.height)
 
     def by(name: str) -> Image.Image:
         if name not in PIXEL_UPSCALERS:
-            return engine.library.upscaler(name).to_size(image, size, least=int(times == 1))
+            return library.upscaler(name).to_size(image, size, least=int(times == 1))
         resized = image.resize((int(image.width * times), int(image.height * times)), PIXEL_UPSCALERS[name])
         return resized if resized.size == size else resized.resize(size, Image.Resampling.LANCZOS)
 
@@ -735,6 +699,6 @@ def _enlarge(engine: Engine, asked: ExtrasRequest, image: Image.Image) -> Image.
         enlarged = Image.blend(enlarged, by(asked.upscaler_2), asked.extras_upscaler_2_visibility)
     if asked.resize_mode == 0 or not asked.upscaling_crop:
         return enlarged
-    cut = Image.new("RGB", (width, height))
-    cut.paste(enlarged, (width // 2 - enlarged.width // 2, height // 2 - enlarged.height // 2))
+    cut = Image.new("RGB", (asked.upscaling_resize_w, asked.upscaling_resize_h))
+    cut.paste(enlarged, (cut.width // 2 - enlarged.width // 2, cut.height // 2 - enlarged.height // 2))
     return cut

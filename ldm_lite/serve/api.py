@@ -6,7 +6,6 @@ at the end.  docs/serve.md describes them.
 
 import asyncio
 import hashlib
-import json
 import secrets
 import threading
 import time
@@ -22,18 +21,8 @@ from starlette.responses import Response, StreamingResponse
 
 from ldm_lite import Control
 from ldm_lite.image import to_image
-from ldm_lite.serve import form
-from ldm_lite.serve.http import (
-    Body,
-    Refused,
-    check_ended,
-    encoded,
-    field_of,
-    open_base64,
-    read_json,
-    reading,
-    refusal,
-)
+from ldm_lite.serve import form, http
+from ldm_lite.serve.http import Body, PictureRequest, Refused, encoded, event, open_base64, read_json, reading
 from ldm_lite.serve.queue import QUEUED, Engine, Ticket
 from ldm_lite.tasks import xy
 
@@ -46,7 +35,6 @@ HEADERS = {  # the page runs its own files alone, and asks nobody else
 }
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 LOOK = 0.1  # seconds between two looks at tickets
-KEEP_ALIVE = 15  # seconds of silence after which a stream gets a comment
 MOST_SINGLE = 64  # images of a plot that are sent besides the plot
 MOST_HINT = 1024  # pixels on the long side of a hint
 
@@ -90,12 +78,6 @@ class ImagesRequest(Body):
     mask: str | None = Field(None, description="white is repainted")
     x: Axis | None = Field(None, description="makes an X/Y plot")
     y: Axis | None = None
-
-
-class PictureRequest(Body):
-    """A picture in base64."""
-
-    image: str
 
 
 class HintRequest(PictureRequest):
@@ -152,16 +134,15 @@ def router(engine: Engine) -> APIRouter:
 
         async def events() -> AsyncIterator[str]:
             try:
-                yield _event("queued", id=key, images=sum(ticket.count for ticket in tickets))
-                async for text in _events(work, tickets, engine.limits.timeout):
+                yield event("queued", id=key, images=sum(ticket.count for ticket in tickets))
+                async for text in _events(work, tickets):
                     yield text
             finally:
                 del running[key]
                 for ticket in tickets:
                     ticket.cancel()
 
-        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-        return StreamingResponse(events(), media_type="text/event-stream", headers=headers)
+        return http.stream(events())
 
     @routes.post("/images/{key}/interrupt")
     def interrupt(key: str) -> dict[str, Any]:
@@ -224,17 +205,13 @@ def _hint(engine: Engine, asked: HintRequest) -> str:
 # ---- events ---------------------------------------------------------------------------------------------------------
 
 
-def _event(kind: str, **content: Any) -> str:
-    return f"event: {kind}\ndata: {json.dumps(content)}\n\n"
-
-
-async def _events(work: form.Work, tickets: list[Ticket], timeout: float) -> AsyncIterator[str]:
+async def _events(work: form.Work, tickets: list[Ticket]) -> AsyncIterator[str]:
     """Everything that happens to a request's tickets until all have ended."""
     start = spoken = time.monotonic()
     shown, last, sent = None, "", [0] * len(tickets)  # images of each ticket
     try:
         while True:
-            ended = all(ticket.ended for ticket in tickets)
+            ended = all(ticket.has_ended() for ticket in tickets)
             for place, ticket in enumerate(tickets if not work.is_plot or len(tickets) <= MOST_SINGLE else ()):
                 for result in ticket.results[sent[place] :]:
                     sent[place] += 1
@@ -245,43 +222,41 @@ async def _events(work: form.Work, tickets: list[Ticket], timeout: float) -> Asy
             interrupted = any(ticket.interrupted for ticket in tickets)
             for ticket in tickets:
                 if ticket.ended and (ticket.error is not None or not interrupted):
-                    check_ended(ticket)
+                    http.check_ended(ticket)
             if ended:
                 break
-            if time.monotonic() > start + timeout:
-                raise TimeoutError(f"not finished after {timeout:g} seconds: ask for less, or again later")
             active = next((ticket for ticket in tickets if not ticket.ended and ticket.state != QUEUED), None)
-            if (text := _progress(tickets, active)) != last or time.monotonic() > spoken + KEEP_ALIVE:
-                yield text if text != last else ": waiting\n\n"
+            if (text := _progress(tickets, active)) != last or time.monotonic() > spoken + http.KEEP_ALIVE:
+                yield text if text != last else http.WAITING
                 spoken, last = time.monotonic(), text
             preview = None if active is None else active.preview()
             if preview is not None and preview is not shown:
                 shown = preview
-                yield _event("preview", image=await run_in_threadpool(encoded, preview, "jpeg", 85))
+                yield event("preview", image=await run_in_threadpool(encoded, preview, "jpeg", 85))
             await asyncio.sleep(LOOK)
         results = [result for ticket in tickets for result in ticket.results]
         if work.is_plot and len(results) == len(tickets):
             sheet = await run_in_threadpool(xy.draw, [result.image for result in results], work.x, work.y)
             yield await _image("plot", sheet, results[0].seed)
         seconds = round(time.monotonic() - start, 2)
-        yield _event("done", images=len(results), seconds=seconds, interrupted=interrupted)
+        yield event("done", images=len(results), seconds=seconds, interrupted=interrupted)
     except Exception as error:
-        refused = refusal(error)
-        yield _event("error", message=refused.message, param=field_of(error), status=refused.status)
+        refused, about = http.described(error)
+        yield event("error", message=refused.message, param=about["param"], status=refused.status)
 
 
 async def _image(kind: str, image: Image.Image, seed: int) -> str:
     content, (width, height) = await run_in_threadpool(encoded, image), image.size
     about = {"seed": str(seed), "width": width, "height": height, "parameters": image.info.get("parameters")}
-    return _event(kind, image=content, **about)  # the seed as a text: a browser rounds large numbers
+    return event(kind, image=content, **about)  # the seed as a text: a browser rounds large numbers
 
 
 def _progress(tickets: list[Ticket], active: Ticket | None) -> str:
     """Where tickets are: their place in the queue, or the step."""
     if active is None and not any(ticket.results for ticket in tickets):
-        return _event("progress", state="queued", before=tickets[0].position)
+        return event("progress", state="queued", before=tickets[0].position)
     number = min(sum(len(ticket.results) for ticket in tickets) + 1, total := sum(ticket.count for ticket in tickets))
     share = sum(ticket.progress for ticket in tickets) / len(tickets)
     step, steps = (active.step, active.num_steps) if active is not None else (0, 0)
     about = {"image": number, "images": total, "step": step, "steps": steps}
-    return _event("progress", state="running", **about, share=round(share, 4))
+    return event("progress", state="running", **about, share=round(share, 4))

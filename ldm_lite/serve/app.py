@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ldm_lite.cli.console import printable
 from ldm_lite.cli.version import __version__
+from ldm_lite.runtime.compile import compiling
 from ldm_lite.serve import a1111, api, openai
 from ldm_lite.serve.http import Reader, Refused, answer, one_line
 from ldm_lite.serve.options import ServeOptions
@@ -65,10 +66,13 @@ def make_app(engine: Engine, options: ServeOptions, key: str | None = None) -> A
 
     @app.get("/healthz", tags=["server"])
     async def health() -> dict[str, str]:
-        """200 while requests are taken, 503 once the server is being stopped or its device has failed."""
+        """200 while requests are taken, 503 once the server is being stopped or its device has failed.
+
+        `engine` is there while the first images of a kind wait: "compiling", or "capturing" a CUDA graph.
+        """
         if not engine.healthy:
             raise Refused(503, "the server takes no requests")
-        return {"status": "ok"}
+        return {"status": "ok"} | ({"engine": word} if (word := compiling()) else {})
 
     @app.get("/metrics", tags=["server"])
     async def numbers() -> Response:

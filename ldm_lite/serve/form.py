@@ -3,10 +3,8 @@
 import contextlib
 import dataclasses
 import functools
-import inspect
 import logging
 import re
-import secrets
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -14,6 +12,7 @@ from typing import Any, NamedTuple
 from PIL import Image
 
 from ldm_lite import Control
+from ldm_lite.cli.flags import sections
 from ldm_lite.cli.options import given, names_files
 from ldm_lite.cli.task_options import HiresOptions, Img2imgOptions, InpaintOptions, Txt2imgOptions, UpscaleOptions
 from ldm_lite.diffusion.names import SAMPLERS, label
@@ -44,18 +43,27 @@ NOT_FOR = {
     "inpaint": HIRES | EMBEDDING,
     "upscale": HIRES | {"width", "height", "fixed_code"},
 }
-SEEDS = 2**32  # below which random seeds lie, as in A1111
 MODEL, LORA_WEIGHT = "model", "lora_weight"  # axes of a plot that are no options of a task
 
 
+class Field(NamedTuple):
+    """A field of the form."""
+
+    option: dataclasses.Field[Any]
+    group: str  # the topic of --help that it is in
+    tasks: list[str]  # that it is for
+
+
 @functools.cache
-def fields() -> dict[str, tuple[dataclasses.Field[Any], list[str]]]:
-    """The options that are fields of the form, by name, each with the tasks that it is for."""
-    by_name: dict[str, tuple[dataclasses.Field[Any], list[str]]] = {}
+def fields() -> dict[str, Field]:
+    """The options that are fields of the form, by name, in the order of --help."""
+    by_name: dict[str, Field] = {}
     for task, kind in TASKS.items():
-        for field in dataclasses.fields(kind):
-            if field.metadata["flag"] and not names_files(field) and field.name not in LEFT_OUT | NOT_FOR[task]:
-                by_name.setdefault(field.name, (field, []))[1].append(task)
+        for owner, options in sections(kind):
+            for option in options:
+                if option.metadata["flag"] and not names_files(option) and option.name not in LEFT_OUT | NOT_FOR[task]:
+                    group = str(owner.__doc__).partition(".")[0]
+                    by_name.setdefault(option.name, Field(option, group, [])).tasks.append(task)
     return by_name
 
 
@@ -65,13 +73,8 @@ def described(engine: Engine) -> dict[str, Any]:
     names = {kind: list(library.files(kind)) for kind in ("loras", "controlnets", "upscalers")}
     # Besides what they suggest, these take other texts.
     suggested = {"sampler": {key: label(key) for key in SAMPLERS}, "spacing": {key: key for key in SPACINGS}}
-    order = [owner for kind in TASKS.values() for owner in kind.__mro__]  # as --help has them
-    owners = {
-        name: next(owner for owner in reversed(TASKS[tasks[0]].__mro__) if name in inspect.get_annotations(owner))
-        for name, (_, tasks) in fields().items()
-    }
     about = []
-    for name, (field, tasks) in sorted(fields().items(), key=lambda named: order.index(owners[named[0]])):
+    for name, (field, group, tasks) in fields().items():
         text, choices = field.metadata["png"] or "", {choice: choice for choice in field.metadata["choices"] or ()}
         if choices and field.default is None:
             choices = {"": "none", **choices}
@@ -89,7 +92,7 @@ def described(engine: Engine) -> dict[str, Any]:
                 "choices": {"": "auto", **suggested[name]} if name in suggested else choices or None,
                 "is_open": name in suggested,
                 "tasks": tasks,
-                "group": str(owners[name].__doc__).partition(".")[0],
+                "group": group,
             }
         )
     facts = library.facts(None)
@@ -114,7 +117,7 @@ def _kind(field: dataclasses.Field[Any]) -> str:
 
 def axes(task: str) -> list[str]:
     """The names that may be an axis of a plot."""
-    options = [name for name, (_, tasks) in fields().items() if task in tasks and name != "batch_size"]
+    options = [name for name, field in fields().items() if task in field.tasks and name != "batch_size"]
     return [*options, xy.REPLACE, MODEL, LORA_WEIGHT]
 
 
@@ -192,7 +195,7 @@ def _axis(task: str, letter: str, asked: Mapping[str, str] | None, engine: Engin
 
 def _options(task: str, values: Mapping[str, Any], engine: Engine) -> Txt2imgOptions:
     library, options = engine.library, dict[str, Any]()
-    for name, (field, tasks) in fields().items():
+    for name, (field, _, tasks) in fields().items():
         value, kind = values.get(name), _kind(field)
         if task not in tasks or value in (None, ""):
             continue
@@ -204,8 +207,7 @@ def _options(task: str, values: Mapping[str, Any], engine: Engine) -> Txt2imgOpt
             raise Refused(422, f"got `{name}` {text[:40]!r}, wanted a whole number", param=name)
         else:
             options[name] = int(text) if kind == "integer" else value
-    if options.get("seed", -1) == -1:  # as in A1111
-        options["seed"] = secrets.randbelow(SEEDS)
+    options.setdefault("seed", -1)
     if (network := options.get("hires_upscaler")) in library.files("upscalers"):
         options |= {"hires_upscaler": "Latent", "hires_esrgan": library.upscaler(str(network))}
     if task != "txt2img":
@@ -247,7 +249,7 @@ def settings(image: Image.Image) -> tuple[dict[str, Any], str, list[str]]:
     always, named = ("sampler", "spacing", "steps", "scale", "width", "height", "eta"), given(options)
     values: dict[str, Any] = {
         name: getattr(options, name) if name in named else field.default
-        for name, (field, _) in fields().items()
+        for name, (field, *_) in fields().items()
         if name in named or field.metadata["png"] or name in always
     }
     values |= {"prompt": options.prompt, "negative_prompt": options.negative_prompt}

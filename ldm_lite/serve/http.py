@@ -4,6 +4,7 @@ import asyncio
 import base64
 import contextvars
 import io
+import json
 import math
 import re
 import time
@@ -20,7 +21,7 @@ from PIL.PngImagePlugin import PngInfo
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import from_json
 from starlette.formparsers import MultiPartException, MultiPartParser
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, StreamingResponse
 
 from ldm_lite.cli.console import printable
 from ldm_lite.image import decode_image, to_rgb, upright
@@ -46,6 +47,8 @@ PICTURES = {"image", "images", "init_images", "init_img", "mask", "data", "input
 PICTURES |= {"controlnet_input_images", "controlnet_images", "controlnet_masks"}
 STATUS = {Full: 429, Stopping: 503, TimeoutError: 504, ValueError: 422, TypeError: 422}
 LOOK = 0.5  # seconds between two looks at whether the client has gone
+KEEP_ALIVE = 15  # seconds of silence after which a stream of events gets a comment
+WAITING = ": waiting\n\n"  # the comment
 CLOSED = 499  # the client has gone: nobody reads this status
 _PATH = re.compile(r"(?<![\w.:/])(?:[A-Za-z]:)?(?:[/\\][^\s/\\:'\",]+)+[/\\](?=[^\s/\\])")
 # The field that an error of the options is about: messages name it, but for these three.
@@ -61,6 +64,12 @@ class Body(BaseModel):
     def docs(cls, kind: str = "application/json") -> dict[str, Any]:
         """Its entry in the API's description."""
         return {"requestBody": {"required": True, "content": {kind: {"schema": cls.model_json_schema()}}}}
+
+
+class PictureRequest(Body):
+    """A picture in base64."""
+
+    image: str
 
 
 class Refused(Exception):
@@ -104,11 +113,16 @@ def field_of(error: BaseException) -> str | None:
     return match and (match[1] or match.lastgroup)
 
 
-def answer(error: BaseException) -> JSONResponse:
-    """Return the response to an error, in the forms of OpenAI and of A1111."""
+def described(error: BaseException) -> tuple[Refused, dict[str, Any]]:
+    """Return the answer to an error, and how OpenAI's clients are told of it."""
     refused = refusal(error)
     kind = "invalid_request_error" if refused.status < 500 else "server_error"
-    about = {"message": refused.message, "type": kind, "param": field_of(error), "code": refused.code}
+    return refused, {"message": refused.message, "type": kind, "param": field_of(error), "code": refused.code}
+
+
+def answer(error: BaseException) -> JSONResponse:
+    """Return the response to an error, in the forms of OpenAI and of A1111."""
+    refused, about = described(error)
     headers = {"Retry-After": "1"} if refused.status in (429, 503) else {}
     headers |= {"WWW-Authenticate": 'Basic realm="ldm_lite"'} if refused.status == 401 else {}
     return JSONResponse({"error": about, "detail": refused.message}, refused.status, headers)
@@ -230,11 +244,10 @@ def _check_bounds(content: Any) -> None:
         elif isinstance(value, list | dict):
             wrong = len(value) > MOST_ITEMS and f"at most {MOST_ITEMS} values"
             wrong = wrong or (depth > MOST_DEPTH and f"at most {MOST_DEPTH} levels")
-            named = value.items() if isinstance(value, dict) else [(name, each) for each in value]
-            wrong = wrong or (
-                any(len(key) > MOST_NAME for key, _ in named) and f"names of at most {MOST_NAME} characters"
-            )
-            left += [(each, key, depth + 1) for key, each in named] if not wrong else []
+            named = value.items() if isinstance(value, dict) else [(name, item) for item in value]
+            too_long = any(len(key) > MOST_NAME for key, _ in named)
+            wrong = wrong or (too_long and f"names of at most {MOST_NAME} characters")
+            left += [(item, key, depth + 1) for key, item in named] if not wrong else []
         else:
             wrong = isinstance(value, int) and abs(value) >= 2**64 and "a number of 64 bits"
             wrong = wrong or (isinstance(value, float) and not math.isfinite(value) and "a finite number")
@@ -342,14 +355,23 @@ def encoded(image: Image.Image, kind: str = "png", quality: int = 95) -> str:
     return base64.b64encode(file.getvalue()).decode()
 
 
-async def ended(request: Request, ticket: Ticket, timeout: float) -> None:
+def event(kind: str, /, **content: Any) -> str:
+    """One of a stream of server-sent events."""
+    return f"event: {kind}\ndata: {json.dumps(content)}\n\n"
+
+
+def stream(events: AsyncIterator[str]) -> StreamingResponse:
+    """Return the response that sends events as they are made."""
+    headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # nginx does not wait for more
+    return StreamingResponse(events, media_type="text/event-stream", headers=headers)
+
+
+async def ended(request: Request, ticket: Ticket) -> None:
     """Wait for a ticket's end; it is cancelled if the client goes.  Raises what it ended with, Refused for those."""
     try:
         async for _ in changes(ticket, LOOK):
             if await request.is_disconnected():
                 raise Refused(CLOSED, "the client has gone")
-            if not ticket.ended and time.monotonic() > ticket.submitted + timeout:
-                raise TimeoutError(f"not finished after {timeout:g} seconds: ask for less, or again later")
     finally:
         ticket.cancel()
     check_ended(ticket)
@@ -357,21 +379,22 @@ async def ended(request: Request, ticket: Ticket, timeout: float) -> None:
 
 async def changes(ticket: Ticket, silence: float) -> AsyncIterator[bool]:
     """Yield True now and after every change of a ticket until it has ended, and False after seconds of silence."""
-    changed, loop, ended = asyncio.Event(), asyncio.get_running_loop(), False
+    changed, loop, is_last = asyncio.Event(), asyncio.get_running_loop(), False
 
     def notify() -> None:
         if not loop.is_closed():
             loop.call_soon_threadsafe(changed.set)
 
     ticket.listen(notify)
-    while not ended:
+    while not is_last:
         try:
             await asyncio.wait_for(changed.wait(), silence)
         except TimeoutError:
+            ticket.has_ended()
             yield False
             continue
         changed.clear()
-        ended = ticket.ended
+        is_last = ticket.has_ended()
         yield True
 
 

@@ -13,22 +13,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ldm_lite import Pipeline, Upscaler
+from ldm_lite import Pipeline, Upscaler, toolkit
 from ldm_lite.checkpoint.reader import open_checkpoint
 from ldm_lite.cli.options import LoadOptions
 from ldm_lite.cli.task_options import Txt2imgOptions
 from ldm_lite.core.layers import Shapes
 from ldm_lite.serve.options import ServeOptions
-from ldm_lite.toolkit import (
-    LoraWeight,
-    check_checkpoint,
-    load_model,
-    merge_loras,
-    prompt_kind,
-    tasks_of,
-    with_autoencoder,
-    with_exact_batches,
-)
 
 SUFFIXES = (".safetensors", ".ckpt", ".pt", ".pth", ".bin")
 KINDS = {  # as messages say
@@ -39,7 +29,7 @@ KINDS = {  # as messages say
     "embeddings": "embedding",
 }
 MOST_LORAS = 32  # of a request
-Loras = tuple[tuple[str, LoraWeight], ...]  # (name, weight)
+Loras = tuple[tuple[str, toolkit.LoraWeight], ...]  # (name, weight)
 
 
 class Facts(NamedTuple):
@@ -137,11 +127,11 @@ class Library:
 
     def embeddings(self) -> dict[str, tuple[Path, Shapes]]:
         """The files and shapes of textual inversions, by the names that prompts have for them."""
-        found: dict[str, tuple[Path, Shapes]] = {}
+        embeddings: dict[str, tuple[Path, Shapes]] = {}
         for name, path in self.files("embeddings").items():
             with contextlib.suppress(ValueError):  # what does not open is none
-                found[Path(name).name] = path, _shapes(path, path.stat().st_mtime_ns)
-        return found
+                embeddings[Path(name).name] = path, _shapes(path, path.stat().st_mtime_ns)
+        return embeddings
 
     def embeddings_in(self, options: Txt2imgOptions, model: str | None) -> tuple[str, ...]:
         """Return the textual inversions that a request's prompts name, as NAME=FILE, of those that fit its model."""
@@ -192,7 +182,7 @@ class Library:
             self._swap(name)
         if loras and self._unmerge is None:
             files = [(self.file("loras", lora), weight) for lora, weight in loras]
-            self._unmerge = merge_loras(self.model, files)
+            self._unmerge = toolkit.merge_loras(self.model, files)
             self.merged = loras
         return self.model
 
@@ -201,7 +191,7 @@ class Library:
         before, ckpt = self.loaded, self._load.ckpt if name == self.default else self.file("models", name)
         try:
             load = dataclasses.replace(self._load, ckpt=ckpt)
-            check_checkpoint(load)  # before the other one is freed
+            toolkit.check_checkpoint(load)  # before the other one is freed
             self.unload()
             self._open(load, name)
             self.loaded = name
@@ -230,15 +220,15 @@ class Library:
             return False
 
     def _open(self, load: LoadOptions, name: str = "") -> None:
-        model = load_model(load)
-        if prompt_kind(model) == "files":  # which requests cannot name
+        model = toolkit.load_model(load)
+        if toolkit.prompt_kind(model) == "files":  # which requests cannot name
             raise ValueError(
                 f"{model.name} is {model.family.title}, whose prompts are names of files: it is not served"
             )
-        self.together = with_exact_batches(model) if self._options.batching == "exact" else None
+        self.together = toolkit.with_exact_batches(model) if self._options.batching == "exact" else None
         encoders: tuple[Any, ...] = model.text_encoders
         widths = {encoder.spec.width for encoder in encoders if hasattr(encoder, "spec")}
-        self._facts[name] = Facts(model.family.resolution, model.family.steps, tasks_of(model), widths)
+        self._facts[name] = Facts(model.family.resolution, model.family.steps, toolkit.tasks_of(model), widths)
         self._model = self.together or model
 
     @property
@@ -252,7 +242,7 @@ class Library:
         if self._options.preview is None:
             return self.model
         if self._preview is None:
-            self._preview = with_autoencoder(self.model, self._options.preview)
+            self._preview = toolkit.with_autoencoder(self.model, self._options.preview)
         return self._preview
 
 

@@ -5,9 +5,7 @@ and strength, which its Python client sends from extra_body.
 """
 
 import functools
-import json
 import re
-import secrets
 import time
 from collections.abc import AsyncIterator
 from typing import Any, Literal
@@ -16,30 +14,16 @@ from fastapi import APIRouter, Request
 from fastapi.concurrency import run_in_threadpool
 from PIL import Image, ImageOps
 from pydantic import Field
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 
 from ldm_lite.cli.task_options import Img2imgOptions, InpaintOptions, Txt2imgOptions
 from ldm_lite.image import to_rgb
-from ldm_lite.serve.http import (
-    Body,
-    Refused,
-    changes,
-    check_ended,
-    encoded,
-    ended,
-    one_line,
-    open_bytes,
-    read_form,
-    read_json,
-    reading,
-    refusal,
-    validated,
-)
+from ldm_lite.serve import http
+from ldm_lite.serve.http import Body, Refused, open_bytes, read_json, reading
 from ldm_lite.serve.queue import Engine, Ticket
 
 # Names that clients give by default; they are the default model, unless a file has such a name.
 ALIASES = ("gpt-image-1", "gpt-image-1-mini", "gpt-image-1.5", "chatgpt-image-latest", "dall-e-3", "dall-e-2")
-KEEP_ALIVE = 15  # seconds of silence after which a stream gets a comment
 USAGE = {  # the clients want it; nothing is charged, so there are no tokens
     "input_tokens": 0,
     "output_tokens": 0,
@@ -99,16 +83,16 @@ def router(engine: Engine) -> APIRouter:
         """Text to image."""
         asked = await read_json(request, ImageRequest)
         ticket = await reading(request, _submit, engine, asked, {})
-        return await _respond(request, ticket, asked, "image_generation", engine.limits.timeout)
+        return await _respond(request, ticket, asked, "image_generation")
 
     @routes.post("/images/edits", openapi_extra=EditRequest.docs("multipart/form-data"))
     async def edits(request: Request) -> Response:
         """Image to image; with a mask, or transparency, only the transparent part is repainted."""
-        fields, files = await read_form(request)
-        asked = validated(EditRequest, fields)
+        fields, files = await http.read_form(request)
+        asked = http.validated(EditRequest, fields)
         ticket = await reading(request, _submit, engine, asked, files)
         del files  # which would stay in memory while it waits
-        return await _respond(request, ticket, asked, "image_edit", engine.limits.timeout)
+        return await _respond(request, ticket, asked, "image_edit")
 
     return routes
 
@@ -120,14 +104,16 @@ def _named(engine: Engine, name: str) -> str | None:
         return plain
     if name in ALIASES:
         return None
-    raise Refused(404, one_line(f"unknown model {name!r:.80}: wanted one of {', '.join(names)}"), "model_not_found")
+    raise Refused(
+        404, http.one_line(f"unknown model {name!r:.80}: wanted one of {', '.join(names)}"), "model_not_found"
+    )
 
 
 def _submit(engine: Engine, asked: ImageRequest, files: dict[str, list[bytes]]) -> Ticket:
     """Queue a request.  Raises Refused, ValueError."""
     model = _named(engine, asked.model) if asked.model else None
     options: dict[str, Any] = {"prompt": asked.prompt, "negative_prompt": asked.negative_prompt}
-    options |= {"seed": secrets.randbelow(2**32) if asked.seed is None else asked.seed, "batch_size": asked.n or 1}
+    options |= {"seed": -1 if asked.seed is None else asked.seed, "batch_size": asked.n or 1}
     options |= {"steps": asked.steps, "scale": asked.scale, "sampler": asked.sampler}
     if asked.size not in (None, "auto"):
         match = re.fullmatch(r"(\d{1,5})x(\d{1,5})", asked.size or "")
@@ -162,18 +148,16 @@ def _hole(image: Image.Image) -> Image.Image | None:
     return None if mask.getbbox() is None else mask
 
 
-async def _respond(request: Request, ticket: Ticket, asked: ImageRequest, event: str, timeout: float) -> Response:
+async def _respond(request: Request, ticket: Ticket, asked: ImageRequest, event: str) -> Response:
     if asked.stream:
-        head = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # nginx does not wait for more
-        return StreamingResponse(_events(ticket, asked, event), media_type="text/event-stream", headers=head)
-    await ended(request, ticket, timeout)
-    images = [await _encoded(result.image, asked) for result in ticket.results]
-    data = [
-        {"b64_json": image.pop("b64_json"), "seed": result.seed}
-        for image, result in zip(images, ticket.results, strict=True)
-    ]
+        return http.stream(_events(ticket, asked, event))
+    await http.ended(request, ticket)
+    data, about = [], dict[str, Any]()
+    for result in ticket.results:
+        about = await _encoded(result.image, asked)
+        data.append({"b64_json": about.pop("b64_json"), "seed": result.seed})
     ignored = {"ignored": sorted(asked.model_extra)} if asked.model_extra else {}
-    return JSONResponse({"created": int(time.time()), "data": data, "usage": USAGE, **images[0], **ignored})
+    return JSONResponse({"created": int(time.time()), "data": data, "usage": USAGE, **about, **ignored})
 
 
 async def _events(ticket: Ticket, asked: ImageRequest, event: str) -> AsyncIterator[str]:
@@ -182,12 +166,12 @@ async def _events(ticket: Ticket, asked: ImageRequest, event: str) -> AsyncItera
 
     async def line(kind: str, image: Image.Image, **more: Any) -> str:
         about = {"type": kind, **await _encoded(image, asked), "created_at": int(time.time()), "quality": "auto"}
-        return _line(kind, about | more)
+        return http.event(kind, **about | more)
 
     try:
-        async for changed in changes(ticket, KEEP_ALIVE):
+        async for changed in http.changes(ticket, http.KEEP_ALIVE):
             if not changed:
-                yield ": waiting\n\n"
+                yield http.WAITING
             for number, image in ticket.partials[partials:]:
                 index = sum(earlier == number for earlier, _ in ticket.partials[:partials])  # of those of its image
                 yield await line(f"{event}.partial_image", image, partial_image_index=index, image_index=number)
@@ -196,23 +180,16 @@ async def _events(ticket: Ticket, asked: ImageRequest, event: str) -> AsyncItera
                 more = {"usage": USAGE, "seed": result.seed, "image_index": results}
                 yield await line(f"{event}.completed", result.image, **more)
                 results += 1
-        check_ended(ticket)
+        http.check_ended(ticket)
     except Exception as error:
-        refused = refusal(error)
-        about = {"message": refused.message, "type": "server_error", "param": None, "code": refused.code}
-        yield _line("error", {"type": "error", "error": about})
+        yield http.event("error", type="error", error=http.described(error)[1])
     finally:
         ticket.cancel()
-
-
-def _line(event: str, content: dict[str, Any]) -> str:
-    return f"event: {event}\ndata: {json.dumps(content)}\n\n"
 
 
 async def _encoded(image: Image.Image, asked: ImageRequest) -> dict[str, str]:
     """What answers and events say of an image."""
     kind = asked.output_format or "png"
     quality = 100 if asked.output_compression is None else asked.output_compression
-    content = await run_in_threadpool(encoded, image, kind, quality)
-    size = f"{image.width}x{image.height}"
+    content, size = await run_in_threadpool(http.encoded, image, kind, quality), f"{image.width}x{image.height}"
     return {"b64_json": content, "output_format": kind, "size": size, "background": "opaque"}

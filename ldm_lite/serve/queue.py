@@ -85,7 +85,7 @@ class Ticket:
         self.samples: Iterator[Sample] | None = None  # its images from the first that is not in `prepared` on
         self.prepared: deque[Unit] = deque()  # and those that wait for a batch that they go with
         self._engine = engine
-        self._changed = threading.Condition()
+        self._ending = threading.Lock()
         self._listeners: list[Callable[[], None]] = []
 
     @property
@@ -111,6 +111,14 @@ class Ticket:
         """Whether there will be no more changes."""
         return self.state in (DONE, FAILED, CANCELLED)
 
+    def has_ended(self) -> bool:
+        """Whether it has ended; one that is too old ends now."""
+        timeout = self._engine.limits.timeout
+        if not self.ended and time.monotonic() > self.submitted + timeout:
+            message = f"not finished after {timeout:g} seconds: ask for less, or again later"
+            self._engine.cancel(self, TimeoutError(message))
+        return self.ended
+
     @property
     def progress(self) -> float:
         """The share that is done, in [0,1]."""
@@ -135,28 +143,19 @@ class Ticket:
             self.cancel()
         self.interrupted = True
 
-    def wait(self, timeout: float | None = None) -> bool:
-        """Wait for the end, at most so many seconds; return whether it has come."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self.ended, timeout)
-
     def listen(self, callback: Callable[[], None]) -> None:
         """Call a function now and after every change, in the engine's thread."""
-        with self._changed:
-            self._listeners.append(callback)
+        self._listeners.append(callback)
         callback()
 
     def tell(self) -> None:
-        """Wake those who wait: something has changed."""
-        with self._changed:
-            self._changed.notify_all()
-            listeners = list(self._listeners)
-        for callback in listeners:
+        """Call those who listen: something has changed."""
+        for callback in list(self._listeners):
             callback()
 
     def end(self, state: str, error: Exception | None = None) -> None:
         """End, once."""
-        with self._changed:
+        with self._ending:
             if self.ended:
                 return
             self.error, self.state = error, state
@@ -192,7 +191,7 @@ class Engine:
         self._stopping = self._failed = False
         self._give_up = float("inf")  # the time at which running images are interrupted
         self._thread = threading.Thread(target=self._loop, name="denoising", daemon=True)
-        library.given_up = lambda: bool(self.running) and all(map(self._has_ended, self.running))
+        library.given_up = lambda: bool(self.running) and all(ticket.has_ended() for ticket in self.running)
 
     # ---- for any thread ---------------------------------------------------------------------------------------------
 
@@ -242,14 +241,14 @@ class Engine:
             self.check_room()
             images = self.limits.max_queue
             most = self.limits.max_waiting * 2**20
-            waiting = [*(other for other in self.queue if other.state == QUEUED), ticket]
+            waiting = [*(earlier for earlier in self.queue if earlier.state == QUEUED), ticket]
             dropped = []
-            while sum(other.count for other in waiting) > images or sum(other.size for other in waiting) > most:
-                held = dict.fromkeys((other.client for other in waiting), 0.0)
-                for other in waiting:
-                    held[other.client] += other.count / images + other.size / most
+            while sum(rival.count for rival in waiting) > images or sum(rival.size for rival in waiting) > most:
+                held = dict.fromkeys((rival.client for rival in waiting), 0.0)
+                for rival in waiting:
+                    held[rival.client] += rival.count / images + rival.size / most
                 greediest = max(held, key=lambda client: (held[client], client == ticket.client))
-                dropped.append(next(other for other in reversed(waiting) if other.client == greediest))
+                dropped.append(next(rival for rival in reversed(waiting) if rival.client == greediest))
                 waiting.remove(dropped[-1])
             full = Full(
                 f"the queue is full: {len(waiting)} requests wait, at most {images} images and {most >> 20} MiB may"
@@ -257,23 +256,23 @@ class Engine:
             if ticket in dropped:
                 self.totals["refused"] += 1
                 raise full
-            for other in dropped:
-                self.queue.remove(other)
+            for rival in dropped:
+                self.queue.remove(rival)
             ticket.start = max(self._turn, self._asked.get(ticket.client, 0.0))
             self._asked = {client: turn for client, turn in self._asked.items() if turn > self._turn}
             self._asked[ticket.client] = ticket.start + ticket.work
             self.queue.append(ticket)
             self.totals["requests"] += 1
             self._changed.notify_all()
-        for other in dropped:
-            self.cancel(other, full)
+        for rival in dropped:
+            self.cancel(rival, full)
         return ticket
 
     def check_room(self, client: str | None = None) -> None:
         """Raises Stopping if no requests are taken, Full if the queue is, mostly of a client's."""
         if self._stopping:
             raise Stopping("the device has failed" if self._failed else "the server is being stopped: try again later")
-        most, mine = self.limits.max_queue, sum(each.count for each in list(self.queue) if each.client == client)
+        most, mine = self.limits.max_queue, sum(t.count for t in list(self.queue) if t.client == client)
         if client is not None and self.waiting >= most and 2 * mine >= most:
             raise Full(f"the queue is full: {self.waiting} images wait, at most {most} may: try again later")
 
@@ -448,14 +447,17 @@ class Engine:
             self.running, units = [], []
 
     def _gather(self) -> list[Unit]:
-        """Return the images of the next batch."""
-        tickets = [ticket for ticket in self.in_turn() if not self._has_ended(ticket)]
+        """Return the images of the next batch; none if the first ticket is a call, whose next image is made."""
+        tickets = [ticket for ticket in self.in_turn() if not ticket.has_ended()]
         if not tickets:
             return []
         first, units = tickets[0], list[Unit]()
         self._turn = max(self._turn, first.turn)
         if first.call is not None:
-            self._run_call(first)
+            first.state, self.running = RUNNING, [first]
+            first.results.append(first.call(first.images[len(first.results)]))
+            self._done_if_whole(first)
+            first.tell()
             return []
         if first.model == self.library.loaded:
             self._kept_since = None
@@ -480,14 +482,6 @@ class Engine:
             if share * (len(units) + 1) > most or prepared > MOST_PREPARED:
                 break
         return units
-
-    def _run_call(self, ticket: Ticket) -> None:
-        """Make the next image of a ticket without a model."""
-        assert ticket.call is not None
-        ticket.state, self.running = RUNNING, [ticket]
-        ticket.results.append(ticket.call(ticket.images[len(ticket.results)]))
-        self._done_if_whole(ticket)
-        ticket.tell()
 
     def _take(self, ticket: Ticket, units: list[Unit]) -> Unit | None:
         """Return a ticket's next image; None if there is none, it does not go with units, or preparing it failed."""
@@ -524,7 +518,7 @@ class Engine:
             for ticket in self.running:
                 ticket.step = state.step
             for ticket in list(self.queue):
-                self._has_ended(ticket)
+                ticket.has_ended()
             for place, unit in enumerate(units):
                 unit.ticket.interrupted |= time.monotonic() > self._give_up
                 if unit.ticket.interrupted and state.step < state.num_steps:
@@ -571,12 +565,6 @@ class Engine:
             if preview:
                 previewed.add(ticket)
         return bool(previewed)
-
-    def _has_ended(self, ticket: Ticket) -> bool:
-        """Whether a ticket has ended; one that is too old ends."""
-        if not ticket.ended and time.monotonic() - ticket.submitted > self.limits.timeout:
-            self.cancel(ticket, TimeoutError(f"not finished after {self.limits.timeout:g} seconds: ask for less"))
-        return ticket.ended
 
     def _finish(self, unit: Unit, latents: Tensor) -> None:
         """Decode an image (1,C,h,w) and hand it to its ticket, once; an error is that ticket's alone."""

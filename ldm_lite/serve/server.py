@@ -38,12 +38,12 @@ class _Connection(H11Protocol):
         super().connection_made(transport)
         self.since = self.read_at = time.monotonic()  # when it began to wait for a request; looked at what is unread
         self.unread = 0  # bytes of answers that were written and not taken
-        others = [other for other in self.connections if other is not self and not other.transport.is_closing()]
-        same = [other for other in others if other.address == self.address != self.proxy]
-        for rivals, most in ((same, self.most // 2), (others, self.most)):
-            if len(rivals) >= most:
-                idle = [other for other in rivals if not other.is_busy]
-                min(idle, key=lambda other: other.since, default=self).transport.abort()
+        rivals = [rival for rival in self.connections if rival is not self and not rival.transport.is_closing()]
+        same = [rival for rival in rivals if rival.address == self.address != self.proxy]
+        for group, most in ((same, self.most // 2), (rivals, self.most)):
+            if len(group) >= most:
+                idle = [rival for rival in group if not rival.is_busy]
+                min(idle, key=lambda rival: rival.since, default=self).transport.abort()
         self._look()
 
     @property

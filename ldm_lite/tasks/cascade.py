@@ -8,10 +8,10 @@ memory.
 import dataclasses
 import gc
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,7 @@ from ldm_lite.checkpoint.model import Model, load_model
 from ldm_lite.checkpoint.parts import load_t5
 from ldm_lite.cli.command_options import CascadeOptions, StageOptions
 from ldm_lite.cli.options import LoadOptions
-from ldm_lite.cli.task_options import Txt2imgOptions, UpscaleOptions
+from ldm_lite.cli.task_options import UpscaleOptions
 from ldm_lite.conditioning.inputs import read_tensor
 from ldm_lite.core.denoise import Call, Conditioning, Draw, Inputs, InputSource
 from ldm_lite.core.tasks import noise_of
@@ -37,6 +37,7 @@ from ldm_lite.text.caption import clean
 from ldm_lite.text.tokenizer import T5Tokenizer
 
 log = logging.getLogger("ldm_lite")
+T = TypeVar("T")
 
 
 class CascadeImage(NamedTuple):
@@ -71,35 +72,25 @@ def cascade(
         if not fits and not (family.task == "upscale" and number > 0 and is_last):
             raise ValueError(f"{model.name} is {family.title}, which cannot be stage {number + 1} of a cascade")
         if family.task == "upscale":
-            made = _enlarged(model, options, images, on_step)
+            outputs = _enlarged(model, options, images, on_step)
         else:
-            made = _run(model, options, number, context[rows], uncond, seeds, images, on_step)
+            outputs = _run(model, options, number, context[rows], uncond, seeds, images, on_step)
         if is_last:
-            yield from map(CascadeImage, made, seeds)
+            yield from map(CascadeImage, outputs, seeds)
         else:
-            images = list(made)
-        del model, made
+            images = list(outputs)
+        del model, outputs
         _free()
 
 
 def check(options: CascadeOptions, num_stages: int) -> None:
     """Raises ValueError for options that are wrong whatever the models."""
     for name in ("sampler", "steps", "scale"):
-        value = getattr(options, name)
-        parts = [] if value is None else value.split(",")
-        if len(parts) > max(2, num_stages):
-            raise ValueError(f"got `{name}` {value!r}, wanted one value, or one for each of {num_stages} stages")
-        if name == "sampler":
-            for part in parts:
-                resolve(part)
-            continue
-        try:
-            numbers = [int(part) if name == "steps" else float(part) for part in parts]
-        except ValueError as error:
-            raise ValueError(f"got `{name}` {value!r}, wanted numbers with commas between") from error
-        for number in numbers:
-            values: dict[str, Any] = {name: number}
-            Txt2imgOptions(**values)  # raises ValueError for values out of range
+        if len(values := getattr(options, name)) > max(2, num_stages):
+            text = ",".join(map(str, values))
+            raise ValueError(f"got `{name}` {text!r}, wanted one value, or one for each of {num_stages} stages")
+    for sampler in options.sampler:
+        resolve(sampler)
     if options.height % 8 or options.width % 8:
         raise ValueError(f"got `height={options.height}` and `width={options.width}`, wanted multiples of 8")
 
@@ -111,11 +102,10 @@ def _free() -> None:
         torch.cuda.empty_cache()
 
 
-def _own(value: str | None, number: int) -> str | None:
-    """Return a stage's part of an option "first,second,third"; a single value is for the first two.  None: default."""
-    parts = [] if value is None else value.split(",")
-    parts = 2 * parts if len(parts) == 1 else parts
-    return parts[number] if number < len(parts) else None
+def _of_stage(values: Sequence[T], number: int) -> T | None:
+    """Return a stage's value of an option; a single one is for the first two.  None: the default."""
+    values = [*values, *values] if len(values) == 1 else values
+    return values[number] if number < len(values) else None
 
 
 def _run(
@@ -130,14 +120,16 @@ def _run(
 ) -> Iterator[Tensor]:
     """Run a stage of DeepFloyd IF, 0 or 1, batch by batch on the images before; yield (3,H,W) in [-1,1], on the CPU."""
     family = model.family
-    sampler, steps, scale = (_own(text, number) for text in (options.sampler, options.steps, options.scale))
-    sampler = family.sampler if sampler is None else sampler
-    plan = make_plan(sampler, model.schedule, (table_steps(sampler) or family.steps) if steps is None else int(steps))
+    sampler = _of_stage(options.sampler, number) or family.sampler
+    steps = _of_stage(options.steps, number) or table_steps(sampler) or family.steps
+    scale = _of_stage(options.scale, number)
+    plan = make_plan(sampler, model.schedule, steps)
     shape = (3, 4**number * options.height, 4**number * options.width)
     for first in range(0, len(seeds), options.batch_size):
         some = slice(first, first + options.batch_size)
         draw, count = noise_of(seeds[some], shape), len(seeds[some])
-        noise, wrap = draw(), _unchanged
+        noise = draw()
+        wrap: Callable[[InputSource], InputSource] = lambda source: source  # noqa: E731  # no noise on other channels
         cond: dict[str, Tensor] = {"context": context[some]}
         negative: dict[str, Tensor] = {"context": uncond.expand(count, -1, -1)}
         if number > 0:
@@ -146,15 +138,11 @@ def _run(
             y = torch.full((count,), level.t, dtype=torch.float32, device="cpu")
             cond, negative = ({**text, "y": y, "concat": larger} for text in (cond, negative))
             wrap = partial(_with_fresh_noise, level, draw)
-        guidance = classifier_free(cond, negative, family.scale if scale is None else float(scale))
+        guidance = classifier_free(cond, negative, family.scale if scale is None else scale)
         if family.threshold is not None:
             guidance = dataclasses.replace(guidance, adjust=(thresholding(*family.threshold, model.device),))
         latents = generate.denoise(model, noise, guidance, plan, draw=draw, wrap=wrap, on_step=on_step)
         yield from model.decode_pixels(latents)
-
-
-def _unchanged(source: InputSource) -> InputSource:
-    return source
 
 
 def _with_fresh_noise(level: Level, draw: Draw, source: InputSource) -> InputSource:
@@ -174,13 +162,12 @@ def _with_fresh_noise(level: Level, draw: Draw, source: InputSource) -> InputSou
 
 def _enlarged(model: Model, options: CascadeOptions, small: Sequence[Tensor], on_step: OnStep) -> Iterator[Tensor]:
     """Run the third stage: return images (3,H,W) in [-1,1] four times as large, on the CPU."""
-    sampler, steps, scale = (_own(each, 2) for each in (options.sampler, options.steps, options.scale))
     upscale = UpscaleOptions(
         prompt=options.prompt,
         negative_prompt=options.negative_prompt,
-        sampler=sampler,
-        steps=None if steps is None else int(steps),
-        scale=None if scale is None else float(scale),
+        sampler=_of_stage(options.sampler, 2),
+        steps=_of_stage(options.steps, 2),
+        scale=_of_stage(options.scale, 2),
         seed=options.seed,
         noise_level=options.noise_level_3,
         tile=options.tile,

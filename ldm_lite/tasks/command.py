@@ -26,7 +26,7 @@ from ldm_lite.tasks import img2img, inpaint, txt2img, upscale, xy
 from ldm_lite.tasks.cascade import cascade, check, embeddings, stages_of
 from ldm_lite.tasks.enlarge import Upscaler, named_results
 from ldm_lite.tasks.existing import Existing
-from ldm_lite.tasks.job import Task, results
+from ldm_lite.tasks.job import OnStep, Task, results
 from ldm_lite.text.parameters import parameters
 from ldm_lite.zoo.families import with_vae
 
@@ -38,18 +38,19 @@ OF_REFINERS = ("aesthetic_score", "negative_aesthetic_score")
 MOST_IN_GRID = 100  # a grid needs all of its images in memory
 
 
-class Preview:
-    """Previews a batch after each step: the predicted x0, decoded by a small autoencoder."""
+def previews(model: Model, source: str, show: Callable[[Image.Image], None]) -> OnStep:
+    """Return what shows a batch after each step: the predicted x0, or the last latents, by a small autoencoder.
 
-    def __init__(self, model: Model, source: str, show: Callable[[Image.Image], None]) -> None:
-        """source is the autoencoder's file.  Raises ValueError if its latents are not the model's."""
-        self.model, self.show = with_autoencoder(model, source), show
+    source is the autoencoder's file.  Raises ValueError if its latents are not the model's.
+    """
+    small = with_autoencoder(model, source)
 
-    def __call__(self, state: State) -> None:
-        """Show the predicted x0 after a step, or the latents after the last step."""
+    def on_step(state: State) -> None:
         latents = state.x0 if state.step < state.num_steps else state.latents
-        images = [to_pil(pixels) for pixels in self.model.decode_pixels(latents)]
-        self.show(grid(images, columns=math.ceil(len(images) ** 0.5)))
+        images = [to_pil(pixels) for pixels in small.decode_pixels(latents)]
+        show(grid(images, columns=math.ceil(len(images) ** 0.5)))
+
+    return on_step
 
 
 _TASKS: dict[type[Txt2imgOptions], Any] = {
@@ -95,8 +96,8 @@ def make(options: Txt2imgOptions, load: LoadOptions, save: SaveOptions, original
     if axes:
         return _plot(axes, module.prepare, sheets, model, saver)
     with_grid = not save.skip_grid and count <= MOST_IN_GRID and (count > 1 or options.compat)
-    start, in_grid, text, made = time.perf_counter(), [], "", 0
-    preview = None if save.preview is None else Preview(model, save.preview, saver.preview)
+    start, in_grid, text, count_made = time.perf_counter(), [], "", 0
+    preview = None if save.preview is None else previews(model, save.preview, saver.preview)
     bar = step_bar()
 
     def on_step(state: State) -> None:
@@ -107,7 +108,7 @@ def make(options: Txt2imgOptions, load: LoadOptions, save: SaveOptions, original
     task = module.prepare(model, options)
     existing = None if options.compat else Existing(task, saver.keys())
     for result in results(task, on_step, existing):
-        text, made = result.parameters, made + 1
+        text, count_made = result.parameters, count_made + 1
         if not save.skip_save:
             print(saver.sample(result.image, text, result.key), flush=True)
         if with_grid:
@@ -117,7 +118,7 @@ def make(options: Txt2imgOptions, load: LoadOptions, save: SaveOptions, original
     elif len({image.size for image in in_grid}) == 1:
         columns = save.n_rows or options.images_at_a_time
         print(saver.grid(grid(in_grid, columns=columns), text), flush=True)
-    log.info("%d image%s in %.1f s; %s", made, "s" * (made != 1), time.perf_counter() - start, memory())
+    _log_end(count_made, start)
 
 
 def _rehearse(prepare: Callable[[Model, Any], Task], model: Model, options: Any) -> None:
@@ -150,11 +151,9 @@ def _cells(axes: Mapping[str, xy.Axis], options: Any, count: int, saver: Saver) 
             "`compat` and `skip_existing`"
         )
     x, y, z = (axes.get(letter) for letter in "xyz")
-    places = xy.cells(x, y) if x or y else [{}]
-    sheets = [{}] if z is None else [{z.option: value} for value in z.values]
-    if len(places) * len(sheets) > xy.MOST_CELLS:
-        raise ValueError(f"got a plot of {len(places) * len(sheets)} images, wanted at most {xy.MOST_CELLS}")
-    return [[xy.changed(options, sheet | cell, *axes.values()) for cell in places] for sheet in sheets]
+    cells = [xy.changed(options, cell, *axes.values()) for cell in xy.cells(x, y, z)]
+    size = len(cells) if z is None else len(cells) // len(z.values)
+    return [cells[first : first + size] for first in range(0, len(cells), size)]
 
 
 def _plot(
@@ -169,12 +168,12 @@ def _plot(
     on_step = step_bar()
     for number, jobs in enumerate(sheets):
         images = []
-        for each in jobs:
-            made = next(iter(results(prepare(model, each), on_step)))
-            made.image.info["parameters"] = made.parameters
-            images.append(made.image)
+        for options in jobs:
+            result = next(iter(results(prepare(model, options), on_step)))
+            result.image.info["parameters"] = result.parameters
+            images.append(result.image)
             if not saver.options.skip_save:
-                print(saver.sample(made.image, made.parameters), flush=True)
+                print(saver.sample(result.image, result.parameters), flush=True)
         plot = xy.draw(images, x, y, None if z is None else replace(z, values=(z.values[number],)))
         print(saver.grid(plot, plot.info["parameters"]), flush=True)
 
@@ -197,14 +196,18 @@ def make_cascade(options: CascadeOptions, stages: StageOptions, save: SaveOption
     loads = stages_of(stages)
     check(options, len(loads))
     context, uncond = embeddings(options, stages)
-    made, text = [], ""
+    images, text = [], ""
     for pixels, seed in cascade(loads, options, context, uncond, step_bar()):
         about = {"Seed": seed, "Size": f"{pixels.shape[2]}x{pixels.shape[1]}"}
         about |= {"Model": " + ".join(str(load.ckpt) for load in loads), "Version": f"ldm_lite {__version__}"}
         text = parameters(options.prompt or "", options.negative_prompt, about)
-        made.append(to_pil(pixels))
+        images.append(to_pil(pixels))
         if not save.skip_save:
-            print(saver.sample(made[-1], text), flush=True)
-    if not save.skip_grid and len(made) > 1:
-        print(saver.grid(grid(made, columns=save.n_rows or math.ceil(len(made) ** 0.5)), text), flush=True)
-    log.info("%d image%s in %.1f s; %s", len(made), "s" * (len(made) > 1), time.perf_counter() - start, memory())
+            print(saver.sample(images[-1], text), flush=True)
+    if not save.skip_grid and len(images) > 1:
+        print(saver.grid(grid(images, columns=save.n_rows or math.ceil(len(images) ** 0.5)), text), flush=True)
+    _log_end(len(images), start)
+
+
+def _log_end(count: int, start: float) -> None:
+    log.info("%d image%s in %.1f s; %s", count, "s" * (count != 1), time.perf_counter() - start, memory())

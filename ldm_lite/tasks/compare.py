@@ -1,32 +1,134 @@
-"""Compare samplers: the error of the final latents against a long run of Heun's method from the same noise.
+"""Compare samplers: how far they are from the converged image after some steps, or against what a run costs.
 
-It is defined only for samplers that add no noise.  All run with the same spacing, to solve the same equation.
+The error is that of the last latents against a long run of Heun's method from the same noise.  It is defined only for
+samplers that add no noise.  All run with the same spacing, to solve the same equation.
+
+Cost, for samplers and for what saves work, is counted in calls of the whole network on one branch of guidance, by the
+multiplications that a run does: a step with guidance costs 2, one of DeepCache's short calls a fraction.
+scripts/evaluate_emoji.py adds the accuracy of a text-to-emoji checkpoint to the results, point by point, and then it is
+drawn too.
 """
 
+import contextlib
+import dataclasses
 import importlib.util
 import inspect
 import io
+import json
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch
 from PIL import Image
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from ldm_lite.checkpoint.model import Model, load_model
+from ldm_lite.checkpoint.reader import on_meta
 from ldm_lite.cli.command_options import CompareOptions
-from ldm_lite.cli.options import LoadOptions, SaveOptions, numbers
+from ldm_lite.cli.files import read_json
+from ldm_lite.cli.options import LoadOptions, SaveOptions
 from ldm_lite.cli.output import Saver
+from ldm_lite.cli.task_options import Txt2imgOptions
+from ldm_lite.cli.writing import write_whole
+from ldm_lite.core.denoise import Branch, Call, Constraint, Draw, Inputs, InputSource, running, unconstrained
+from ldm_lite.core.job import Item, Latents, start
+from ldm_lite.core.job import run as run_batches
+from ldm_lite.diffusion.adaptive import AdaptivePlan
 from ldm_lite.diffusion.names import SAMPLERS, make_plan, resolve
+from ldm_lite.diffusion.plan import Plan
 from ldm_lite.diffusion.schedule import SPACINGS
-from ldm_lite.tasks import quality
+from ldm_lite.families.sd1 import SD1
+from ldm_lite.models.unet import UNet, UNetSpec
+from ldm_lite.runtime.shortened import Shortcuts, ShortenedUNet
+from ldm_lite.tasks import txt2img
+from ldm_lite.tasks.job import Job
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 log = logging.getLogger("ldm_lite")
+
+ACCURACIES = ("identity", "background")  # shares of images, which scripts/evaluate_emoji.py measures
+BASE = "dpmpp_2m"  # the sampler that tricks are tried with
+
+
+@dataclass(frozen=True)
+class Case:
+    """A curve of the chart."""
+
+    name: str
+    sampler: str = BASE
+    spacing: str | None = None  # None: that of the command
+    tricks: Mapping[str, Any] = field(default_factory=dict)  # options; {half} is half of the steps
+
+
+TRICKS = (
+    Case("AYS", spacing="ays"),
+    Case("interval -0.6", tricks={"guidance_interval": "-0.6"}),
+    Case("interval -0.4", tricks={"guidance_interval": "-0.4"}),
+    Case("interval sigma 0.3-5", tricks={"guidance_interval": "sigma=0.3-5"}),
+    Case("schedule cosine", tricks={"guidance_schedule": "cosine"}),
+    Case("APG", tricks={"apg": "parallel=0"}),
+    Case("DeepCache 2", tricks={"deep_cache": "2:1"}),
+    Case("DeepCache 3", tricks={"deep_cache": "3:1"}),
+    Case("T-GATE half", tricks={"gate_step": "{half}"}),
+    Case("FreeU", tricks={"freeu": "1.1,1.1,0.9,0.9"}),
+    Case("interval -0.6, DeepCache 2", tricks={"guidance_interval": "-0.6", "deep_cache": "2:1"}),
+    Case("unipc, interval -0.6", sampler="unipc", tricks={"guidance_interval": "-0.6"}),
+)
+
+
+def named(samplers: Sequence[str]) -> list[str]:
+    """Return samplers by the package's names; all for none.  Raises ValueError for unknown names."""
+    return [resolve(name)[0] for name in samplers] or list(SAMPLERS)
+
+
+def cases(model: Model, samplers: Sequence[str] = ()) -> list[Case]:
+    """Return the curves: samplers with a fixed number of calls (of those named), then tricks."""
+    chosen = named(samplers)
+    fixed = [name for name in chosen if not isinstance(make_plan(name, model.schedule, 20), AdaptivePlan)]
+    return [*(Case(name, name) for name in fixed), *(trick for trick in TRICKS if trick.sampler in chosen)]
+
+
+def job_of(model: Model, options: Txt2imgOptions, case: Case, steps: int) -> Job:
+    """Return the job of a case for the prompts, seeds, scale and spacing of options, as one batch.
+
+    It starts from the noise of its first level, whatever the sampler does.
+    """
+    tricks: dict[str, Any] = {name: steps // 2 if value == "{half}" else value for name, value in case.tricks.items()}
+    spacing = case.spacing or options.spacing
+    asked = dataclasses.replace(options, sampler=case.sampler, spacing=spacing, steps=steps, **tricks)
+    [part] = txt2img.prepare(model, asked).parts
+
+    def begin(job: Any, items: Sequence[Item], draw: Draw) -> tuple[Tensor, Constraint]:
+        return draw() * job.plan.level[0, 1], unconstrained
+
+    return dataclasses.replace(part.make(), items=part.items, begin=begin)
+
+
+def latents(job: Job) -> Tensor:
+    """Return the last latents (B,C,h,w) of a job of one batch, float64."""
+    return next(event for event in run_batches(job) if isinstance(event, Latents)).latents.double()
+
+
+def txt2img_options(model: Model, options: CompareOptions) -> Txt2imgOptions:
+    """Return what all runs have in common."""
+    scale = model.family.scale if options.scale is None else options.scale
+    return Txt2imgOptions(options.prompt, negative_prompt="", scale=scale, spacing=options.spacing, seed=options.seed)
+
+
+def against(model: Model, asked: Txt2imgOptions, steps: int) -> Callable[[Job], float]:
+    """Return what tells the relative error of a job's last latents against a run of Heun's method."""
+    converged = latents(job_of(model, asked, Case("", "heun"), steps))
+    return lambda job: float((latents(job) - converged).norm() / converged.norm())
+
+
+# ---- error over steps -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -43,15 +145,13 @@ class Comparison:
 
 def compare(model: Model, options: CompareOptions) -> list[Comparison]:
     """Run every sampler at every number of steps.  Raises ValueError for unknown names."""
-    names = list(SAMPLERS) if options.samplers is None else [resolve(name)[0] for name in options.samplers.split(",")]
-    asked, rows = quality.txt2img_options(model, options), []
-    error_of = quality.against(model, asked, options.reference)
-    for name in names:
+    asked, rows = txt2img_options(model, options), []
+    error_of = against(model, asked, options.reference)
+    for name in named(options.samplers):
         plan = make_plan(name, model.schedule, 20)
         # With noise there is no single solution, and LCM solves another equation.
-        counts = [] if plan.adds_noise.any() else numbers(options.steps, "`steps`")
-        case = quality.Case(name, name)
-        errors = {steps: error_of(quality.job_of(model, asked, case, steps)) for steps in counts}
+        counts = () if plan.adds_noise.any() else options.steps
+        errors = {steps: error_of(job_of(model, asked, Case(name, name), steps)) for steps in counts}
         spacing = inspect.signature(SAMPLERS[name]).parameters["spacing"].default
         about = (SAMPLERS[name].__doc__ or "").splitlines()[0]
         rows.append(Comparison(name, len(plan.t), bool(plan.adds_noise.any()), spacing, about, errors))
@@ -76,7 +176,7 @@ def chart(model: Model, rows: Sequence[Comparison], options: CompareOptions) -> 
 
     figure = Figure(figsize=(13, 5), layout="constrained")
     left, right = figure.subplots(1, 2)
-    for name in options.spacings.split(","):
+    for name in options.spacings:
         levels = [level for level in SPACINGS[name](model.schedule, 20) if level.s > 0]
         left.semilogy([level.sigma for level in levels], marker=".", label=name)
     left.set(title="Spacings, 20 steps", xlabel="step", ylabel="sigma = sqrt((1 - alpha_bar) / alpha_bar)")
@@ -87,8 +187,7 @@ def chart(model: Model, rows: Sequence[Comparison], options: CompareOptions) -> 
         )
     title = f"{model.name}, {options.spacing} spacing"
     right.set(title=title, xlabel="steps", ylabel="relative error of the last latents")
-    counts = numbers(options.steps, "`steps`")
-    right.set_xticks(counts, labels=map(str, counts))
+    right.set_xticks(options.steps, labels=map(str, options.steps))
     right.minorticks_off()
     for axes in (left, right) if drawn else (left,):
         axes.grid(alpha=0.3)
@@ -96,26 +195,161 @@ def chart(model: Model, rows: Sequence[Comparison], options: CompareOptions) -> 
     return figure
 
 
+# ---- error over cost ------------------------------------------------------------------------------------------------
+
+
+class Cost:
+    """The multiplications of a run of a UNet, in calls of the whole network on one branch."""
+
+    def __init__(self, spec: UNetSpec, side: int) -> None:
+        with on_meta():
+            self._unet = UNet(spec)
+        self._x = torch.empty(1, spec.in_channels, side, side, device="meta")
+        self._text: dict[str, Tensor] = {}
+        if spec.context_dim is not None:
+            self._text["context"] = torch.empty(1, 77, spec.context_dim, device="meta")
+        self._kinds: dict[object, int] = {}
+        self._whole = self._flops(self._unet)
+
+    def of(self, plan: Plan, source: InputSource, shortcuts: Shortcuts | None) -> float:
+        """Return the cost of a plan's calls for one image, which run the branches that `source` gives."""
+        changed, total = dataclasses.replace(shortcuts or Shortcuts(), free=None), 0
+        run = ShortenedUNet(self._unet, changed, plan).wrapped(lambda call: Inputs(self._unet, (Branch(self._text),)))
+        for number, step in enumerate(plan.step):
+            gate = 0 if changed.gate is None else int(step) - changed.gate + 1
+            kind = changed.every, changed.branch, number % changed.every > 0, changed.gate and max(-1, min(1, gate))
+            call = Call(number, int(step), plan.num_steps)
+            if kind not in self._kinds:
+                for before in range(number):  # the calls that fill what this one reads
+                    self._flops(run(Call(before, int(plan.step[before]), plan.num_steps)).network)
+                self._kinds[kind] = self._flops(run(call).network)
+            inputs = source(call)
+            total += self._kinds[kind] * len(running(inputs.branches, inputs.scale))
+        return total / self._whole
+
+    @torch.no_grad()
+    def _flops(self, network: Any) -> int:
+        with FlopCounterMode(display=False) as counter:
+            network(self._x, torch.zeros(1, device="meta"), **self._text)
+        return int(counter.get_total_flops())
+
+
+def measure(model: Model, options: CompareOptions, path: Path | None) -> dict[str, Any]:
+    """Return all points, in the file too, if there is one: those that it holds are not run again.
+
+    Samplers that add noise converge to no image: their points have a cost and no error.  Raises ValueError for a file
+    of another comparison, and without guidance.
+    """
+    if not isinstance(model.family.unet, UNetSpec) or model.family.unet.vector_dim or model.family.unet.num_classes:
+        raise ValueError(f"`compare` is for UNets that read text alone, not for {model.family.title}")
+    side, asked = model.family.resolution, txt2img_options(model, options)
+    if asked.scale == 1:
+        raise ValueError("`compare` is about guidance too: take a `scale` other than 1")
+    about = {name: getattr(options, name) for name in ("prompt", "spacing", "reference", "seed")}
+    about |= {"model": model.name, "scale": asked.scale}
+    kept: dict[str, Any] = {**about, "points": {}} if path is None else read(path, about)
+    shape = model.latent_shape(side, side)
+    costs = {"calls": Cost(model.family.unet, shape[-1]), "sd1": Cost(SD1.unet, 64)}
+    error_of: Callable[[Job], float] | None = None
+    for case in cases(model, options.samplers):
+        for steps in options.steps:
+            key = f"{case.name}/{steps}"
+            if "calls" in kept["points"].get(key, {}):
+                continue
+            job = job_of(model, asked, case, steps)
+            assert job.plan is not None
+            settings = [getattr(feature, "settings", None) for feature in job.task.features]
+            shortcuts = next((setting for setting in settings if isinstance(setting, Shortcuts)), None)
+            source = start(dataclasses.replace(job, wrappers=()), list(job.items))[1]
+            point = {name: cost.of(job.plan, source, shortcuts) for name, cost in costs.items()} | {"steps": steps}
+            if not job.plan.adds_noise.any():
+                error_of = error_of or against(model, asked, options.reference)
+                point["error"] = error_of(job)
+            kept["points"][key] = {"name": case.name, **kept["points"].get(key, {}), **point}
+            if path is not None:
+                write_whole(path, json.dumps(kept, indent=1) + "\n")
+    return kept
+
+
+def read(path: Path, about: Mapping[str, object]) -> dict[str, Any]:
+    """Return a file's points, or none for a new one.  Raises ValueError for those of another comparison."""
+    if not path.exists():
+        return {**about, "points": {}}
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        kept: dict[str, Any] = read_json(path)
+        if {name: kept[name] for name in about} == about and isinstance(kept["points"], dict):
+            return kept
+    raise ValueError(f"{path} holds the results of another comparison: give another name with `results`")
+
+
+def cost_table(points: Sequence[Mapping[str, Any]]) -> str:
+    """Format the points as text, a line each."""
+    lines = [f"{'':28}{'steps':>6}{'cost':>8}{'at SD1':>8}{'error':>10}{'identity':>10}{'background':>12}"]
+    for point in points:
+        error = f"{point['error']:.1e}" if "error" in point else "-"
+        shares = [f"{point[name]:.0%}" if name in point else "-" for name in ACCURACIES]
+        costs = f"{point['calls']:8.1f}{point['sd1']:8.1f}"
+        lines.append(f"{point['name']:28}{point['steps']:6}{costs}{error:>10}{shares[0]:>10}{shares[1]:>12}")
+    return "\n".join(lines)
+
+
+def cost_chart(kept: Mapping[str, Any]) -> "Figure":
+    """Draw error, and accuracy if there is any, over cost: samplers left, tricks right.  Needs matplotlib."""
+    from matplotlib.figure import Figure
+
+    points, tricks = list(kept["points"].values()), {case.name for case in TRICKS}
+    names = list(dict.fromkeys(point["name"] for point in points))
+    measured = ["error", *(name for name in ACCURACIES if any(name in point for point in points))]
+    figure = Figure(figsize=(13, 1 + 4.5 * len(measured)), layout="constrained")
+    grid = figure.subplots(len(measured), 2, sharex=True, sharey="row", squeeze=False)
+    for column, (shown, title) in enumerate(
+        (
+            ([name for name in names if name not in tricks], f"{kept['model']}, {kept['spacing']} spacing"),
+            ([BASE, *(name for name in names if name in tricks)], f"tricks, with {BASE} unless named"),
+        )
+    ):
+        labelled: set[str] = set()  # a name stands in one legend of the column
+        for axes, value in zip(grid[:, column], measured, strict=True):
+            for i, name in enumerate(shown):
+                mine = sorted(
+                    (point["calls"], point[value]) for point in points if point["name"] == name and value in point
+                )
+                if mine:
+                    style = {"color": f"C{i % 10}", "linestyle": ("-", "--", ":")[i // 10 % 3], "marker": "."}
+                    axes.semilogx(*zip(*mine, strict=True), **style, label="_" * (name in labelled) + name)
+                    labelled.add(name)
+            axes.grid(alpha=0.3)
+            if axes.get_legend_handles_labels()[0]:
+                axes.legend(fontsize=6, ncols=2)
+        grid[0, column].set(title=title, yscale="log")
+        grid[-1, column].set(xlabel="cost: calls of the network on one branch of guidance")
+    for axes, value in zip(grid[:, 0], measured, strict=True):
+        axes.set(ylabel="relative error to the converged latents" if value == "error" else f"share of images: {value}")
+    return figure
+
+
+# ---- the command ----------------------------------------------------------------------------------------------------
+
+
 def run(options: CompareOptions, load: LoadOptions) -> None:
     """Load, compare, print the table, save the chart."""
-    for name in () if options.compare else options.spacings.split(","):
+    for name in () if options.compare else options.spacings:
         if name not in SPACINGS:
             raise ValueError(f"unknown spacing {name!r}: wanted one of {', '.join(SPACINGS)}")
-    for name in () if options.samplers is None else options.samplers.split(","):
-        resolve(name)
+    named(options.samplers)
     if not (has_matplotlib := importlib.util.find_spec("matplotlib") is not None):
         log.warning("no chart without matplotlib: pip install matplotlib")
-    steps, saver = numbers(options.steps, "`steps`"), Saver(SaveOptions(out=options.out), "samplers")
+    saver = Saver(SaveOptions(out=options.out), "samplers")
     model = load_model(load, Model)
     if options.compare:
-        points = quality.measure(model, options, None if options.results is None else Path(options.results))
-        print(quality.table(list(points["points"].values())))
-        drawn = partial(quality.chart, points)
+        points = measure(model, options, None if options.results is None else Path(options.results))
+        print(cost_table(list(points["points"].values())))
+        drawn = partial(cost_chart, points)
     else:
-        for count in (*steps, options.reference):
+        for count in (*options.steps, options.reference):
             make_plan("heun", model.schedule, count, spacing=options.spacing)
         rows = compare(model, options)
-        print(table(rows, steps))
+        print(table(rows, options.steps))
         drawn = partial(chart, model, rows, options)
     if not has_matplotlib:
         return

@@ -83,9 +83,9 @@ class Upscaler:
                 rows = slice(max(0, top - margin), min(pixels.shape[1], top + tile + margin))
                 columns = slice(max(0, left - margin), min(pixels.shape[2], left + tile + margin))
                 part = self.network(pixels[None, :, rows, columns].to(weight.device, weight.dtype))[0].float().cpu()
-                own = result[:, factor * top : factor * (top + tile), factor * left : factor * (left + tile)]
+                tile_pixels = result[:, factor * top : factor * (top + tile), factor * left : factor * (left + tile)]
                 y, x = factor * (top - rows.start), factor * (left - columns.start)
-                own.copy_(part[:, y : y + own.shape[1], x : x + own.shape[2]])
+                tile_pixels.copy_(part[:, y : y + tile_pixels.shape[1], x : x + tile_pixels.shape[2]])
         if not torch.isfinite(result).all():
             raise ValueError(f"the result is not finite in {weight.dtype}: try `dtype=fp32`")
         return result.clamp(-1, 1)

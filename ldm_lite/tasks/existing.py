@@ -20,24 +20,10 @@ from ldm_lite.core.job import Item
 from ldm_lite.tasks.job import Part, Task, guidance_of
 
 BLOCKS, BLOCK = 64, 2**16  # what is read of a large file
-# Options that are part of a key in another form, or of none: they say which images there are, not what is in one.
-OTHERS = (
-    *(
-        "prompt",
-        "from_file",
-        "dynamic",
-        "wildcards",
-        "seed",
-        "batch_size",
-        "n_iter",
-        "fixed_code",
-        "init_img",
-        "mask",
-        "indir",
-        "embedding",
-    ),
-    *("sampler", "spacing", "steps", "scale", "plan", "guidance", "cond", "uncond", "noise", "refiner", "compat"),
-)
+# Options that say which images there are, not what is in one; and those that are part of a key in another form.
+WHICH = {"prompt", "from_file", "dynamic", "wildcards", "seed", "batch_size", "n_iter", "fixed_code", "indir"}
+RESOLVED = {"sampler", "spacing", "steps", "scale", "plan", "guidance", "cond", "uncond", "noise", "refiner", "compat"}
+RESOLVED |= {"init_img", "mask", "embedding"}
 
 
 class Existing:
@@ -46,7 +32,8 @@ class Existing:
     def __init__(self, task: Task, in_folder: Counter[str]) -> None:
         """in_folder counts the keys in the folder."""
         self._model, self._task = task.model, task
-        self._digest = _digest(*_settings(task), *(_weights(model) for model in _models(task)))
+        models = [model for model in (task.model, task.options.refiner) if isinstance(model, Model)]
+        self._digest = _digest(*_settings(task), *map(_weights, models))
         self._left, self.skipped = Counter(in_folder), 0
 
     def missing(self, part: Part) -> tuple[list[Item], dict[int, str]]:
@@ -92,7 +79,7 @@ def _file(path: str) -> str:
 
 def _settings(task: Task) -> Sequence[object]:
     options, plan, family = task.options, task.plan, task.model.family
-    fields = sorted(field.name for field in dataclasses.fields(options) if field.name not in OTHERS)
+    fields = sorted(field.name for field in dataclasses.fields(options) if field.name not in WHICH | RESOLVED)
     columns = [getattr(plan, field.name) for field in dataclasses.fields(plan)] if plan is not None else []
     steps = [column.tobytes() if isinstance(column, np.ndarray) else column for column in columns]
     guidance: Any = guidance_of(task.model, options, plan, task.image_scale)
@@ -101,10 +88,6 @@ def _settings(task: Task) -> Sequence[object]:
     program = options.noise if isinstance(options.noise, str) else None
     resolved = [guidance, program, task.image_scale, family.skip_layers, family.scale_factor, family.shift_factor]
     return [{name: contents(getattr(options, name)) for name in fields}, steps, resolved]
-
-
-def _models(task: Task) -> list[Model]:
-    return [task.model, *([task.options.refiner] if isinstance(task.options.refiner, Model) else [])]
 
 
 def _weights(model: Model) -> str:

@@ -10,7 +10,7 @@ import torch
 
 from ldm_lite.checkpoint.model import Model, load_model
 from ldm_lite.cli.command_options import ExportOptions
-from ldm_lite.cli.options import LoadOptions, numbers
+from ldm_lite.cli.options import LoadOptions
 from ldm_lite.conditioning.prompts import PromptOptions, encode_prompts, guided
 from ldm_lite.runtime import aot
 from ldm_lite.runtime.aot import Inputs
@@ -39,13 +39,14 @@ def run(options: ExportOptions, load: LoadOptions) -> None:
     if path.is_dir() or not os.access(path.parent, os.W_OK):  # checked before minutes of compiling
         raise ValueError(f"cannot write to {path}: take another `out`, a file in a folder that exists")
     model = load_model(load, Model)
-    start, batches = time.perf_counter(), numbers(options.batches, "`batches`")
+    start = time.perf_counter()
     text = options.sizes or f"{model.family.resolution}x{model.family.resolution}"
     try:
         sizes = [(int(width), int(height)) for width, height in (size.split("x") for size in text.split(","))]
     except ValueError as error:
         raise ValueError(f"got `sizes` {text}, wanted WIDTHxHEIGHT with commas between, as 512x512,768x512") from error
-    examples = [_example(model, *size, batch * options.branches, options.chunks) for size in sizes for batch in batches]
+    rows = [batch * options.branches for batch in options.batches]
+    examples = [_example(model, *size, batch, options.chunks) for size in sizes for batch in rows]
     aot.export(model.unet, examples, path)
     log.info("compiled in %.0f s", time.perf_counter() - start)
     unet = copy.copy(model.unet)

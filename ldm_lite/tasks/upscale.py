@@ -56,14 +56,14 @@ def enlarge(
     Image k has the seed options.seed + k, for the noise on the image too.  Images larger than options.tile run tile by
     tile.
     """
-    one = replace(options, prompt=options.prompt or "", batch_size=1, n_iter=1)
-    task = job.prepare(model, one, "upscale", further, check)
+    single = replace(options, prompt=options.prompt or "", batch_size=1, n_iter=1)
+    task = job.prepare(model, single, "upscale", further, check)
     check_seeds(task, len(images))
     levels = model.family.unet.num_classes
     if levels is not None and options.noise_level >= levels:
         raise ValueError(f"got `noise_level` {options.noise_level}, wanted 0 to {levels - 1}, which {model.name} knows")
     tiled: Any = TiledUNet(task.model.unet, options.tile)
-    task = replace(task, model=task.model.with_networks(unet=tiled), plan=plan_of(task.model, one))
+    task = replace(task, model=task.model.with_networks(unet=tiled), plan=plan_of(task.model, single))
     # One part per image, since the noise on an image comes from its own seed.
     return replace(
         task,
@@ -77,14 +77,11 @@ def enlarge(
 def check(options: UpscaleOptions) -> tuple[UpscaleOptions, list[Feature]]:
     """Return the options as features read them.  Raises ValueError for those that are wrong whatever the model."""
     options, features = job.check(options)
-    if options.compat or options.from_file is not None or options.fixed_code or options.control or options.refiner:
-        raise ValueError("upscale has no `compat`, `from_file`, `fixed_code`, `control` or `refiner`: leave them out")
+    for name in ("compat", "from_file", "fixed_code", "control", "refiner", "seamless", "dynamic", "wildcards"):
+        if getattr(options, name):
+            raise ValueError(f"upscale has no `{name}`: leave it out")
     if not isinstance(options.prompt, (str, type(None))) or options.cond is not None:
         raise ValueError("upscale takes one prompt for all images: give a text")
-    if options.seamless is not None:
-        raise ValueError("upscale makes no seamless images: leave out `seamless`")
-    if options.dynamic is not None or options.wildcards is not None:
-        raise ValueError("upscale takes one prompt as it is: leave out `dynamic` and `wildcards`")
     if options.height is not None or options.width is not None:
         raise ValueError("the result is four times the image's size: leave out `height` and `width`")
     return options, features

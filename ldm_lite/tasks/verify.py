@@ -152,11 +152,11 @@ def vectors_for(model: Model, whole: bool) -> list[Vector]:
     Raises ValueError if there are none, with the checkpoints that have some.
     """
     title, prediction = model.family.title, model.schedule.prediction
-    found = [each for each in VECTORS if FAMILIES[each.family].title == title and each.prediction == prediction]
-    if not found:
-        known = ", ".join(dict.fromkeys(each.checkpoint for each in VECTORS))
+    vectors = [v for v in VECTORS if FAMILIES[v.family].title == title and v.prediction == prediction]
+    if not vectors:
+        known = ", ".join(dict.fromkeys(vector.checkpoint for vector in VECTORS))
         raise ValueError(f"no test vectors are published for {title} with {prediction} prediction, but for: {known}")
-    return [each for each in found if whole or not isinstance(each.expected, str)]
+    return [vector for vector in vectors if whole or not isinstance(vector.expected, str)]
 
 
 def check(model: Model, vector: Vector, read: Callable[[str], NDArray[np.float64]]) -> Check:
@@ -209,12 +209,13 @@ def stored_image(source: str, name: str) -> NDArray[np.float64]:
 
 def verdict(checks: Sequence[Check], name: str) -> str:
     """Name the checkpoint whose vectors all pass.  Raises ValueError if there is none."""
-    for checkpoint in dict.fromkeys(each.vector.checkpoint for each in checks):
-        own = [each for each in checks if each.vector.checkpoint == checkpoint]
-        if all(each.passes for each in own):
-            return f"{name} is {checkpoint}: all {len(own)} published test vectors agree"
-    tried = ", ".join(dict.fromkeys(each.vector.checkpoint for each in checks))
-    raise ValueError(f"{name} agrees with the published test vectors of none of these: {tried}")
+    by_checkpoint: dict[str, list[bool]] = {}
+    for done in checks:
+        by_checkpoint.setdefault(done.vector.checkpoint, []).append(done.passes)
+    for checkpoint, passes in by_checkpoint.items():
+        if all(passes):
+            return f"{name} is {checkpoint}: all {len(passes)} published test vectors agree"
+    raise ValueError(f"{name} agrees with the published test vectors of none of these: {', '.join(by_checkpoint)}")
 
 
 def run(options: VerifyOptions, load: LoadOptions) -> None:

@@ -1,6 +1,7 @@
 """X/Y/Z plots: a job with other values of one or two options as a labelled picture, for each value of a third."""
 
 import csv
+import itertools
 import math
 import re
 import typing
@@ -43,7 +44,7 @@ def _short(value: Any) -> str:
 
 def names(kind: type[Txt2imgOptions]) -> list[str]:
     """The options of a task that may be an axis: all that have a flag, and REPLACE."""
-    return [each.name for each in fields(kind) if each.metadata["flag"]] + [REPLACE]
+    return [field.name for field in fields(kind) if field.metadata["flag"]] + [REPLACE]
 
 
 def read_axis(kind: type[Txt2imgOptions], option: str, text: str) -> Axis:
@@ -55,12 +56,12 @@ def read_axis(kind: type[Txt2imgOptions], option: str, text: str) -> Axis:
     name = option.strip().lstrip("-").replace("-", "_")
     if name not in names(kind):
         raise ValueError(f"got {option!r} as an axis, wanted an option: {', '.join(names(kind))}")
-    rows = [[each.strip() for each in row] for row in csv.reader(text.splitlines(), skipinitialspace=True)]
-    texts = [each for row in rows for each in row if each or '"' in text]
+    rows = csv.reader(text.splitlines(), skipinitialspace=True)
+    texts = [cell.strip() for row in rows for cell in row if cell.strip() or '"' in text]
     if not texts:
         raise ValueError(f"the axis of `{name}` has no values: give some, with commas between")
     hint = str if name == REPLACE else typing.get_type_hints(kind)[name]
-    values = [value for each in texts for value in _values(name, typing.get_args(hint) or (hint,), each)]
+    values = [value for cell in texts for value in _values(name, typing.get_args(hint) or (hint,), cell)]
     if len(values) > MOST_CELLS:
         raise ValueError(f"got {len(values)} values of `{name}`, wanted at most {MOST_CELLS}")
     if name != REPLACE:
@@ -74,11 +75,13 @@ def _values(name: str, kinds: Sequence[Any], text: str) -> list[Any]:
         if text.lower() not in WORDS:
             raise ValueError(f"got `{name}` {text[:60]!r}, wanted yes or no")
         return [WORDS[text.lower()]]
-    if (int not in kinds and float not in kinds) or any(typing.get_origin(each) is tuple for each in kinds):
+    if (int not in kinds and float not in kinds) or any(typing.get_origin(kind) is tuple for kind in kinds):
         return [text]
     whole = float not in kinds
+    if whole and re.fullmatch(r"[+-]?\d{1,20}", text):
+        return [int(text)]  # seeds have more digits than a float
     if (match := _RANGE.fullmatch(text)) is None:
-        found = [number(text)]
+        values = [number(text)]
     else:
         first, last = number(match[1]), number(match[2])
         step = number(match[3]) if match[3] else math.copysign(1, last - first)
@@ -87,48 +90,41 @@ def _values(name: str, kinds: Sequence[Any], text: str) -> list[Any]:
         if not 1 <= count <= MOST_CELLS:
             raise ValueError(f"got the range {text!r} of `{name}`, wanted 1 to {MOST_CELLS} values from it")
         count = min(count, int(match[4] or count))
-        found = [round(first + i * step, 9) for i in range(count)]
-        found = [round(each) for each in found] if whole and match[4] else found
-    if whole and any(each != int(each) for each in found):
+        values = [round(first + i * step, None if whole and match[4] else 9) for i in range(count)]
+    if whole and any(value != int(value) for value in values):
         raise ValueError(f"got `{name}` {text[:60]!r}, wanted whole numbers")
-    if whole and match is None and re.fullmatch(r"[+-]?\d{1,20}", text):
-        return [int(text)]  # seeds have more digits than a float
-    return [int(each) if whole else each for each in found]
+    return [int(value) if whole else value for value in values]
 
 
 def read_axes(kind: type[Txt2imgOptions], texts: Mapping[str, str | None]) -> dict[str, Axis]:
     """Read axes from texts by letter, "scale=5,7.5"; None is no axis.
 
-    Raises ValueError as read_axis does, for a text without "=", and for two axes of one option.
+    Raises ValueError as read_axis does, and for a text without "=".
     """
-    found: dict[str, Axis] = {}
+    axes: dict[str, Axis] = {}
     for letter, text in texts.items():
-        if text is None:
-            continue
-        option, equals, values = text.partition("=")
-        if not equals:
+        option, equals, values = (text or "").partition("=")
+        if equals:
+            axes[letter] = read_axis(kind, option, values)
+        elif text is not None:
             raise ValueError(f"got `{letter}` {text[:60]!r}, wanted OPTION=VALUES, such as scale=5,7.5,10")
-        axis = read_axis(kind, option, values)
-        if axis.option in {other.option for other in found.values()}:
-            raise ValueError(f"two axes are `{axis.option}`: choose another option for one of them")
-        found[letter] = axis
-    return found
+    return axes
 
 
-def cells(x: Axis | None, y: Axis | None) -> list[dict[str, Any]]:
-    """The values of each cell by option, row by row from the top left.
+def cells(x: Axis | None, y: Axis | None, z: Axis | None = None) -> list[dict[str, Any]]:
+    """The values of each cell by option, row by row from the top left, for each value of z.
 
     Raises ValueError for no axis, two axes of one option, and more than MOST_CELLS.
     """
-    if x is None and y is None:
+    axes = [axis for axis in (z, y, x) if axis is not None]
+    options = [axis.option for axis in axes]
+    if not axes:
         raise ValueError("an X/Y plot has one or two axes: choose an option for X")
-    if x is not None and y is not None and x.option == y.option:
-        raise ValueError(f"both axes are `{x.option}`: choose another option for one of them")
-    if (count := math.prod(len(axis.values) for axis in (x, y) if axis is not None)) > MOST_CELLS:
-        raise ValueError(f"got an X/Y plot of {count} images, wanted at most {MOST_CELLS}")
-    rows = [{}] if y is None else [{y.option: value} for value in y.values]
-    columns = [{}] if x is None else [{x.option: value} for value in x.values]
-    return [row | column for row in rows for column in columns]
+    if repeated := [option for option in options if options.count(option) > 1]:
+        raise ValueError(f"two axes are `{repeated[0]}`: choose another option for one of them")
+    if (count := math.prod(len(axis.values) for axis in axes)) > MOST_CELLS:
+        raise ValueError(f"got a plot of {count} images, wanted at most {MOST_CELLS}")
+    return [dict(zip(options, values, strict=True)) for values in itertools.product(*(axis.values for axis in axes))]
 
 
 def changed(options: Txt2imgOptions, cell: Mapping[str, Any], *axes: Axis | None) -> Txt2imgOptions:
@@ -158,7 +154,7 @@ def draw(images: Sequence[Image.Image], x: Axis | None, y: Axis | None, z: Axis 
     """
     columns = 1 if x is None else len(x.values)
     rows = -(-len(images) // columns)
-    width, height = (max(each.size[side] for each in images) for side in (0, 1))
+    width, height = max(image.width for image in images), max(image.height for image in images)
     ratio = min(1.0, math.sqrt(0.8 * MOST_PIXELS / (width * height * len(images))))
     width, height = max(1, int(width * ratio)), max(1, int(height * ratio))
     font = _font("".join((x.labels if x else []) + (y.labels if y else [])), min(32, max(12, width // 16)))
@@ -200,7 +196,7 @@ def _text(first: str | None, axes_by_letter: Mapping[str, Axis | None]) -> str:
 
 def _font(text: str, size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
     """Pillow's own font, or for other than Latin letters the first of some usual ones that is installed."""
-    for name in () if all(ord(each) < 256 for each in text) else ("NotoSansCJK-Regular.ttc", "DejaVuSans.ttf"):
+    for name in () if all(ord(letter) < 256 for letter in text) else ("NotoSansCJK-Regular.ttc", "DejaVuSans.ttf"):
         try:
             return ImageFont.truetype(name, size)
         except OSError:

@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
+from runs import status_of
 
 from ldm_lite.bench import __main__ as command
 
@@ -45,10 +46,12 @@ def test_the_command(
     ("arguments", "line"),
     [
         (["--configs", "fast"], "unknown 'fast' in --configs: wanted some of original, "),
-        (["--sections", "all"], "unknown 'all' in --sections: wanted some of step, decode, image"),
-        (["--dtypes", "int8"], "unknown 'int8' in --dtypes: wanted some of fp32, fp16, bf16"),
+        (["--sections", "all"], "got --sections 'all', wanted one of step, decode, image"),
+        (["--dtypes", "int8"], "got --dtypes 'int8', wanted one of fp32, fp16, bf16"),
         (["--batches", "two"], "got --batches 'two', wanted whole numbers with commas between"),
-        (["--batches", "0"], "got --batches '0', wanted 1 or more"),
+        (["--batches", "0"], "got --batches 0, wanted 1 to 4096"),
+        (["--batches", "1,,2"], "got --batches '1,,2', wanted whole numbers with commas between"),
+        (["--configs", ","], "got --configs ',', wanted names with commas between"),
         (["--size", "sd9"], "unknown size 'sd9'"),
         (["--H", "65"], "got --height 65"),
         (["--sampler", "best"], "best"),
@@ -59,7 +62,7 @@ def test_what_is_wrong_is_one_line(
     arguments: list[str], line: str, small_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ckpt = [] if "--size" in arguments else ["--ckpt", os.fspath(small_path)]
-    assert command.main([*QUICK, *ckpt, "--out", os.fspath(tmp_path), *arguments]) == 2
+    assert status_of(command.main, *QUICK, *ckpt, "--out", tmp_path, *arguments) == 2
     errors = [each for each in capsys.readouterr().err.splitlines() if each.startswith("error: ")]
     assert len(errors) == 1
     assert line in errors[0]

@@ -11,9 +11,9 @@ from random_checkpoint import SMALL
 import ldm_lite
 from ldm_lite.bench.benchmark import Comparison
 from ldm_lite.bench.checkpoints import open_model, random_checkpoint
-from ldm_lite.bench.options import Options
+from ldm_lite.bench.options import SECTIONS, Options
 from ldm_lite.bench.ours import CONFIGURATIONS, REFERENCE, OurWorkload, configuration
-from ldm_lite.bench.work import SECTIONS, Cell, Unavailable, cost, inputs
+from ldm_lite.bench.work import Cell, Unavailable, cost, inputs
 from ldm_lite.bench.worker import InProcessBackend
 from ldm_lite.families.sd1 import SD1
 from ldm_lite.runtime.compile import compiled_step
@@ -108,7 +108,7 @@ def test_what_could_not_be_compiled_is_not_timed_as_if_it_were(options: Options)
 
 
 def test_the_first_five_are_the_articles_and_a_plus_changes_one() -> None:
-    assert list(CONFIGURATIONS)[:5] == Options().configs.split(",")
+    assert tuple(CONFIGURATIONS)[:5] == Options().configs
     changed = configuration("max+pdl+cudnn")
     assert changed == replace(
         CONFIGURATIONS["max"], title="ours, everything, pdl, cudnn", kernels="qkv,pdl", attention="cudnn"

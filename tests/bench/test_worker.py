@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from ldm_lite.bench.options import Options
-from ldm_lite.bench.theirs import PEERS, PeerWorkload
+from ldm_lite.bench.options import PEERS, Options
+from ldm_lite.bench.theirs import PeerWorkload
 from ldm_lite.bench.work import Cell, OutOfTime, Unavailable
 from ldm_lite.bench.worker import Backend, FirstCall, InProcessBackend, SubprocessBackend, make_backend
 

@@ -619,11 +619,12 @@ def test_a_capture_that_another_thread_disturbed_is_tried_again(
     monkeypatch: pytest.MonkeyPatch, tiny: nn.Module
 ) -> None:
     cuda = Pretended(monkeypatch)
-    graph, failures = cuda.graph, iter([True, False])
+    graph, failures, words = cuda.graph, iter([True, False]), list[str]()
 
     @contextlib.contextmanager
     def disturbed(*args: Any, **options: Any) -> Iterator[None]:
         with graph(*args, **options):
+            words.append(tiers.compiling())
             yield
         if next(failures):
             raise RuntimeError("operation not permitted when stream is capturing")
@@ -634,6 +635,8 @@ def test_a_capture_that_another_thread_disturbed_is_tried_again(
     assert cuda.log.count("capture") == 2
     [captured] = graphs._graphs.values()
     assert len(captured) == 1
+    assert words == ["capturing", "capturing"]
+    assert tiers.compiling() == ""
 
 
 @pytest.mark.parametrize("tier", ["step", "regional"])

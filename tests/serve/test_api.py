@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from PIL import Image, ImageDraw
-from serving import Running
+from serving import Running, wait
 
 pytestmark = pytest.mark.extra
 pytest.importorskip("uvicorn")
@@ -127,7 +127,7 @@ def test_interrupting_keeps_what_is_there_and_closing_gives_up(server: Running) 
 
 
 def test_a_silent_stream_is_kept_open(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ldm_lite.serve.api.KEEP_ALIVE", 0.3)
+    monkeypatch.setattr("ldm_lite.serve.http.KEEP_ALIVE", 0.3)
     stream, times = Stream(server, steps=1000), list[float]()
     waiting = Stream(server, height=64)
     while len(times) < 3:
@@ -200,7 +200,7 @@ def test_a_plot_that_is_not_read_in_time_leaves_nothing(server: Running, monkeyp
     axes = {"x": {"option": "seed", "values": "1-4"}, "steps": 1000}
     assert server.refused("/api/images", SMALL | axes)[0] == 503
     refused.set()
-    assert submitted[0].wait(30)
+    assert wait(submitted[0])
     assert [ticket.state for ticket in submitted] == ["cancelled"]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
-from serving import engine_of, library_of, submit
+from serving import engine_of, library_of, submit, wait
 
 import ldm_lite
 
@@ -42,6 +42,6 @@ def test_requests_run_together_with_the_bits_that_they_have_alone(engine: Any, f
     wanted += [pipe.img2img(image=red, **each, **begun, output="tensor") for each in texts]
     wanted += [pipe.inpaint(image=red, mask=hole, **each, **begun, output="tensor") for each in texts]
     for ticket, [pixels] in zip(tickets, wanted, strict=True):
-        assert ticket.wait(60)
+        assert wait(ticket)
         assert ticket.error is None
         assert torch.equal(ticket.results[0].pixels, pixels)

@@ -1,5 +1,6 @@
 """The server over a real socket: what its clients get, and what it refuses."""
 
+import asyncio
 import base64
 import http.client
 import io
@@ -17,13 +18,19 @@ from typing import Any
 
 import pytest
 from PIL import Image
-from serving import Running, library_of
+from serving import Running, engine_of, library_of, submit
 
 import ldm_lite
 
 pytest.importorskip("uvicorn")
 pytest.importorskip("fastapi")
 pytest.importorskip("prometheus_client")
+
+from ldm_lite.cli.options import LoadOptions
+from ldm_lite.runtime import compile as compilation
+from ldm_lite.serve.http import changes
+from ldm_lite.serve.library import Library
+from ldm_lite.serve.options import ServeOptions
 
 KEY = "a-key-of-the-test"
 Start = Callable[..., Running]
@@ -407,6 +414,37 @@ def test_other_sites_and_other_names_are_refused(server: Running, start: Start) 
     status, _ = server.ask(TXT2IMG, method="OPTIONS", Origin="http://evil.example")
     assert status in (404, 405)  # no CORS: 404 is the page's answer, where there is one
     assert start(allow_host="images.example").ask("/v1/models", Host="images.example")[0] == 200
+
+
+def test_who_waits_is_told_when_the_time_is_over_though_nothing_runs(library: Library) -> None:
+    engine = engine_of(library, timeout=0.1)  # whose thread is not started
+    ticket = submit(engine, "txt2img", {"prompt": "an apple", **SMALL})
+
+    async def wait() -> None:
+        async for _ in changes(ticket, silence=0.02):
+            pass
+
+    asyncio.run(asyncio.wait_for(wait(), 30))
+    assert isinstance(ticket.error, TimeoutError)
+    assert engine.queue == []
+
+
+def test_health_says_when_a_step_is_compiled(small_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: list[Any] = []
+
+    def timed(*args: Any) -> float:  # in the compilation, which ends here
+        answers.append(server.ask("/healthz"))
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(compilation, "_timed", timed)
+    server = Running(Library(LoadOptions(ckpt=small_path, device="cpu", compile="step"), ServeOptions()))
+    try:
+        assert server.ask("/healthz") == (200, {"status": "ok"})
+        assert server.ask(TXT2IMG, {"prompt": "an apple", **SMALL})[0] == 200
+        assert answers == [(200, {"status": "ok", "engine": "compiling"})]
+        assert server.ask("/healthz") == (200, {"status": "ok"})
+    finally:
+        server.close()
 
 
 def test_the_key(start: Start) -> None:

@@ -164,3 +164,8 @@ def test_wrong_extras_are_one_line(server: Any, given: dict[str, Any], message: 
     status, got = server.refused("/sdapi/v1/extra-single-image", {"image": b64(photo())} | given)
     assert status == 422
     assert message in got
+
+
+def test_no_picture_is_none_to_enlarge(server: Any) -> None:
+    status, message = server.refused("/sdapi/v1/extra-batch-images", {"imageList": []})
+    assert (status, message) == (422, "got 0 images, wanted 1 to 16")

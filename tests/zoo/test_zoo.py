@@ -26,7 +26,7 @@ from ldm_lite.families.ldm import ROWS
 from ldm_lite.image import mask_latent, to_array
 from ldm_lite.tasks import inpaint as inpaint_task
 from ldm_lite.tasks import txt2img as txt2img_task
-from ldm_lite.tasks.command import Preview
+from ldm_lite.tasks.command import previews
 from ldm_lite.zoo.families import FAMILIES
 
 GOLDEN = np.load(Path(__file__).parents[1] / "data" / "zoo.npz")
@@ -334,7 +334,7 @@ def test_the_preview_of_a_step_is_the_x0_that_it_predicts(small_path: Path, tmp_
     states: list[State] = []
     shown: list[Image.Image] = []
     pipe = ldm_lite.load(small_path, device="cpu")
-    preview = Preview(pipe, str(tmp_path / "taesd.safetensors"), shown.append)
+    preview = previews(pipe, str(tmp_path / "taesd.safetensors"), shown.append)
 
     def on_step(state: State) -> None:
         preview(state)
