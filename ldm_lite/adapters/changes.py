@@ -25,7 +25,7 @@ class Settings:
     """What a configuration tells of a module beside the file's tensors."""
 
     alpha: Callable[[int], float]  # rank -> alpha; 0 -> the scale, where no factor has a rank
-    peft: Mapping[str, Any]  # settings of PEFT, by name
+    peft: Mapping[str, Any]  # settings of PEFT, by name; without them "writer": "ComfyUI", or None for others
 
 
 def _low_rank(up: Tensor, down: Tensor, core: Tensor | None) -> Tensor:
@@ -60,7 +60,8 @@ class LoHa:
     @staticmethod
     def of(parts: Parts, settings: Settings) -> "LoHa":
         """Make it from a file's parts."""
-        first, second = ((parts[f"hada_w{i}_a"], parts[f"hada_w{i}_b"], parts.get(f"hada_t{i}")) for i in (1, 2))
+        names = [(f"hada_w{i}_a", f"hada_w{i}_b", f"hada_t{i}") for i in (1, 2)]  # OneTrainer's have kernels
+        first, second = ((parts[a].flatten(1), parts[b].flatten(1), parts.get(core)) for a, b, core in names)
         if (shape := _low_rank_shape(*first)) != _low_rank_shape(*second):
             raise ValueError(f"its parts do not fit together ({_sizes(*first, *second)}): the file is damaged")
         rank = len(first[1])
@@ -142,14 +143,15 @@ class OFT:
 
     @staticmethod
     def of(parts: Parts, settings: Settings) -> "OFT":
-        """Make it from a file's parts, whose alpha is the limit, divided by the number of rows."""
+        """Make it from a file's parts, whose alpha is the limit, divided by the number of rows but in ComfyUI."""
         blocks, rescale = parts["oft_blocks"], parts.get("rescale")
         size = blocks.shape[-1]
         rows = blocks.shape[-3] * size if blocks.ndim in (3, 4) and blocks.shape[-2] == size else 0
         stages = blocks.ndim == 3 or (size % 2 == 0 and rows % 2 ** len(blocks) == 0)
         if not rows or not stages or (rescale is not None and rescale.numel() != rows):
             raise ValueError(f"its parts do not fit together ({_sizes(blocks, rescale)}): the file is damaged")
-        return OFT((rows, -1), blocks, rescale, float(parts["alpha"]) * rows if "alpha" in parts else 0.0)
+        limit = float(parts["alpha"]) if "alpha" in parts else 0.0
+        return OFT((rows, -1), blocks, rescale, limit if settings.peft.get("writer") == "ComfyUI" else limit * rows)
 
     def change(self, parameter: Tensor) -> Tensor:
         """Return the change of a weight."""
@@ -205,17 +207,23 @@ class ColumnOFT:
     angles: Tensor  # (n/b,b*(b-1)/2) or, for all blocks, (1,b*(b-1)/2): the upper triangles of Q
     limit: float | None  # of the norm of Q, times the root of the number of blocks: COFT
     terms: int | None  # of the Neumann series of (I - Q) (I + Q)^-1; None = exactly
+    kernels_turn_back: bool  # in convolutions the rotations are transposed
 
     @staticmethod
     def of(parts: Parts, settings: Settings) -> "ColumnOFT":
-        """Make it from a file's parts; the configuration tells the limit and the series."""
+        """Make it from a file's parts; the configuration tells the limit and the series.
+
+        OneTrainer writes none, may divide the angles, and transposes the rotations of convolutions.
+        """
         about, angles = settings.peft, parts["oft_R"]
         terms = about.get("num_cayley_neumann_terms", TERMS) if about.get("use_cayley_neumann", True) else None
         size = (1 + math.isqrt(1 + 8 * angles.shape[-1])) // 2
         if angles.ndim != 2 or size * (size - 1) // 2 != angles.shape[1]:
             raise ValueError(f"its parts do not fit together ({_sizes(angles)}): the file is damaged")
+        angles = angles / (2 * math.sqrt(size - 1)) if "scaled_oft" in parts else angles
         columns = -size if len(angles) == 1 else len(angles) * size
-        return ColumnOFT((-1, columns), size, angles, about.get("eps", 6e-5) if about.get("coft") else None, terms)
+        limit = about.get("eps", 6e-5) if about.get("coft") else None
+        return ColumnOFT((-1, columns), size, angles, limit, terms, kernels_turn_back="writer" in about)
 
     def change(self, parameter: Tensor) -> Tensor:
         """Return the change of a weight."""
@@ -224,6 +232,7 @@ class ColumnOFT:
         rows, upper = torch.triu_indices(size, size, 1)
         skew[:, rows, upper] = self.angles.float().to(parameter.device)
         skew = skew - skew.transpose(1, 2)
+        skew = -skew if self.kernels_turn_back and parameter.ndim == 4 else skew
         if self.limit is not None:
             most = self.limit / math.sqrt(len(skew))
             skew = skew * (most / skew.flatten(1).norm(dim=1).clamp(min=most)).view(-1, 1, 1)
@@ -333,7 +342,7 @@ KINDS: dict[str, tuple[Any, tuple[str, ...], tuple[str, ...]]] = {
     "glora_a1": (GLoRA, ("glora_a1", "glora_a2", "glora_b1", "glora_b2"), ("glora_bm",)),
     "oft_blocks": (OFT, ("oft_blocks",), ("rescale",)),
     "on_input": (IA3, ("on_input", "ia3"), ()),
-    "oft_R": (ColumnOFT, ("oft_R",), ()),  # PEFT's, from here on
+    "oft_R": (ColumnOFT, ("oft_R",), ("scaled_oft",)),  # PEFT's, from here on
     "boft_R": (ColumnBOFT, ("boft_R", "boft_s"), ()),
     "ia3_l": (IA3, ("ia3_l",), ()),
 }

@@ -30,6 +30,7 @@ PARTS = (
     (r"(?:_lora|\.lora|\.lora_linear_layer)\.(down|up)\.weight$", r"\1"),  # diffusers before PEFT
     (r"\.(hada_(?:w[12]_[ab]|t[12])|lokr_(?:w[12](?:_[ab])?|t2))$", r"\1"),  # LyCORIS: LoHa, LoKr
     (r"\.(oft_blocks|rescale|on_input|dora_scale)$", r"\1"),
+    (r"\.oft_R\.(scaled_oft)$", r"\1"),  # OneTrainer
     (r"\.(oft_R)(?:\.\w+)?\.weight$", r"\1"),  # PEFT: OFT, BOFT, IA3
     (r"\.(boft_[Rs]|ia3_l)(?:\.(?!weight$)\w+)?$", r"\1"),
     (r"\.([ab][12]|bm)\.weight$", r"glora_\1"),
@@ -46,7 +47,7 @@ PARTS = (
 # Inside a module's name: not a part of it.
 WRAPPERS = r"\bbase_model\.model\.|\.processor(?=\.|$)|\.base_layer(?=\.|$)|\.modules_to_save(\.\w+)?(?=$)"
 NOT_SUPPORTED = {
-    r"\.oft_[Rs](\.(?!weight$)\w+)?$|\.oft_(diag|embedding_R)\b|\.oft_blocks\.": "OFT in another layout than LyCORIS's "
+    r"\.oft_[Rs](\.(?!weight$|scaled_oft$)\w+)?$|\.oft_(diag|embedding_R)\b|\.oft_blocks\.": "OFT in another layout than LyCORIS's "
     "and PEFT's since 0.16",
     r"\.lora_E\b|\.ranknum\b": "AdaLoRA",
     r"\bvera_(lambda_[bd]|A|B)\b": "VeRA",
@@ -137,6 +138,7 @@ WHOLE: tuple[tuple[str, str, Callable[[Tensor], Change]], ...] = (  # parts that
     *(("diff", "weight", Difference), ("diff_b", "bias", Difference)),
     *(("value", "weight", Value), ("value_b", "bias", Value), ("value_s", "scale", partial(Value, always=True))),
 )
+MARKS = ("alpha", "on_input", "scaled_oft")  # single numbers, of any type
 Changes = Mapping[str, Change]  # "weight" or "bias" -> its change
 
 
@@ -231,7 +233,7 @@ def fits(change: tuple[int, ...], shape: Sequence[int]) -> bool:
 def _check_shapes(at: Mapping[str, tuple[int, ...]]) -> None:
     """Raise ValueError if the parts of a module do not fit together."""
     for part, shape in at.items():
-        if part not in ("alpha", "on_input") and (not shape or 0 in shape):
+        if part not in MARKS and (not shape or 0 in shape):
             size = " x ".join(map(str, shape)) or "a single number"
             raise ValueError(f"its part {part} is {size}, wanted a tensor: the file is damaged")
     if math.prod(at.get("alpha", ())) != 1:
@@ -256,14 +258,7 @@ def _check_shapes(at: Mapping[str, tuple[int, ...]]) -> None:
 
 def _numbers(part: str, tensor: Tensor) -> Tensor:
     """Return a tensor.  Raises ValueError if it holds no real numbers, or ones that are not finite."""
-    whole = part in ("alpha", "on_input") and tensor.dtype in (
-        torch.int64,
-        torch.int32,
-        torch.int16,
-        torch.int8,
-        torch.uint8,
-    )
-    if not whole and not tensor.is_floating_point():
+    if part not in MARKS and not tensor.is_floating_point():
         raise ValueError(f"its part {part} is {str(tensor.dtype).removeprefix('torch.')}, wanted floating point")
     if not torch.isfinite(tensor.float()).all():
         raise ValueError(f"its part {part} holds NaN or infinity: the file is damaged")
