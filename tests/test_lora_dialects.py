@@ -6,7 +6,7 @@ KohakuBlueleaf/LyCORIS).  The formulas of what the files mean are written out he
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -326,6 +326,7 @@ def full(weight: Tensor, new: Numbers) -> tuple[Parts, Tensor]:
 LYCORIS = (lora, tucker, dora, dora_columns, loha, lokr, lokr_whole, oft, boft, ia3, glora, full)
 ONE_TRAINER = (lora, dora, dora_columns, loha_of_kernels, lokr, lokr_whole, lokr_dora)
 ONE_TRAINER += (columns_turned, columns_turned_alike, columns_turned_scaled)
+PEFT = (lora, dora_peft)
 # The end of a key by its part, where it is not the part's own name.
 ENDS = {"ia3": "weight", "oft_R": "oft_R.weight", "scaled_oft": "oft_R.scaled_oft"}
 ENDS |= {f"glora_{name}": f"{name}.weight" for name in ("a1", "a2", "b1", "b2")}
@@ -344,7 +345,7 @@ class Dialect(NamedTuple):
     names: str = "diffusers"  # or "original"
     ends: Mapping[str, str] = DOWN
     kinds: tuple[Kind, ...] = (lora,)
-    alpha: bool = True  # if not, it is folded into the up matrices
+    alpha: str = "tensor"  # or where else it is: "folded" into the up matrices, "metadata" or "adapter_config.json"
 
     def key(self, prefix: str, layer: str, part: str) -> str:
         """Return the key of a part of a layer; a prefix that ends in _ goes with flat names."""
@@ -379,8 +380,8 @@ DIALECTS = [
     Dialect("OneTrainer, old", "sd3 flux", "lora_transformer_", "lora_te1_ lora_te2_ lora_te3_"),
     Dialect("OneTrainer, old", "chroma", "lora_transformer_", "lora_te_"),
     Dialect("OneTrainer, old", "flux2 z_image", "transformer."),
-    Dialect("OneTrainer, as diffusers", "sd1 sd2 sdxl", "unet.", DIFFUSERS_TEXTS, ends=AB, kinds=(lora, dora_peft)),
-    Dialect("OneTrainer, as diffusers", FLOW, "transformer.", DIFFUSERS_TEXTS, ends=AB, alpha=False),
+    Dialect("OneTrainer, as diffusers", "sd1 sd2 sdxl", "unet.", DIFFUSERS_TEXTS, ends=AB, kinds=PEFT, alpha="folded"),
+    Dialect("OneTrainer, as diffusers", FLOW, "transformer.", DIFFUSERS_TEXTS, ends=AB, kinds=PEFT, alpha="folded"),
     Dialect("OneTrainer, as ComfyUI", "sd1 sdxl", "diffusion_model.", CLIPS, "original", AB, ONE_TRAINER),
     Dialect("OneTrainer, as ComfyUI", "sd2", "diffusion_model.", "text_encoders.clip_h.transformer.", "original", AB),
     Dialect("OneTrainer, as ComfyUI", "sd3", "diffusion_model.", f"{CLIPS} {T5XXL}", "original", AB, ONE_TRAINER),
@@ -391,22 +392,23 @@ DIALECTS = [
     Dialect("OneTrainer, original", "sd1 sd2 sdxl sd3 flux flux2 chroma", "", "", "original", AB, ONE_TRAINER),
     Dialect("ai-toolkit", "sd1 sd2", "lora_unet_", "lora_te_"),
     Dialect("ai-toolkit", "sdxl", "lora_unet_", "lora_te1_ lora_te2_"),
-    Dialect("ai-toolkit", "sd3 flux", "transformer.", ends=AB, alpha=False),
-    Dialect("ai-toolkit", "flux2 chroma", "diffusion_model.", names="original", ends=AB, alpha=False),
-    Dialect("ai-toolkit", "z_image", "diffusion_model.", ends=AB, alpha=False),
+    Dialect("ai-toolkit", "sd3 flux", "transformer.", ends=AB, alpha="folded"),
+    Dialect("ai-toolkit", "flux2 chroma", "diffusion_model.", names="original", ends=AB, alpha="folded"),
+    Dialect("ai-toolkit", "z_image", "diffusion_model.", ends=AB, alpha="folded"),
     Dialect("ai-toolkit, others", "sd3 flux", "transformer.", ends=AB, kinds=(lokr, lokr_whole, full)),
     Dialect("ai-toolkit, others", "flux2 chroma", "diffusion_model.", "", "original", AB, (lokr, lokr_whole, full)),
     Dialect("ai-toolkit, others", "z_image", "diffusion_model.", ends=AB, kinds=(lokr, lokr_whole, full)),
     Dialect("ai-toolkit, old LoKr", "sd3 flux", "lycoris_", kinds=(lokr, lokr_whole)),
-    Dialect("SimpleTuner", "sd1 sd2 sdxl", "unet.", DIFFUSERS_TEXTS, ends=OLD, alpha=False),
-    Dialect("SimpleTuner", FLOW, "transformer.", DIFFUSERS_TEXTS, ends=AB, alpha=False),
+    Dialect("SimpleTuner", "sd1 sd2 sdxl", "unet.", DIFFUSERS_TEXTS, ends=OLD, alpha="folded"),
+    Dialect("SimpleTuner", FLOW, "transformer.", DIFFUSERS_TEXTS, ends=AB, alpha="folded"),
     Dialect("SimpleTuner, as ComfyUI", "sd1 sd2", "lora_unet_", "lora_te_"),
     Dialect("SimpleTuner, as ComfyUI", "sdxl", "lora_unet_", "lora_te1_ lora_te2_"),
     Dialect("SimpleTuner, as ComfyUI", "sd3 flux z_image chroma", "diffusion_model.", ends=AB),
     Dialect("SimpleTuner, as ComfyUI", "flux2", "diffusion_model.", names="original", ends=AB),
     Dialect("SimpleTuner, LyCORIS", "sd1 sd2 sdxl " + FLOW, "lycoris_", kinds=LYCORIS),
-    Dialect("diffusers", "sd1 sd2 sdxl", "unet.", DIFFUSERS_TEXTS, ends=OLD, alpha=False),
-    Dialect("diffusers", FLOW, "transformer.", DIFFUSERS_TEXTS, ends=AB, kinds=(lora, dora_peft), alpha=False),
+    Dialect("diffusers", "sd1 sd2 sdxl", "unet.", DIFFUSERS_TEXTS, ends=OLD, alpha="metadata"),
+    Dialect("diffusers", FLOW, "transformer.", DIFFUSERS_TEXTS, ends=AB, kinds=PEFT, alpha="metadata"),
+    Dialect("PEFT", "sd1 sd2 sdxl " + FLOW, "base_model.model.", ends=AB, kinds=PEFT, alpha="adapter_config.json"),
     Dialect("ComfyUI", "sd1 sd2 sdxl sd3 flux flux2 z_image chroma", "diffusion_model.", names="original",
             kinds=(lora, loha, lokr, lokr_whole, oft_of_comfyui, full)),
     Dialect("LyCORIS, in sd-scripts", "sd1 sd2", "lora_unet_", "lora_te_", kinds=LYCORIS),
@@ -438,30 +440,47 @@ def layers(dialect: Dialect, family: str) -> Iterator[tuple[str, str, str, slice
 CASES = [(dialect, family) for dialect in DIALECTS for family in dialect.families.split()]
 
 
+def write(path: Path, dialect: Dialect, family: str, kinds: Sequence[Kind], wanted: dict[str, Tensor]) -> Path:
+    """Write a file of random numbers, each layer of the next of the kinds; change the weights as it says."""
+    tensors: dict[str, Tensor] = {}
+    for i, (prefix, layer, parameter, rows, swapped) in enumerate(layers(dialect, family)):
+        seen = wanted[parameter][rows]
+        half = len(seen) // 2 if swapped else 0
+        parts, changed = kinds[i % len(kinds)](seen.roll(half, 0), Numbers(layer))
+        wanted[parameter][rows] = changed.roll(-half, 0)
+        if dialect.alpha != "tensor" and "up" in parts:
+            alpha = parts.pop("alpha")
+            parts["up"] = parts["up"] * alpha / RANK if dialect.alpha == "folded" else parts["up"]
+        tensors |= {dialect.key(prefix, layer, part): value for part, value in parts.items()}
+    settings: dict[str, Any] = {"r": RANK, "lora_alpha": ALPHA}
+    about = None
+    if dialect.alpha == "metadata":
+        roles = [dialect.network, *dialect.texts.split()]
+        settings = {role + name: value for role in roles for name, value in settings.items()}
+        about = {"lora_adapter_metadata": json.dumps(settings)}
+    if dialect.alpha == "adapter_config.json":
+        (path.parent / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", **settings}))
+        path = path.with_name("adapter_model.safetensors")
+    save_file({key: value.contiguous() for key, value in tensors.items()}, path, metadata=about)
+    return path
+
+
+@pytest.mark.parametrize("each", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["dealt", "each"])
 @pytest.mark.parametrize(("dialect", "family"), CASES, ids=[f"{d.writer}-{family}" for d, family in CASES])
-def test_a_file_is_merged_as_its_writer_merges_it(dialect: Dialect, family: str, tmp_path: Path) -> None:
-    nets = networks(family)
+def test_a_file_is_merged_as_its_writer_merges_it(dialect: Dialect, family: str, each: bool, tmp_path: Path) -> None:
+    """With the kinds of change that the writer knows dealt out among the layers, or each on every layer."""
+    nets, kinds = networks(family), dialect.kinds
     before = {f"{role}/{key}": value.clone() for role, net in nets.items() for key, value in net.state_dict().items()}
-    for kind in dialect.kinds:
-        tensors: dict[str, Tensor] = {}
-        wanted: dict[str, Tensor] = {}
-        for prefix, layer, parameter, rows, swapped in layers(dialect, family):
-            whole = wanted.setdefault(parameter, before[parameter].double().clone())
-            seen = whole[rows]
-            half = len(seen) // 2 if swapped else 0
-            parts, changed = kind(seen.roll(half, 0), Numbers(layer))
-            whole[rows] = changed.roll(-half, 0)
-            if not dialect.alpha and "up" in parts:
-                parts["up"] = parts["up"] * parts.pop("alpha") / RANK
-            tensors |= {dialect.key(prefix, layer, part): value for part, value in parts.items()}
-        save_file({key: value.contiguous() for key, value in tensors.items()}, tmp_path / "a.safetensors")
-        merged = merge_lora(nets, [(ldm_lite.open_lora(tmp_path / "a.safetensors"), 1.0)])
-        for role, net in nets.items():
-            for key, value in net.state_dict().items():
-                name = f"{role}/{key}"
-                if name in wanted:
-                    error = float((value - wanted[name]).abs().max() / wanted[name].abs().max())
-                    assert error < 1e-5, f"{kind.__name__}: {name}"
-                else:
-                    assert torch.equal(value, before[name]), f"{kind.__name__}: {name}"
-        merged.remove()
+    count, first = len(list(layers(dialect, family))), CASES.index((dialect, family))
+    hands = [kinds[i:] + kinds[:i] for i in ((first + n) % len(kinds) for n in range(0, len(kinds), count))]
+    for hand in [(kind,) for kind in kinds] if each else hands:
+        wanted = {key: before[key].double() for _, _, key, _, _ in layers(dialect, family)}
+        file = write(tmp_path / "a.safetensors", dialect, family, hand, wanted)
+        with merge_lora(nets, [(ldm_lite.open_lora(file), 1.0)]):
+            for role, net in nets.items():
+                for key, value in net.state_dict().items():
+                    if (exact := wanted.get(f"{role}/{key}")) is None:
+                        assert torch.equal(value, before[f"{role}/{key}"]), f"{role}/{key} has changed"
+                    else:
+                        error = float((value - exact).abs().max() / exact.abs().max())
+                        assert error < 1e-5, f"{role}/{key} of {', '.join(kind.__name__ for kind in hand)}"
