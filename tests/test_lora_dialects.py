@@ -6,6 +6,7 @@ KohakuBlueleaf/LyCORIS).  The formulas of what the files mean are written out he
 """
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -484,3 +485,15 @@ def test_a_file_is_merged_as_its_writer_merges_it(dialect: Dialect, family: str,
                     else:
                         error = float((value - exact).abs().max() / exact.abs().max())
                         assert error < 1e-5, f"{role}/{key} of {', '.join(kind.__name__ for kind in hand)}"
+
+
+@pytest.mark.parametrize("prefix", sorted({dialect.network for dialect in DIALECTS}))
+@pytest.mark.parametrize("family", LAYERS)
+def test_an_unknown_part_of_a_layer_is_named(prefix: str, family: str, tmp_path: Path) -> None:
+    """What a layer computes with it is not known: left out it would change the image."""
+    layer = next(iter(LAYERS[family]))
+    layer = layer.replace(".", "_") if prefix.endswith("_") else layer
+    keys = [f"{prefix}{layer}.{part}" for part in ("lora_up.weight", "lora_down.weight", "twist")]
+    save_file({key: torch.ones(2, 2) for key in keys}, tmp_path / "a.safetensors")
+    with pytest.raises(ValueError, match=re.escape(f"tensors of a kind that is not known ({keys[2]})")):
+        ldm_lite.open_lora(tmp_path / "a.safetensors")

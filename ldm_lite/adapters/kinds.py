@@ -58,8 +58,9 @@ NOT_SUPPORTED = {
 SUPPORTED = "LoRA, DoRA, LoHa, LoKr, GLoRA, OFT, BOFT, IA3, full differences, norms and biases are"
 # A key that names a module: what it would change must not be left out.
 OF_A_MODULE = (
-    r"^(lora|lycoris|unet|transformer|text_encoders?|te\d?|diffusion_model|model|base_model|cond_stage_model|conditioner"
-    r"|text_model|encoder|(down|up|mid|input|output|middle)_blocks?)[_.\d]"
+    r"^(lora|oft|lycoris|unet|transformer|text_encoders?|te\d?|diffusion_model|model|base_model|cond_stage_model"
+    r"|conditioner|text_model|encoder|layers|(down|up|mid|input|output|middle|double|single|joint)_blocks?"
+    r"|single_transformer|(noise|context)_refiner)[_.\d]"
 )
 
 
