@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 import toy
 import toy_chroma
 import toy_flow
 import toy_flux2
 import toy_z_image
-import torch
 from random_checkpoint import SMALL
 from random_checkpoint import small as miniature
 from safetensors.torch import save_file
@@ -269,7 +269,9 @@ def boft(weight: Tensor, new: Numbers) -> tuple[Parts, Tensor]:
     rows = weight.flatten(1)
     for stage, rotations in enumerate(cayley(skew(blocks))):
         half = 2 * 2**stage  # rows this far apart meet in a block
-        order = torch.tensor([j + k * half for j0 in range(0, len(rows), 2 * half) for j in range(j0, j0 + half) for k in (0, 1)])
+        order = torch.tensor(
+            [j + k * half for j0 in range(0, len(rows), 2 * half) for j in range(j0, j0 + half) for k in (0, 1)]
+        )
         turned = torch.einsum("bij,bjx->bix", rotations, rows[order].view(-1, 4, rows.shape[1])).flatten(0, 1)
         rows = torch.empty_like(rows).index_copy_(0, order, turned)
     return {"oft_blocks": blocks, "rescale": rescale}, rescale.double() * rows.reshape(weight.shape)
@@ -372,7 +374,9 @@ DIALECTS = [
     # OneTrainer writes four layouts, and the ones of its older versions.
     Dialect("OneTrainer, as kohya", "sd1 sd2", "lora_unet_", "lora_te_", kinds=ONE_TRAINER),
     Dialect("OneTrainer, as kohya", "sdxl", "lora_unet_", "lora_te1_ lora_te2_", "original", kinds=ONE_TRAINER),
-    Dialect("OneTrainer, as kohya", "sd3", "lora_unet_", "lora_te1_ lora_te2_ lora_te3_", "original", kinds=ONE_TRAINER),
+    Dialect(
+        "OneTrainer, as kohya", "sd3", "lora_unet_", "lora_te1_ lora_te2_ lora_te3_", "original", DOWN, ONE_TRAINER
+    ),
     Dialect("OneTrainer, as kohya", "flux", "lora_unet_", "lora_te1_ lora_te2_", "original", kinds=ONE_TRAINER),
     Dialect("OneTrainer, as kohya", "chroma", "lora_unet_", "lora_te1_", "original", kinds=ONE_TRAINER),
     Dialect("OneTrainer, as kohya", "flux2", "lora_unet_", names="original", kinds=ONE_TRAINER),
@@ -406,7 +410,6 @@ DIALECTS = [
     Dialect("SimpleTuner, as ComfyUI", "sdxl", "lora_unet_", "lora_te1_ lora_te2_"),
     Dialect("SimpleTuner, as ComfyUI", "sd3 flux z_image chroma", "diffusion_model.", ends=AB),
     Dialect("SimpleTuner, as ComfyUI", "flux2", "diffusion_model.", names="original", ends=AB),
-    Dialect("SimpleTuner, LyCORIS", "sd1 sd2 sdxl " + FLOW, "lycoris_", kinds=LYCORIS),
     Dialect("diffusers", "sd1 sd2 sdxl", "unet.", DIFFUSERS_TEXTS, ends=OLD, alpha="metadata"),
     Dialect("diffusers", FLOW, "transformer.", DIFFUSERS_TEXTS, ends=AB, kinds=PEFT, alpha="metadata"),
     Dialect("PEFT", "sd1 sd2 sdxl " + FLOW, "base_model.model.", ends=AB, kinds=PEFT, alpha="adapter_config.json"),
@@ -414,6 +417,7 @@ DIALECTS = [
             kinds=(lora, loha, lokr, lokr_whole, oft_of_comfyui, full)),
     Dialect("LyCORIS, in sd-scripts", "sd1 sd2", "lora_unet_", "lora_te_", kinds=LYCORIS),
     Dialect("LyCORIS, in sd-scripts", "sdxl", "lora_unet_", "lora_te1_ lora_te2_", "original", kinds=LYCORIS),
+    Dialect("LyCORIS, alone and in SimpleTuner", "sd1 sd2 sdxl " + FLOW, "lycoris_", kinds=LYCORIS),
 ]  # fmt: skip
 
 
@@ -497,3 +501,15 @@ def test_an_unknown_part_of_a_layer_is_named(prefix: str, family: str, tmp_path:
     save_file({key: torch.ones(2, 2) for key in keys}, tmp_path / "a.safetensors")
     with pytest.raises(ValueError, match=re.escape(f"tensors of a kind that is not known ({keys[2]})")):
         ldm_lite.open_lora(tmp_path / "a.safetensors")
+
+
+def test_the_documented_matrix_is_what_is_tested() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "checkpoints.md").read_text(encoding="utf-8")
+    table = page[page.index("| LoRAs of |") :].split("\n\n")[0].splitlines()[2:]
+    told = {}
+    for line in table:
+        writer, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        told[writer.removesuffix(" sd-scripts")] = [cell == "yes" for cell in cells]
+    writers = {dialect.writer.partition(",")[0] for dialect in DIALECTS}
+    trained = {(dialect.writer.partition(",")[0], family) for dialect, family in CASES}
+    assert told == {writer: [(writer, family) in trained for family in LAYERS] for writer in writers}

@@ -47,8 +47,8 @@ PARTS = (
 # Inside a module's name: not a part of it.
 WRAPPERS = r"\bbase_model\.model\.|\.processor(?=\.|$)|\.base_layer(?=\.|$)|\.modules_to_save(\.\w+)?(?=$)"
 NOT_SUPPORTED = {
-    r"\.oft_[Rs](\.(?!weight$|scaled_oft$)\w+)?$|\.oft_(diag|embedding_R)\b|\.oft_blocks\.": "OFT in another layout than LyCORIS's "
-    "and PEFT's since 0.16",
+    r"\.oft_[Rs](\.(?!weight$|scaled_oft$)\w+)?$|\.oft_(diag|embedding_R)\b|\.oft_blocks\.": "OFT in another layout "
+    "than LyCORIS's and PEFT's since 0.16",
     r"\.lora_E\b|\.ranknum\b": "AdaLoRA",
     r"\bvera_(lambda_[bd]|A|B)\b": "VeRA",
     r"\.trainable_tokens_": "trained tokens",
