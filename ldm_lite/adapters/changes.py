@@ -1,12 +1,12 @@
-"""Kinds of change of a weight besides LoRA: LoHa, LoKr, GLoRA, OFT, BOFT, IA3, and DoRA on top of LoRA, LoHa or LoKr.
+"""Kinds of change of a weight: LoRA, LoHa, LoKr, GLoRA, OFT, BOFT, IA3, and DoRA on top of LoRA, LoHa or LoKr.
 
 Each is made from its parts in a file, as float32 matrices, and tells the shape of the weight that it changes, as far
 as it does: -1 is any size, and the sizes of a convolution's kernel may be part of the second.  LyCORIS's OFT and BOFT
 rotate the rows of a weight, PEFT's the columns, which are those of (out, in * k * k) in a convolution.
 
 Shape letters: r rank, n in * k * k (in for a linear), b size of a block.
-Source: LyCORIS modules/loha.py, lokr.py, glora.py, diag_oft.py, boft.py, ia3.py, functional/general.py; PEFT
-tuners/lora/dora.py, oft/layer.py, boft/layer.py, ia3/layer.py.
+Source: kohya-ss/sd-scripts networks/lora.py; LyCORIS modules/locon.py, loha.py, lokr.py, glora.py, diag_oft.py,
+boft.py, ia3.py, functional/general.py; PEFT tuners/lora/dora.py, oft/layer.py, boft/layer.py, ia3/layer.py.
 """
 
 import math
@@ -44,8 +44,42 @@ def _low_rank_shape(up: Tensor, down: Tensor, core: Tensor | None) -> tuple[int,
     return (len(up), down.shape[1]) if core is None else (up.shape[1], down.shape[1], *core.shape[2:])
 
 
+def _rows(tensor: Tensor) -> Tensor:
+    return tensor.reshape(len(tensor), -1)
+
+
 def _sizes(*parts: Tensor | None) -> str:
     return ", ".join(" x ".join(map(str, part.shape)) for part in parts if part is not None)
+
+
+@dataclass(frozen=True)
+class LoRA:
+    """Adds alpha / r * up @ down, or up * mid * down, to a weight.  Hu et al. 2021, eq. 3."""
+
+    shape: tuple[int, ...]  # of the weight; linears may be stored as 1x1 convolutions
+    factors: tuple[Tensor, Tensor, Tensor | None]  # up (out,r), down (r,n) and None; or as LoHa's, with a core
+    scale: float
+
+    @staticmethod
+    def of(parts: Parts, settings: Settings) -> "LoRA":
+        """Make it from a file's parts: up (out,r,...), down (r,in,...), or those of an embedding, which are transposed.
+
+        The dots are 1 in convolutions, but for the kernel of down, or of mid (r,r,k,k) if there is one.
+        """
+        up, down = (parts["up"], parts["down"]) if "up" in parts else (parts["table_A"].T, parts["table_B"].T)
+        mid, sizes = parts.get("mid"), _sizes(down, up, parts.get("mid"))
+        fits = {up.ndim, down.ndim} <= {2, 4} and up.shape[1] == len(down) and set(up.shape[2:]) <= {1}
+        if mid is not None:
+            fits = fits and mid.ndim == 4 and mid.shape[:2] == (len(down), len(down)) and set(down.shape[2:]) <= {1}
+        if not fits:
+            raise ValueError(f"its parts do not fit together ({sizes}): the file is damaged")
+        shape = (len(up), down.shape[1], *(down if mid is None else mid).shape[2:])
+        up = up.flatten(1) if mid is None else up.flatten(1).T
+        return LoRA(shape, (up, down.flatten(1), mid), settings.alpha(len(down)) / len(down))
+
+    def change(self, parameter: Tensor) -> Tensor:
+        """Return the change, which does not depend on the parameter."""
+        return self.scale * _low_rank(*self.factors).reshape(self.shape)
 
 
 @dataclass(frozen=True)
@@ -61,7 +95,7 @@ class LoHa:
     def of(parts: Parts, settings: Settings) -> "LoHa":
         """Make it from a file's parts."""
         names = [(f"hada_w{i}_a", f"hada_w{i}_b", f"hada_t{i}") for i in (1, 2)]  # OneTrainer's have kernels
-        first, second = ((parts[a].flatten(1), parts[b].flatten(1), parts.get(core)) for a, b, core in names)
+        first, second = ((_rows(parts[a]), _rows(parts[b]), parts.get(core)) for a, b, core in names)
         if (shape := _low_rank_shape(*first)) != _low_rank_shape(*second):
             raise ValueError(f"its parts do not fit together ({_sizes(*first, *second)}): the file is damaged")
         rank = len(first[1])
@@ -117,7 +151,7 @@ class GLoRA:
     @staticmethod
     def of(parts: Parts, settings: Settings) -> "GLoRA":
         """Make it from a file's parts."""
-        a1, a2, b1, b2 = (parts[f"glora_{name}"].flatten(1) for name in ("a1", "a2", "b1", "b2"))
+        a1, a2, b1, b2 = (_rows(parts[f"glora_{name}"]) for name in ("a1", "a2", "b1", "b2"))
         if (core := parts.get("glora_bm")) is not None:
             b1 = b1.T  # as LoHa's
         shape = _low_rank_shape(b1, b2, core)
@@ -337,6 +371,8 @@ class DoRA:
 
 # By the part that tells the kind: all parts that it must have, and those that it may have.
 KINDS: dict[str, tuple[Any, tuple[str, ...], tuple[str, ...]]] = {
+    "up": (LoRA, ("up", "down"), ("mid", "up_b")),
+    "table_A": (LoRA, ("table_A", "table_B"), ()),
     "hada_w1_a": (LoHa, ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b"), ("hada_t1", "hada_t2")),
     "lokr_w": (LoKr, (), ("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b", "lokr_t2")),
     "glora_a1": (GLoRA, ("glora_a1", "glora_a2", "glora_b1", "glora_b2"), ("glora_bm",)),

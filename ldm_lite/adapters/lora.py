@@ -206,7 +206,7 @@ def _read(path: Path, role: str, config: Path | None) -> Lora:
             if told := configs.get(network) or configs.get(""):
                 name = inside if network in configs else dotted[module]
                 settings = Settings(partial(told.alpha_of, name), told.about_module(name))
-            modules[module] = kinds.read_changes(keys_of_parts, file.shapes, file.read, settings)
+            modules[module] = kinds.read_changes(keys_of_parts, file.read, settings)
         except ValueError as error:
             raise ValueError(f"{path}: {dotted[module]} {error}") from error
     return Lora(path.name, modules, tuple(bundled(file)))
