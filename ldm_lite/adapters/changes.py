@@ -39,8 +39,7 @@ def _low_rank_shape(up: Tensor, down: Tensor, core: Tensor | None) -> tuple[int,
     fits = up.ndim == down.ndim == 2 and (
         up.shape[1] == len(down) if core is None else core.ndim == 4 and core.shape[:2] == (len(up), len(down))
     )
-    if not fits:
-        raise ValueError(f"its parts do not fit together ({_sizes(up, down, core)}): the file is damaged")
+    _check(fits, up, down, core)
     return (len(up), down.shape[1]) if core is None else (up.shape[1], down.shape[1], *core.shape[2:])
 
 
@@ -48,8 +47,11 @@ def _rows(tensor: Tensor) -> Tensor:
     return tensor.reshape(len(tensor), -1)
 
 
-def _sizes(*parts: Tensor | None) -> str:
-    return ", ".join(" x ".join(map(str, part.shape)) for part in parts if part is not None)
+def _check(fits: bool, *parts: Tensor | None) -> None:
+    """Raise ValueError, which tells the sizes of the parts, unless they fit together."""
+    if not fits:
+        sizes = ", ".join(" x ".join(map(str, part.shape)) for part in parts if part is not None)
+        raise ValueError(f"its parts do not fit together ({sizes}): the file is damaged")
 
 
 @dataclass(frozen=True)
@@ -67,12 +69,11 @@ class LoRA:
         The dots are 1 in convolutions, but for the kernel of down, or of mid (r,r,k,k) if there is one.
         """
         up, down = (parts["up"], parts["down"]) if "up" in parts else (parts["table_A"].T, parts["table_B"].T)
-        mid, sizes = parts.get("mid"), _sizes(down, up, parts.get("mid"))
+        mid = parts.get("mid")
         fits = {up.ndim, down.ndim} <= {2, 4} and up.shape[1] == len(down) and set(up.shape[2:]) <= {1}
         if mid is not None:
             fits = fits and mid.ndim == 4 and mid.shape[:2] == (len(down), len(down)) and set(down.shape[2:]) <= {1}
-        if not fits:
-            raise ValueError(f"its parts do not fit together ({sizes}): the file is damaged")
+        _check(fits, down, up, mid)
         shape = (len(up), down.shape[1], *(down if mid is None else mid).shape[2:])
         up = up.flatten(1) if mid is None else up.flatten(1).T
         return LoRA(shape, (up, down.flatten(1), mid), settings.alpha(len(down)) / len(down))
@@ -96,8 +97,8 @@ class LoHa:
         """Make it from a file's parts."""
         names = [(f"hada_w{i}_a", f"hada_w{i}_b", f"hada_t{i}") for i in (1, 2)]  # OneTrainer's have kernels
         first, second = ((_rows(parts[a]), _rows(parts[b]), parts.get(core)) for a, b, core in names)
-        if (shape := _low_rank_shape(*first)) != _low_rank_shape(*second):
-            raise ValueError(f"its parts do not fit together ({_sizes(*first, *second)}): the file is damaged")
+        shape = _low_rank_shape(*first)
+        _check(shape == _low_rank_shape(*second), *first, *second)
         rank = len(first[1])
         return LoHa(shape, first, second, settings.alpha(rank) / rank)
 
@@ -128,8 +129,7 @@ class LoKr:
             factors.append(_low_rank(up, down, core))
             rank = rank or len(down)
         first, second = factors
-        if first.ndim != 2 or second.ndim not in (2, 4):
-            raise ValueError(f"its parts do not fit together ({_sizes(first, second)}): the file is damaged")
+        _check(first.ndim == 2 and second.ndim in (2, 4), first, second)
         (a, c), (b, d, *kernel) = first.shape, second.shape
         return LoKr((a * b, c * d, *kernel), first, second, settings.alpha(rank) / (rank or 1))
 
@@ -155,8 +155,7 @@ class GLoRA:
         if (core := parts.get("glora_bm")) is not None:
             b1 = b1.T  # as LoHa's
         shape = _low_rank_shape(b1, b2, core)
-        if _low_rank_shape(a1, a2, None) != (a2.shape[1], a2.shape[1]):
-            raise ValueError(f"its parts do not fit together ({_sizes(a1, a2)}): the file is damaged")
+        _check(_low_rank_shape(a1, a2, None) == (a2.shape[1], a2.shape[1]), a1, a2)
         return GLoRA(shape, (a1, a2), (b1, b2, core), settings.alpha(len(a2)) / len(a2))
 
     def change(self, parameter: Tensor) -> Tensor:
@@ -182,8 +181,7 @@ class OFT:
         size = blocks.shape[-1]
         rows = blocks.shape[-3] * size if blocks.ndim in (3, 4) and blocks.shape[-2] == size else 0
         stages = blocks.ndim == 3 or (size % 2 == 0 and rows % 2 ** len(blocks) == 0)
-        if not rows or not stages or (rescale is not None and rescale.numel() != rows):
-            raise ValueError(f"its parts do not fit together ({_sizes(blocks, rescale)}): the file is damaged")
+        _check(rows > 0 and stages and (rescale is None or rescale.numel() == rows), blocks, rescale)
         limit = float(parts["alpha"]) if "alpha" in parts else 0.0
         return OFT((rows, -1), blocks, rescale, limit if settings.peft.get("writer") == "ComfyUI" else limit * rows)
 
@@ -252,8 +250,7 @@ class ColumnOFT:
         about, angles = settings.peft, parts["oft_R"]
         terms = about.get("num_cayley_neumann_terms", TERMS) if about.get("use_cayley_neumann", True) else None
         size = (1 + math.isqrt(1 + 8 * angles.shape[-1])) // 2
-        if angles.ndim != 2 or size * (size - 1) // 2 != angles.shape[1]:
-            raise ValueError(f"its parts do not fit together ({_sizes(angles)}): the file is damaged")
+        _check(angles.ndim == 2 and size * (size - 1) // 2 == angles.shape[1], angles)
         angles = angles / (2 * math.sqrt(size - 1)) if "scaled_oft" in parts else angles
         columns = -size if len(angles) == 1 else len(angles) * size
         limit = about.get("eps", 6e-5) if about.get("coft") else None
@@ -288,8 +285,8 @@ class ColumnBOFT:
         blocks, scales = parts["boft_R"], parts["boft_s"]
         stages = len(blocks)
         fits = blocks.ndim == 4 and blocks.shape[2] == blocks.shape[3] and max(scales.shape) == scales.numel()
-        if not fits or (stages > 1 and (blocks.shape[2] % 2 or blocks.shape[1] % 2 ** (stages - 1))):
-            raise ValueError(f"its parts do not fit together ({_sizes(blocks, scales)}): the file is damaged")
+        in_stages = fits and (stages == 1 or (blocks.shape[2] % 2 == 0 and blocks.shape[1] % 2 ** (stages - 1) == 0))
+        _check(in_stages, blocks, scales)
         return ColumnBOFT((scales.numel(), blocks.shape[1] * blocks.shape[-1]), blocks, scales.flatten())
 
     def change(self, parameter: Tensor) -> Tensor:
@@ -356,8 +353,7 @@ class DoRA:
         of_columns = "magnitude" not in parts and lengths.ndim > 1 and len(lengths) == 1 < lengths.shape[1]
         of_columns = of_columns or "table_A" in parts  # of an embedding
         wanted = inner.shape[1 if of_columns else 0]  # columns may be times the positions of a kernel
-        if wanted % lengths.numel() or (not of_columns and wanted != lengths.numel()):
-            raise ValueError(f"its parts do not fit together ({_sizes(lengths)} lengths): the file is damaged")
+        _check(wanted % lengths.numel() == 0 and (of_columns or wanted == lengths.numel()), lengths)
         return DoRA(tuple(inner.shape), inner, lengths.flatten(), of_columns)
 
     def change(self, parameter: Tensor) -> Tensor:

@@ -296,10 +296,8 @@ def _matched(
             raise ValueError(f"{lora.name}: changes {'.'.join(place)} twice, as {first} and {name}")
         for parameter, change in changes.items():
             target = places[place].get(parameter)
-            if target is None and getattr(change, "optional", False):
-                continue
             if target is None:
-                missing.append(f"the {parameter} of {name}")
+                missing += [f"the {parameter} of {name}"] * (not getattr(change, "optional", False))
             elif not kinds.fits(change.shape, target.shape):
                 theirs, ours = (
                     " x ".join("any" if n == -1 else f"a multiple of {-n}" if n < 0 else str(n) for n in shape)
