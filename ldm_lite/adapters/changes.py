@@ -1,12 +1,12 @@
-"""Kinds of change of a weight besides LoRA: LoHa, LoKr, GLoRA, OFT, BOFT, IA3, and DoRA on top of LoRA, LoHa or LoKr.
+"""Kinds of change of a weight: LoRA, LoHa, LoKr, GLoRA, OFT, BOFT, IA3, and DoRA on top of LoRA, LoHa or LoKr.
 
 Each is made from its parts in a file, as float32 matrices, and tells the shape of the weight that it changes, as far
 as it does: -1 is any size, and the sizes of a convolution's kernel may be part of the second.  LyCORIS's OFT and BOFT
 rotate the rows of a weight, PEFT's the columns, which are those of (out, in * k * k) in a convolution.
 
 Shape letters: r rank, n in * k * k (in for a linear), b size of a block.
-Source: LyCORIS modules/loha.py, lokr.py, glora.py, diag_oft.py, boft.py, ia3.py, functional/general.py; PEFT
-tuners/lora/dora.py, oft/layer.py, boft/layer.py, ia3/layer.py.
+Source: kohya-ss/sd-scripts networks/lora.py; LyCORIS modules/locon.py, loha.py, lokr.py, glora.py, diag_oft.py,
+boft.py, ia3.py, functional/general.py; PEFT tuners/lora/dora.py, oft/layer.py, boft/layer.py, ia3/layer.py.
 """
 
 import math
@@ -25,7 +25,7 @@ class Settings:
     """What a configuration tells of a module beside the file's tensors."""
 
     alpha: Callable[[int], float]  # rank -> alpha; 0 -> the scale, where no factor has a rank
-    peft: Mapping[str, Any]  # settings of PEFT, by name
+    peft: Mapping[str, Any]  # settings of PEFT, by name; without them "writer": "ComfyUI", or None for others
 
 
 def _low_rank(up: Tensor, down: Tensor, core: Tensor | None) -> Tensor:
@@ -39,13 +39,48 @@ def _low_rank_shape(up: Tensor, down: Tensor, core: Tensor | None) -> tuple[int,
     fits = up.ndim == down.ndim == 2 and (
         up.shape[1] == len(down) if core is None else core.ndim == 4 and core.shape[:2] == (len(up), len(down))
     )
-    if not fits:
-        raise ValueError(f"its parts do not fit together ({_sizes(up, down, core)}): the file is damaged")
+    _check(fits, up, down, core)
     return (len(up), down.shape[1]) if core is None else (up.shape[1], down.shape[1], *core.shape[2:])
 
 
-def _sizes(*parts: Tensor | None) -> str:
-    return ", ".join(" x ".join(map(str, part.shape)) for part in parts if part is not None)
+def _rows(tensor: Tensor) -> Tensor:
+    return tensor.reshape(len(tensor), -1)
+
+
+def _check(fits: bool, *parts: Tensor | None) -> None:
+    """Raise ValueError, which tells the sizes of the parts, unless they fit together."""
+    if not fits:
+        sizes = ", ".join(" x ".join(map(str, part.shape)) for part in parts if part is not None)
+        raise ValueError(f"its parts do not fit together ({sizes}): the file is damaged")
+
+
+@dataclass(frozen=True)
+class LoRA:
+    """Adds alpha / r * up @ down, or up * mid * down, to a weight.  Hu et al. 2021, eq. 3."""
+
+    shape: tuple[int, ...]  # of the weight; linears may be stored as 1x1 convolutions
+    factors: tuple[Tensor, Tensor, Tensor | None]  # up (out,r), down (r,n) and None; or as LoHa's, with a core
+    scale: float
+
+    @staticmethod
+    def of(parts: Parts, settings: Settings) -> "LoRA":
+        """Make it from a file's parts: up (out,r,...), down (r,in,...), or those of an embedding, which are transposed.
+
+        The dots are 1 in convolutions, but for the kernel of down, or of mid (r,r,k,k) if there is one.
+        """
+        up, down = (parts["up"], parts["down"]) if "up" in parts else (parts["table_A"].T, parts["table_B"].T)
+        mid = parts.get("mid")
+        fits = {up.ndim, down.ndim} <= {2, 4} and up.shape[1] == len(down) and set(up.shape[2:]) <= {1}
+        if mid is not None:
+            fits = fits and mid.ndim == 4 and mid.shape[:2] == (len(down), len(down)) and set(down.shape[2:]) <= {1}
+        _check(fits, down, up, mid)
+        shape = (len(up), down.shape[1], *(down if mid is None else mid).shape[2:])
+        up = up.flatten(1) if mid is None else up.flatten(1).T
+        return LoRA(shape, (up, down.flatten(1), mid), settings.alpha(len(down)) / len(down))
+
+    def change(self, parameter: Tensor) -> Tensor:
+        """Return the change, which does not depend on the parameter."""
+        return self.scale * _low_rank(*self.factors).reshape(self.shape)
 
 
 @dataclass(frozen=True)
@@ -60,9 +95,10 @@ class LoHa:
     @staticmethod
     def of(parts: Parts, settings: Settings) -> "LoHa":
         """Make it from a file's parts."""
-        first, second = ((parts[f"hada_w{i}_a"], parts[f"hada_w{i}_b"], parts.get(f"hada_t{i}")) for i in (1, 2))
-        if (shape := _low_rank_shape(*first)) != _low_rank_shape(*second):
-            raise ValueError(f"its parts do not fit together ({_sizes(*first, *second)}): the file is damaged")
+        names = [(f"hada_w{i}_a", f"hada_w{i}_b", f"hada_t{i}") for i in (1, 2)]  # OneTrainer's have kernels
+        first, second = ((_rows(parts[a]), _rows(parts[b]), parts.get(core)) for a, b, core in names)
+        shape = _low_rank_shape(*first)
+        _check(shape == _low_rank_shape(*second), *first, *second)
         rank = len(first[1])
         return LoHa(shape, first, second, settings.alpha(rank) / rank)
 
@@ -93,8 +129,7 @@ class LoKr:
             factors.append(_low_rank(up, down, core))
             rank = rank or len(down)
         first, second = factors
-        if first.ndim != 2 or second.ndim not in (2, 4):
-            raise ValueError(f"its parts do not fit together ({_sizes(first, second)}): the file is damaged")
+        _check(first.ndim == 2 and second.ndim in (2, 4), first, second)
         (a, c), (b, d, *kernel) = first.shape, second.shape
         return LoKr((a * b, c * d, *kernel), first, second, settings.alpha(rank) / (rank or 1))
 
@@ -116,12 +151,11 @@ class GLoRA:
     @staticmethod
     def of(parts: Parts, settings: Settings) -> "GLoRA":
         """Make it from a file's parts."""
-        a1, a2, b1, b2 = (parts[f"glora_{name}"].flatten(1) for name in ("a1", "a2", "b1", "b2"))
+        a1, a2, b1, b2 = (_rows(parts[f"glora_{name}"]) for name in ("a1", "a2", "b1", "b2"))
         if (core := parts.get("glora_bm")) is not None:
             b1 = b1.T  # as LoHa's
         shape = _low_rank_shape(b1, b2, core)
-        if _low_rank_shape(a1, a2, None) != (a2.shape[1], a2.shape[1]):
-            raise ValueError(f"its parts do not fit together ({_sizes(a1, a2)}): the file is damaged")
+        _check(_low_rank_shape(a1, a2, None) == (a2.shape[1], a2.shape[1]), a1, a2)
         return GLoRA(shape, (a1, a2), (b1, b2, core), settings.alpha(len(a2)) / len(a2))
 
     def change(self, parameter: Tensor) -> Tensor:
@@ -142,14 +176,14 @@ class OFT:
 
     @staticmethod
     def of(parts: Parts, settings: Settings) -> "OFT":
-        """Make it from a file's parts, whose alpha is the limit, divided by the number of rows."""
+        """Make it from a file's parts, whose alpha is the limit, divided by the number of rows but in ComfyUI."""
         blocks, rescale = parts["oft_blocks"], parts.get("rescale")
         size = blocks.shape[-1]
         rows = blocks.shape[-3] * size if blocks.ndim in (3, 4) and blocks.shape[-2] == size else 0
         stages = blocks.ndim == 3 or (size % 2 == 0 and rows % 2 ** len(blocks) == 0)
-        if not rows or not stages or (rescale is not None and rescale.numel() != rows):
-            raise ValueError(f"its parts do not fit together ({_sizes(blocks, rescale)}): the file is damaged")
-        return OFT((rows, -1), blocks, rescale, float(parts["alpha"]) * rows if "alpha" in parts else 0.0)
+        _check(rows > 0 and stages and (rescale is None or rescale.numel() == rows), blocks, rescale)
+        limit = float(parts["alpha"]) if "alpha" in parts else 0.0
+        return OFT((rows, -1), blocks, rescale, limit if settings.peft.get("writer") == "ComfyUI" else limit * rows)
 
     def change(self, parameter: Tensor) -> Tensor:
         """Return the change of a weight."""
@@ -205,17 +239,22 @@ class ColumnOFT:
     angles: Tensor  # (n/b,b*(b-1)/2) or, for all blocks, (1,b*(b-1)/2): the upper triangles of Q
     limit: float | None  # of the norm of Q, times the root of the number of blocks: COFT
     terms: int | None  # of the Neumann series of (I - Q) (I + Q)^-1; None = exactly
+    kernels_turn_back: bool  # in convolutions the rotations are transposed
 
     @staticmethod
     def of(parts: Parts, settings: Settings) -> "ColumnOFT":
-        """Make it from a file's parts; the configuration tells the limit and the series."""
+        """Make it from a file's parts; the configuration tells the limit and the series.
+
+        OneTrainer writes none, may divide the angles, and transposes the rotations of convolutions.
+        """
         about, angles = settings.peft, parts["oft_R"]
         terms = about.get("num_cayley_neumann_terms", TERMS) if about.get("use_cayley_neumann", True) else None
         size = (1 + math.isqrt(1 + 8 * angles.shape[-1])) // 2
-        if angles.ndim != 2 or size * (size - 1) // 2 != angles.shape[1]:
-            raise ValueError(f"its parts do not fit together ({_sizes(angles)}): the file is damaged")
+        _check(angles.ndim == 2 and size * (size - 1) // 2 == angles.shape[1], angles)
+        angles = angles / (2 * math.sqrt(size - 1)) if "scaled_oft" in parts else angles
         columns = -size if len(angles) == 1 else len(angles) * size
-        return ColumnOFT((-1, columns), size, angles, about.get("eps", 6e-5) if about.get("coft") else None, terms)
+        limit = about.get("eps", 6e-5) if about.get("coft") else None
+        return ColumnOFT((-1, columns), size, angles, limit, terms, kernels_turn_back="writer" in about)
 
     def change(self, parameter: Tensor) -> Tensor:
         """Return the change of a weight."""
@@ -224,6 +263,7 @@ class ColumnOFT:
         rows, upper = torch.triu_indices(size, size, 1)
         skew[:, rows, upper] = self.angles.float().to(parameter.device)
         skew = skew - skew.transpose(1, 2)
+        skew = -skew if self.kernels_turn_back and parameter.ndim == 4 else skew
         if self.limit is not None:
             most = self.limit / math.sqrt(len(skew))
             skew = skew * (most / skew.flatten(1).norm(dim=1).clamp(min=most)).view(-1, 1, 1)
@@ -245,8 +285,8 @@ class ColumnBOFT:
         blocks, scales = parts["boft_R"], parts["boft_s"]
         stages = len(blocks)
         fits = blocks.ndim == 4 and blocks.shape[2] == blocks.shape[3] and max(scales.shape) == scales.numel()
-        if not fits or (stages > 1 and (blocks.shape[2] % 2 or blocks.shape[1] % 2 ** (stages - 1))):
-            raise ValueError(f"its parts do not fit together ({_sizes(blocks, scales)}): the file is damaged")
+        in_stages = fits and (stages == 1 or (blocks.shape[2] % 2 == 0 and blocks.shape[1] % 2 ** (stages - 1) == 0))
+        _check(in_stages, blocks, scales)
         return ColumnBOFT((scales.numel(), blocks.shape[1] * blocks.shape[-1]), blocks, scales.flatten())
 
     def change(self, parameter: Tensor) -> Tensor:
@@ -313,8 +353,7 @@ class DoRA:
         of_columns = "magnitude" not in parts and lengths.ndim > 1 and len(lengths) == 1 < lengths.shape[1]
         of_columns = of_columns or "table_A" in parts  # of an embedding
         wanted = inner.shape[1 if of_columns else 0]  # columns may be times the positions of a kernel
-        if wanted % lengths.numel() or (not of_columns and wanted != lengths.numel()):
-            raise ValueError(f"its parts do not fit together ({_sizes(lengths)} lengths): the file is damaged")
+        _check(wanted % lengths.numel() == 0 and (of_columns or wanted == lengths.numel()), lengths)
         return DoRA(tuple(inner.shape), inner, lengths.flatten(), of_columns)
 
     def change(self, parameter: Tensor) -> Tensor:
@@ -328,12 +367,14 @@ class DoRA:
 
 # By the part that tells the kind: all parts that it must have, and those that it may have.
 KINDS: dict[str, tuple[Any, tuple[str, ...], tuple[str, ...]]] = {
+    "up": (LoRA, ("up", "down"), ("mid", "up_b")),
+    "table_A": (LoRA, ("table_A", "table_B"), ()),
     "hada_w1_a": (LoHa, ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b"), ("hada_t1", "hada_t2")),
     "lokr_w": (LoKr, (), ("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b", "lokr_t2")),
     "glora_a1": (GLoRA, ("glora_a1", "glora_a2", "glora_b1", "glora_b2"), ("glora_bm",)),
     "oft_blocks": (OFT, ("oft_blocks",), ("rescale",)),
     "on_input": (IA3, ("on_input", "ia3"), ()),
-    "oft_R": (ColumnOFT, ("oft_R",), ()),  # PEFT's, from here on
+    "oft_R": (ColumnOFT, ("oft_R",), ("scaled_oft",)),  # PEFT's, from here on
     "boft_R": (ColumnBOFT, ("boft_R", "boft_s"), ()),
     "ia3_l": (IA3, ("ia3_l",), ()),
 }

@@ -1,9 +1,7 @@
 """What the keys of an adapter file mean: the kinds of change of a module's weight or bias, and their parts.
 
 A key is the name of a module and one of PARTS.  read_changes() checks the parts of a module and makes its changes.
-Shape letters: r rank, k kernel size.
-Source: kohya-ss/sd-scripts networks/lora.py; LyCORIS modules/locon.py, norms.py and full.py; PEFT tuners/lora/layer.py.
-Other kinds, of LyCORIS and PEFT, are in changes.py.
+Source: LyCORIS modules/norms.py and full.py; PEFT tuners/lora/layer.py.  The other kinds are in changes.py.
 """
 
 import math
@@ -16,9 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ldm_lite.adapters.changes import PARTS as CHANGE_PARTS
-from ldm_lite.adapters.changes import DoRA, LoHa, LoKr, Settings, make_changes
-from ldm_lite.core.layers import Shapes
+from ldm_lite.adapters.changes import DoRA, LoHa, LoKr, LoRA, Settings, make_changes
 
 # The end of a key -> which part of its module's changes the tensor is; the first pattern that fits.
 PARTS = (
@@ -30,6 +26,7 @@ PARTS = (
     (r"(?:_lora|\.lora|\.lora_linear_layer)\.(down|up)\.weight$", r"\1"),  # diffusers before PEFT
     (r"\.(hada_(?:w[12]_[ab]|t[12])|lokr_(?:w[12](?:_[ab])?|t2))$", r"\1"),  # LyCORIS: LoHa, LoKr
     (r"\.(oft_blocks|rescale|on_input|dora_scale)$", r"\1"),
+    (r"\.oft_R\.(scaled_oft)$", r"\1"),  # OneTrainer
     (r"\.(oft_R)(?:\.\w+)?\.weight$", r"\1"),  # PEFT: OFT, BOFT, IA3
     (r"\.(boft_[Rs]|ia3_l)(?:\.(?!weight$)\w+)?$", r"\1"),
     (r"\.([ab][12]|bm)\.weight$", r"glora_\1"),
@@ -46,8 +43,8 @@ PARTS = (
 # Inside a module's name: not a part of it.
 WRAPPERS = r"\bbase_model\.model\.|\.processor(?=\.|$)|\.base_layer(?=\.|$)|\.modules_to_save(\.\w+)?(?=$)"
 NOT_SUPPORTED = {
-    r"\.oft_[Rs](\.(?!weight$)\w+)?$|\.oft_(diag|embedding_R)\b|\.oft_blocks\.": "OFT in another layout than LyCORIS's "
-    "and PEFT's since 0.16",
+    r"\.oft_[Rs](\.(?!weight$|scaled_oft$)\w+)?$|\.oft_(diag|embedding_R)\b|\.oft_blocks\.": "OFT in another layout "
+    "than LyCORIS's and PEFT's since 0.16",
     r"\.lora_E\b|\.ranknum\b": "AdaLoRA",
     r"\bvera_(lambda_[bd]|A|B)\b": "VeRA",
     r"\.trainable_tokens_": "trained tokens",
@@ -57,8 +54,9 @@ NOT_SUPPORTED = {
 SUPPORTED = "LoRA, DoRA, LoHa, LoKr, GLoRA, OFT, BOFT, IA3, full differences, norms and biases are"
 # A key that names a module: what it would change must not be left out.
 OF_A_MODULE = (
-    r"^(lora|lycoris|unet|transformer|text_encoders?|te\d?|diffusion_model|model|base_model|cond_stage_model|conditioner"
-    r"|text_model|encoder|(down|up|mid|input|output|middle)_blocks?)[_.\d]"
+    r"^(lora|oft|lycoris|unet|transformer|text_encoders?|te\d?|diffusion_model|model|base_model|cond_stage_model"
+    r"|conditioner|text_model|encoder|layers|(down|up|mid|input|output|middle|double|single|joint)_blocks?"
+    r"|single_transformer|(noise|context)_refiner)[_.\d]"
 )
 
 
@@ -73,30 +71,6 @@ class Change(Protocol):
     def change(self, parameter: Tensor) -> Tensor:
         """Return the change of a parameter, given in float32, at weight 1: float32, of `shape`."""
         ...
-
-
-@dataclass(frozen=True)
-class LoraWeights:
-    """Adds alpha / r * up @ down, or up * mid * down, to a weight.  Hu et al. 2021, eq. 3."""
-
-    up: Tensor  # (out,r) or (out,r,1,1)
-    down: Tensor  # (r,in) or (r,in,k,k); (r,in,1,1) with mid
-    mid: Tensor | None  # (r,r,k,k)
-    alpha: float
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the weight; linears may be stored as 1x1 convolutions."""
-        return (len(self.up), self.down.shape[1], *(self.down if self.mid is None else self.mid).shape[2:])
-
-    def change(self, parameter: Tensor) -> Tensor:
-        """Return the change, which does not depend on the parameter."""
-        up, down = self.up.float().flatten(1), self.down.float().flatten(1)
-        if self.mid is None:
-            change = (up @ down).reshape(self.shape)
-        else:
-            change = torch.einsum("om,mnkl,ni->oikl", up, self.mid.float(), down)
-        return change * (self.alpha / len(down))
 
 
 @dataclass(frozen=True)
@@ -137,6 +111,7 @@ WHOLE: tuple[tuple[str, str, Callable[[Tensor], Change]], ...] = (  # parts that
     *(("diff", "weight", Difference), ("diff_b", "bias", Difference)),
     *(("value", "weight", Value), ("value_b", "bias", Value), ("value_s", "scale", partial(Value, always=True))),
 )
+MARKS = ("alpha", "on_input", "scaled_oft")  # single numbers, of any type
 Changes = Mapping[str, Change]  # "weight" or "bias" -> its change
 
 
@@ -174,19 +149,12 @@ def check_keys(keys: Sequence[str]) -> list[str]:
     return unknown
 
 
-def read_changes(
-    parts: Mapping[str, str], shapes: Shapes, read: Callable[[str], Tensor], settings: Settings
-) -> Changes:
+def read_changes(parts: Mapping[str, str], read: Callable[[str], Tensor], settings: Settings) -> Changes:
     """Make the changes of one module from the keys of its parts; settings tell alpha if no tensor does.
 
-    Raises ValueError, before anything is read, if parts are missing or have shapes that do not fit together, and then
-    for tensors that are no numbers.
+    Raises ValueError if parts are missing or do not fit together, and for tensors that are no numbers.
     """
-    at = {part: shapes[key] for part, key in parts.items()}
-    _check_shapes(at)
-    tensors = {part: _numbers(part, read(key)) for part, key in parts.items()}
-    if "table_A" in tensors:  # of an embedding, whose weight PEFT transposes
-        tensors |= {"up": tensors["table_A"].T, "down": tensors["table_B"].T}
+    tensors = {part: _checked(part, read(key)) for part, key in parts.items()}
 
     def alpha_of(rank: int) -> float:
         if "alpha" not in tensors:
@@ -194,23 +162,20 @@ def read_changes(
         return float(tensors["alpha"]) or float(rank) if rank else 1.0
 
     changes: dict[str, Change] = make_changes(tensors, Settings(alpha_of, settings.peft))
-    if "up" in tensors:
-        if changes:
-            raise ValueError("changes its weight twice: the file is damaged")
-        rank = len(tensors["down"])
-        alpha = alpha_of(rank)
-        changes["weight"] = LoraWeights(tensors["up"], tensors["down"], tensors.get("mid"), alpha)
-        if "up_b" in tensors:
-            changes["bias"] = Difference(tensors["up_b"], alpha / rank)
     for part, parameter, kind in WHOLE:
         if part in tensors:
             if parameter in changes:
                 raise ValueError(f"changes its {parameter} twice: the file is damaged")
             changes[parameter] = kind(tensors[part])
+    if not changes:
+        raise ValueError("lacks its up and down weights: the file is damaged")
+    weight = changes.get("weight")
+    if "up_b" in tensors and isinstance(weight, LoRA):
+        changes["bias"] = Difference(tensors["up_b"], weight.scale)
     if tensors.keys() & {"dora_scale", "magnitude"}:
-        if not isinstance(changes.get("weight"), LoraWeights | LoHa | LoKr):
+        if not isinstance(weight, LoRA | LoHa | LoKr):
             raise ValueError("has the lengths of DoRA without a LoRA, LoHa or LoKr: the file is damaged")
-        changes["weight"] = DoRA.around(changes["weight"], tensors)
+        changes["weight"] = DoRA.around(weight, tensors)
     return changes
 
 
@@ -228,42 +193,14 @@ def fits(change: tuple[int, ...], shape: Sequence[int]) -> bool:
     return wanted in (plain, flat)
 
 
-def _check_shapes(at: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise ValueError if the parts of a module do not fit together."""
-    for part, shape in at.items():
-        if part not in ("alpha", "on_input") and (not shape or 0 in shape):
-            size = " x ".join(map(str, shape)) or "a single number"
-            raise ValueError(f"its part {part} is {size}, wanted a tensor: the file is damaged")
-    if math.prod(at.get("alpha", ())) != 1:
-        raise ValueError(f"its alpha has {math.prod(at['alpha'])} elements, wanted one: the file is damaged")
-    of_pair = [pair for pair in (("up", "down"), ("table_A", "table_B")) if pair[0] in at or pair[1] in at]
-    if not of_pair and not at.keys() & ({part for part, _, _ in WHOLE} | CHANGE_PARTS):
-        raise ValueError("lacks its up and down weights: the file is damaged")
-    if (lacking := {"mid", "up_b"} & at.keys()) and "up" not in at:
-        raise ValueError(f"has the part {min(lacking)} without an up weight: the file is damaged")
-    for pair in of_pair:
-        if pair[0] not in at or pair[1] not in at:
-            raise ValueError("lacks its up or down weight: the file is damaged")
-        up, down = (at[part] if part in ("up", "down") else at[part][::-1] for part in pair)
-        mid = at.get("mid")
-        fits = {len(up), len(down)} <= {2, 4} and up[1] == down[0] and len(of_pair) == 1
-        if mid is not None:  # the only one with a kernel
-            fits = fits and len(mid) == 4 and mid[:2] == (up[1], down[0]) and set(down[2:]) <= {1}
-        if not fits or not set(up[2:]) <= {1}:
-            sizes = ", ".join(f"{part} {' x '.join(map(str, shape))}" for part, shape in at.items() if shape)
-            raise ValueError(f"its parts do not fit together ({sizes}): the file is damaged")
-
-
-def _numbers(part: str, tensor: Tensor) -> Tensor:
-    """Return a tensor.  Raises ValueError if it holds no real numbers, or ones that are not finite."""
-    whole = part in ("alpha", "on_input") and tensor.dtype in (
-        torch.int64,
-        torch.int32,
-        torch.int16,
-        torch.int8,
-        torch.uint8,
-    )
-    if not whole and not tensor.is_floating_point():
+def _checked(part: str, tensor: Tensor) -> Tensor:
+    """Return a tensor.  Raises ValueError if it is empty, or holds no real numbers or ones that are not finite."""
+    if part in MARKS and tensor.numel() != 1:
+        raise ValueError(f"its {part} has {tensor.numel()} elements, wanted one: the file is damaged")
+    if part not in MARKS and (not tensor.ndim or not tensor.numel()):
+        size = " x ".join(map(str, tensor.shape)) or "a single number"
+        raise ValueError(f"its part {part} is {size}, wanted a tensor: the file is damaged")
+    if part not in MARKS and not tensor.is_floating_point():
         raise ValueError(f"its part {part} is {str(tensor.dtype).removeprefix('torch.')}, wanted floating point")
     if not torch.isfinite(tensor.float()).all():
         raise ValueError(f"its part {part} holds NaN or infinity: the file is damaged")

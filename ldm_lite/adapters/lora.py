@@ -56,7 +56,7 @@ log = logging.getLogger("ldm_lite")
 PREFIXES = {
     "unet": (
         *("lora_unet_", "unet_", "lycoris_", "diffusion_model_", "model_diffusion_model_", ""),
-        *("transformer_", "lora_transformer_"),
+        *("transformer_", "lora_transformer_", "oft_unet_"),
     ),
     "text_encoder": (
         *("lora_te_", "lora_te1_", "text_encoder_", "text_encoders_clip_l_transformer_", ""),
@@ -66,9 +66,9 @@ PREFIXES = {
     "text_encoder_2": (
         *("lora_te2_", "text_encoder_2_", "text_encoders_clip_g_transformer_", "conditioner_embedders_1_model_", ""),
     ),
-    "text_encoder_3": (),
+    "text_encoder_3": ("text_encoder_3_",),
 }
-OF_T5 = ("lora_te3_", "text_encoders_t5xxl_transformer_")  # which is the second or the third encoder
+OF_T5 = ("lora_te3_", "text_encoders_t5xxl_transformer_")  # whichever of a model's encoders it is
 
 
 def targets(network: nn.Module) -> dict[str, dict[str, Target]]:
@@ -129,7 +129,7 @@ def file_names(role: str, network: nn.Module) -> dict[str, list[str]]:
         names += [re.sub(r"to_out\.0$", "to_out", name) for name in names]  # older names of diffusers
         names += [re.sub(r"self_attn\.(\w+)_proj$", r"self_attn.to_\1", name) for name in names]
         flat = [name.replace(".", "_") for name in dict.fromkeys(names)]
-        prefixes = (*OF_T5, f"{role}_") if isinstance(network, T5Encoder) else PREFIXES[role]
+        prefixes = (*OF_T5, *PREFIXES[role]) if isinstance(network, T5Encoder) else PREFIXES[role]
         spellings[module] = [prefix + name for prefix in prefixes for name in flat]
     return spellings
 
@@ -199,12 +199,14 @@ def _read(path: Path, role: str, config: Path | None) -> Lora:
     modules = {}
     for module, keys_of_parts in parts.items():
         try:
-            settings = Settings(lambda rank: float(rank or 1), {})  # without a configuration of PEFT alpha is the rank
+            # Without a configuration of PEFT alpha is the rank, and who wrote the file is told by its names.
+            writer = "ComfyUI" if dotted[module].startswith("diffusion_model.") else None
+            settings = Settings(lambda rank: float(rank or 1), {"writer": writer})
             network, _, inside = dotted[module].partition(".")
             if told := configs.get(network) or configs.get(""):
                 name = inside if network in configs else dotted[module]
                 settings = Settings(partial(told.alpha_of, name), told.about_module(name))
-            modules[module] = kinds.read_changes(keys_of_parts, file.shapes, file.read, settings)
+            modules[module] = kinds.read_changes(keys_of_parts, file.read, settings)
         except ValueError as error:
             raise ValueError(f"{path}: {dotted[module]} {error}") from error
     return Lora(path.name, modules, tuple(bundled(file)))
@@ -294,10 +296,8 @@ def _matched(
             raise ValueError(f"{lora.name}: changes {'.'.join(place)} twice, as {first} and {name}")
         for parameter, change in changes.items():
             target = places[place].get(parameter)
-            if target is None and getattr(change, "optional", False):
-                continue
             if target is None:
-                missing.append(f"the {parameter} of {name}")
+                missing += [f"the {parameter} of {name}"] * (not getattr(change, "optional", False))
             elif not kinds.fits(change.shape, target.shape):
                 theirs, ours = (
                     " x ".join("any" if n == -1 else f"a multiple of {-n}" if n < 0 else str(n) for n in shape)

@@ -25,6 +25,7 @@ SD3 = replace(
     title="Stable Diffusion 3 medium",
     unet=RELEASED["sd3_medium"],
     vae=KL_F8_16,
+    vae_file="stabilityai/stable-diffusion-3.5-medium/vae/diffusion_pytorch_model.safetensors",
     text_encoders=(replace(CLIP_L, skip=1, norm=False), OPEN_CLIP_G, T5_XXL),
     optional=(T5_XXL,),
     conditioner="sd3",

@@ -169,7 +169,7 @@ def test_alpha_of_pefts_metadata(tmp_path: Path, small: Pipeline) -> None:
     assert torch.allclose(weight - before, 0.5 * 6 / 2 * up @ down, atol=1e-5)
     second = {key.replace("text_encoder", "text_encoder_2"): value for key, value in tensors.items()}
     lora = write(tmp_path / "a.safetensors", second, lora_adapter_metadata=json.dumps(about))
-    assert [changes["weight"].alpha for changes in lora.modules.values()] == [9]
+    assert [changes["weight"].scale for changes in lora.modules.values()] == [9 / 2]
 
 
 @pytest.mark.parametrize(
@@ -285,9 +285,9 @@ def test_mistakes_are_one_line(tmp_path: Path, small: Pipeline, small_path: Path
             {f"x{key}": value for key, value in wide.items()},
             r"none of its 1 modules is in this model \(has xlora_unet_",
         ),
-        ({f"{name}.lora_up.weight": torch.ones(2, 2)}, "lacks its up or down weight: the file is damaged"),
+        ({f"{name}.lora_up.weight": torch.ones(2, 2)}, "lacks its part down: the file is damaged"),
         ({f"{name}.hada_w1_a": torch.ones(2, 2)}, "lacks its part hada_w1_b: the file is damaged"),
-        (wide | {f"{name}.dora_scale": torch.ones(2)}, r"its parts do not fit together \(2 lengths\)"),
+        (wide | {f"{name}.dora_scale": torch.ones(2)}, r"its parts do not fit together \(2\)"),
         ({f"{name}.vera_lambda_b": torch.ones(2)}, "holds VeRA, which is not supported"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -155,14 +155,14 @@ def test_on_the_hub(tmp_path: Path, small: Pipeline, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(hub, "download", lambda repository, file: tmp_path / file)
     for source in ("o/r", "o/r/sub", "o/r/adapter_model.safetensors", "o/r/sub/adapter_model.safetensors"):
         [changes] = ldm_lite.open_lora(source).modules.values()
-        assert changes["weight"].alpha == 6
+        assert changes["weight"].scale == 3
 
 
 def test_a_folder_without_its_configuration(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = folder(tmp_path / "adapter", keyed(FC1), {})
     (path / "adapter_config.json").unlink()
     [changes] = ldm_lite.open_lora(path).modules.values()
-    assert changes["weight"].alpha == 2
+    assert changes["weight"].scale == 1
     assert "adapter_config.json is missing beside it: alpha is taken to be the rank" in caplog.text
     save_file(PAIR, path / "b.safetensors")
     (path / "adapter_model.safetensors").rename(path / "a.safetensors")
@@ -235,7 +235,7 @@ KOHYA = {f"{NAME}.lora_down.weight": DOWN, f"{NAME}.lora_up.weight": UP}
         ({f"{NAME}.alpha": torch.tensor(1.0)}, "lacks its up and down weights"),
         (KOHYA | {f"{NAME}.alpha": torch.ones(2)}, "its alpha has 2 elements, wanted one"),
         (KOHYA | {f"{NAME}.alpha": torch.tensor(float("nan"))}, "its part alpha holds NaN"),
-        (KOHYA | {f"{NAME}.lora_up.weight": torch.ones(256, 3)}, r"do not fit together \(down 2 x 64, up 256 x 3\)"),
+        (KOHYA | {f"{NAME}.lora_up.weight": torch.ones(256, 3)}, r"do not fit together \(2 x 64, 256 x 3\)"),
         (KOHYA | {f"{NAME}.lora_up.weight": torch.ones(256)}, "do not fit together"),
         (KOHYA | {f"{NAME}.lora_up.weight": torch.tensor(1.0)}, "its part up is a single number"),
         (KOHYA | {f"{NAME}.lora_mid.weight": torch.ones(2, 3, 3, 3)}, "do not fit together"),

@@ -126,6 +126,11 @@ def file_of(name: str) -> dict[str, tuple[int, ...]]:
     ("name", "text", "autoencoder"),
     [
         ("flux_schnell", ["clip_l.safetensors", "t5xxl_fp16.safetensors"], "FLUX.1-schnell/ae.safetensors"),
+        (
+            "sd35_medium",
+            ["clip_l.safetensors", "clip_g.safetensors"],
+            "vae/diffusion_pytorch_model.safetensors",
+        ),
         ("chroma", ["t5xxl_fp16.safetensors"], "FLUX.1-schnell/ae.safetensors"),
         ("flux2_klein", ["qwen_3_4b.safetensors"], "vae/flux2-vae.safetensors"),
         ("z_image", ["qwen_3_4b.safetensors"], "vae/ae.safetensors"),
