@@ -228,7 +228,7 @@ def test_the_small_images_noise_matters(files: dict[str, Path], tmp_path: Path) 
     [
         (("--H", 12), "got --height 12 and --width 8, wanted multiples of 8"),
         (("--steps", "0"), "got --steps 0, wanted 1 to 1000"),
-        (("--scale", "7,x"), "got --scale '7,x', wanted numbers with commas between"),
+        (("--scale", "7,x"), "got --scale '7,x', wanted numbers separated by commas"),
         (("--sampler", "x"), "unknown sampler 'x'"),
         (("--steps", "1,2,3"), "got --steps '1,2,3', wanted one value, or one for each of 2 stages"),
         (("--noise-level", 1.0), "got --noise-level 1.0, wanted 0 to 0.999"),

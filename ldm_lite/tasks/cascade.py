@@ -96,7 +96,7 @@ def check(options: CascadeOptions, num_stages: int) -> None:
         try:
             numbers = [int(part) if name == "steps" else float(part) for part in parts]
         except ValueError as error:
-            raise ValueError(f"got `{name}` {value!r}, wanted numbers with commas between") from error
+            raise ValueError(f"got `{name}` {value!r}, wanted numbers separated by commas") from error
         for number in numbers:
             values: dict[str, Any] = {name: number}
             Txt2imgOptions(**values)  # raises ValueError for values out of range

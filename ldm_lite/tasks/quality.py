@@ -73,7 +73,7 @@ TRICKS = (
 
 
 def cases(model: Model, samplers: str | None = None) -> list[Case]:
-    """Return the curves: samplers with a fixed number of calls (of those named, with commas between), then tricks."""
+    """Return the curves: samplers with a fixed number of calls (of those named, separated by commas), then tricks."""
     chosen = list(SAMPLERS) if samplers is None else [resolve(name)[0] for name in samplers.split(",")]
     fixed = [name for name in chosen if not isinstance(make_plan(name, model.schedule, 20), AdaptivePlan)]
     return [*(Case(name, name) for name in fixed), *(trick for trick in TRICKS if trick.sampler in chosen)]

@@ -47,7 +47,7 @@ def test_the_command(
         (["--configs", "fast"], "unknown 'fast' in --configs: wanted some of original, "),
         (["--sections", "all"], "unknown 'all' in --sections: wanted some of step, decode, image"),
         (["--dtypes", "int8"], "unknown 'int8' in --dtypes: wanted some of fp32, fp16, bf16"),
-        (["--batches", "two"], "got --batches 'two', wanted whole numbers with commas between"),
+        (["--batches", "two"], "got --batches 'two', wanted whole numbers separated by commas"),
         (["--batches", "0"], "got --batches '0', wanted 1 or more"),
         (["--size", "sd9"], "unknown size 'sd9'"),
         (["--H", "65"], "got --height 65"),
