@@ -260,6 +260,15 @@ def test_stages_in_the_wrong_order_are_refused(
         assert message in refused(capsys, files, tmp_path / "a.png", *stages)
 
 
+def test_the_upscaler_may_be_the_last_of_two_stages_and_not_the_first(
+    files: dict[str, Path], upscaler: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, x4 = (ldm_lite.load(path, device="cpu") for path in (files["if_I"], upscaler))
+    [(image, _)] = cascade([first, x4], replace(SMALL, steps="1,1"), CONTEXT, UNCOND)
+    assert image.shape == (3, 4 * SMALL.height, 4 * SMALL.width)
+    assert "cannot be stage 1 of a cascade" in refused(capsys, files, tmp_path / "a.png", "--stage-1", upscaler)
+
+
 # ---- prompts --------------------------------------------------------------------------------------------------------
 
 
