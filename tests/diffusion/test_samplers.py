@@ -300,6 +300,11 @@ def test_where_sampling_starts(sd: Pipeline, sampler: str) -> None:
     assert initial == (1 if unit else pytest.approx(np.sqrt(1 - sd.schedule.alpha_bar[-1]), rel=1e-12))
 
 
+def test_a_single_step_of_plms_to_timestep_0_sees_no_other_timestep(sd: Pipeline) -> None:
+    assert sd.plan("plms", 1, spacing="leading").t.tolist() == [1, 1]
+    assert sd.plan("plms", 2, spacing="leading").t.tolist() == [501, 1, 1]
+
+
 def test_original_spacing_takes_the_originals_number_of_steps(sd: Pipeline) -> None:
     for sampler in ("ddim", "plms"):
         assert sd.plan(sampler, 30, spacing="original").num_steps == 31
