@@ -10,6 +10,7 @@ import torch
 from random_sd1 import normal
 from references import SPACINGS
 
+from ldm_lite.core.family import SD1
 from ldm_lite.core.samplers import make_plan
 from ldm_lite.core.schedule import (
     CLEAN,
@@ -40,6 +41,7 @@ def test_the_numbers_of_stable_diffusion() -> None:
     assert betas[[0, 999]] == pytest.approx([0.00085, 0.012], rel=1e-12)
     assert np.diff(np.sqrt(betas)) == pytest.approx((0.012**0.5 - 0.00085**0.5) / 999, rel=1e-9)
     assert SD.alpha_bar[10] == pytest.approx(math.prod(1 - betas[:11]), rel=1e-12)
+    assert (SD1.beta_start, SD1.beta_end, SD1.scale_factor, SD1.prediction) == (0.00085, 0.012, 0.18215, "eps")
 
 
 def test_a_level_is_variance_preserving() -> None:
