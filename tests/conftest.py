@@ -22,6 +22,7 @@ import toy_z_image
 
 import ldm_lite
 from ldm_lite import Pipeline
+from ldm_lite.runtime import setup
 
 # A process in the background ignores SIGINT, under nohup SIGHUP too, and so do the processes that it starts: tests send
 # these signals.
@@ -69,6 +70,23 @@ def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("XDG_CACHE_HOME", str(folder / "cache"))
         yield
+
+
+OWN_KERNELS = setup.BY_DEFAULT
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _plain_kernels() -> Iterator[None]:
+    """Networks run with PyTorch's kernels: which of ours are used, and so the last bits, depends on the CPU."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(setup, "BY_DEFAULT", frozenset({setup.PLAIN}))
+        yield
+
+
+@pytest.fixture
+def own_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Networks that this test loads run with our kernels, as a user's do."""
+    monkeypatch.setattr(setup, "BY_DEFAULT", OWN_KERNELS)
 
 
 @pytest.fixture(scope="session")

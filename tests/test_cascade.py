@@ -228,7 +228,7 @@ def test_the_small_images_noise_matters(files: dict[str, Path], tmp_path: Path) 
     [
         (("--H", 12), "got --height 12 and --width 8, wanted multiples of 8"),
         (("--steps", "0"), "got --steps 0, wanted 1 to 1000"),
-        (("--scale", "7,x"), "got --scale '7,x', wanted numbers with commas between"),
+        (("--scale", "7,x"), "got --scale '7,x', wanted numbers separated by commas"),
         (("--sampler", "x"), "unknown sampler 'x'"),
         (("--steps", "1,2,3"), "got --steps '1,2,3', wanted one value, or one for each of 2 stages"),
         (("--noise-level", 1.0), "got --noise-level 1.0, wanted 0 to 0.999"),
@@ -258,6 +258,15 @@ def test_stages_in_the_wrong_order_are_refused(
         ),
     ):
         assert message in refused(capsys, files, tmp_path / "a.png", *stages)
+
+
+def test_the_upscaler_may_be_the_last_of_two_stages_and_not_the_first(
+    files: dict[str, Path], upscaler: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, x4 = (ldm_lite.load(path, device="cpu") for path in (files["if_I"], upscaler))
+    [(image, _)] = cascade([first, x4], replace(SMALL, steps="1,1"), CONTEXT, UNCOND)
+    assert image.shape == (3, 4 * SMALL.height, 4 * SMALL.width)
+    assert "cannot be stage 1 of a cascade" in refused(capsys, files, tmp_path / "a.png", "--stage-1", upscaler)
 
 
 # ---- prompts --------------------------------------------------------------------------------------------------------

@@ -2,18 +2,23 @@
 
 import importlib
 import os
+import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import gpu
+import mutate
 import profiling
 import pytest
 
 from ldm_lite.bench.options import Options
 from ldm_lite.bench.ours import configuration
 from ldm_lite.cli import flags
+
+ROOT = Path(gpu.__file__).parent.parent
 
 
 @pytest.mark.parametrize("name", ["parity", "fake_cuda"])
@@ -56,12 +61,11 @@ def test_the_benchmarks_of_the_stages_on_a_gpu_parse() -> None:
 
 @pytest.mark.slow
 def test_a_stage_is_done_once_and_one_that_was_cut_off_is_not(tmp_path: Path) -> None:
-    root = Path(gpu.__file__).parent.parent
-    environment = os.environ | {"PYTHONPATH": str(root)}
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "scripts/gpu.py", "--toy", "--out", str(tmp_path), *arguments]
-        return subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=300)
+        return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
 
     first = run("probe", "profile", "--minutes", "0.2")
     assert first.returncode == 1
@@ -71,3 +75,44 @@ def test_a_stage_is_done_once_and_one_that_was_cut_off_is_not(tmp_path: Path) ->
     assert "GB/s" in text
     assert "ended after" in (tmp_path / "profile.part").read_text()
     assert "probe: done before" in run("probe").stdout
+
+
+def test_the_lock_has_the_versions_of_the_constraints() -> None:
+    """And hashes of each package that the server needs, and the address of none."""
+    text = (ROOT / ".ci" / "lock.txt").read_text()
+    locked = dict(re.findall(r"^([\w.-]+)==(\S+)", text, re.MULTILINE))
+    constraints = (ROOT / ".ci" / "constraints.txt").read_text().lower().replace("_", "-")
+    pinned = dict(re.findall(r"^([\w.-]+)==(\S+)", constraints, re.MULTILINE))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for line in project["dependencies"] + project["optional-dependencies"]["serve"]:
+        name = re.split(r"[^\w.-]", line.lower().replace("_", "-"))[0]
+        assert locked[name] == pinned.get(name, locked[name]), name
+    assert len(re.findall(r"^[\w.-]+==\S+.* \\\n    --hash=sha256:", text, re.MULTILINE)) == len(
+        re.findall("==[0-9]", text)
+    )
+    assert "://" not in text
+
+
+def test_mutants_are_valid_changes_and_not_of_messages() -> None:
+    source = b'''
+def f(a: int, b: int = 2) -> int:
+    """1 < 2"""
+    log.info("%d", 1 + 1)
+    if a < b and a != 3:
+        raise ValueError(f"got {a + 1}")
+    a += 1
+    return a * b
+'''
+    changed = [source[:start] + text.encode() + source[end:] for start, end, text in mutate.changes_of(source)]
+    assert len({*changed}) == len(changed)
+    for text in changed:
+        compile(text, "f", "exec")
+        assert b'"""1 < 2"""\n    log.info("%d", 1 + 1)' in text
+        assert b"got {a + 1}" in text
+    for part in (b"a <= b", b"or a != 3", b"    pass\n", b"a / b", b"b: int = 3", b"not (a < b and a != 3)", b"a == 3"):
+        assert any(part in text for text in changed), part
+
+
+def test_the_tests_of_a_file_begin_with_its_own() -> None:
+    assert mutate.tests_of(Path("ldm_lite/tasks/xy.py"), 60)[0] == "tests/test_xy.py"
+    assert "tests/train/test_validation.py" in mutate.tests_of(Path("ldm_lite/train/losses.py"), 100)

@@ -26,6 +26,7 @@ from ldm_lite.cli.output import read_key
 from ldm_lite.cli.task_options import Txt2imgOptions
 from ldm_lite.img2img import main as img2img
 from ldm_lite.inpaint import main as inpaint
+from ldm_lite.tasks import existing
 from ldm_lite.tasks.existing import Existing, contents
 from ldm_lite.tasks.txt2img import prepare
 from ldm_lite.txt2img import main as txt2img
@@ -170,6 +171,19 @@ def test_an_image_to_start_from_counts_by_its_contents(tmp_path: Path, job: Call
     assert len(job("a cat", "--init-img", tmp_path / "a.png", command=img2img)) == 1
     assert job("a cat", "--init-img", tmp_path / "copy.png", command=img2img) == []
     assert len(job("a cat", "--init-img", tmp_path / "b.png", command=img2img)) == 1
+
+
+def test_blocks_from_all_of_a_large_file_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(existing, "BLOCKS", 4)
+    monkeypatch.setattr(existing, "BLOCK", 2)
+    file, digests = tmp_path / "large", set()
+    for changed in (None, 0, 16, 33, 49):  # in each of the blocks
+        content = bytearray(64)
+        if changed is not None:
+            content[changed] = 1
+        file.write_bytes(content)
+        digests.add(existing._file(str(file)))
+    assert len(digests) == 5
 
 
 @pytest.mark.slow

@@ -121,6 +121,13 @@ def test_whole_images_come_from_a_folder(
     assert "is Stable Diffusion 1.5: all 1 published test vectors agree" in capsys.readouterr().out
 
 
+def test_an_array_that_is_no_image_is_one_line(tmp_path: Path) -> None:
+    for array in (np.zeros((3, 3)), np.zeros((8, 8, 4)), np.zeros((8, 8, 3), dtype=int), np.zeros((1, 8, 8, 3))):
+        np.save(tmp_path / "a.npy", array)
+        with pytest.raises(ValueError, match=r"a.npy: holds .*, wanted an image \(H,W,3\) of floats"):
+            verify.stored_image(str(tmp_path), "a.npy")
+
+
 def test_a_family_without_vectors_and_an_unknown_checkpoint(
     path_of: Callable[[Vector], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -169,6 +169,17 @@ def test_one_axis_images_of_other_sizes_and_long_labels() -> None:
     assert strange.width == 64
 
 
+def test_a_third_value_stands_above_and_long_values_beside_are_wrapped() -> None:
+    plain = draw(colours(2), Axis("steps", (1, 2)), None)
+    titled = draw(colours(2), Axis("steps", (1, 2)), None, Axis("seed", (7,)))
+    head = titled.height - plain.height
+    assert head > 2 * xy.GAP
+    assert np.asarray(titled)[:head].min() < 60
+    assert np.array_equal(np.asarray(titled)[head:], np.asarray(plain))
+    beside = draw(colours(2, (200, 48)), None, Axis("prompt", ("word " * 40, "b")))
+    assert beside.width - 200 <= 100 + 2 * xy.GAP  # half of an image's width
+
+
 def test_a_picture_that_would_be_too_large_is_made_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(xy, "MOST_PIXELS", 2000)
     whole = 2 * 48 + xy.GAP  # of two rows

@@ -25,7 +25,7 @@ class Options(CheckedOptions):
     ckpt: str | None = option(None, "measure this checkpoint")
     device: str = option("", "cuda, cuda:1, mps, cpu (default: the best available)")
     dtypes: tuple[str, ...] = option(
-        "", "with commas between (default: fp16,fp32 on CUDA, else fp32)", parse=words, choices=tuple(GATES)
+        "", "separated by commas (default: fp16,fp32 on CUDA, else fp32)", parse=words, choices=tuple(GATES)
     )
     configs: tuple[str, ...] = option(
         "original,original-efficient,math,efficient,compiled",
@@ -33,9 +33,9 @@ class Options(CheckedOptions):
         "compiled, compiled-sdpa, max; max+pdl or efficient+cudnn adds a kernel or takes another attention",
         parse=words,
     )
-    peer: tuple[str, ...] = option("", "other programs, with commas between", parse=words, choices=tuple(PEERS))
+    peer: tuple[str, ...] = option("", "other programs, separated by commas", parse=words, choices=tuple(PEERS))
     sections: tuple[str, ...] = option(
-        "step,decode,image", "what is measured, with commas between", parse=words, choices=tuple(SECTIONS)
+        "step,decode,image", "what is measured, separated by commas", parse=words, choices=tuple(SECTIONS)
     )
     batches: tuple[int, ...] = option("1,2,4", "comma-separated batch sizes", parse=numbers, within=(1, 4096))
     height: int | None = option(None, "pixels (default: the model's)", "--H", within=(1, MOST_PX))

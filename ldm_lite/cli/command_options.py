@@ -21,10 +21,10 @@ class CascadeOptions(CheckedOptions):
     )
     noise_level: float = option(
         0.25,
-        "noise added to the small image, below 1; higher follows it less closely",
+        "noise added to the small image, below 1; with more noise the result follows it less closely",
         within=(0, 0.999),
     )
-    noise_level_3: int = option(100, "the same for the third stage, 0 to 350", within=(0, MOST_NOISE))
+    noise_level_3: int = option(100, "noise added for the third stage, 0 to 350", within=(0, MOST_NOISE))
     tile: int = option(256, "side in pixels of the third stage's tiles for larger images", within=(8, MOST_PX))
     seed: int = option(
         42, "seed of the first image; image k has seed + k, whatever the batch size", within=SEEDS, common=True
@@ -37,17 +37,17 @@ class CascadeOptions(CheckedOptions):
 
 @dataclass(frozen=True)
 class StageOptions(CheckedOptions):
-    """What to load, and onto what."""
+    """What to load, and on which device."""
 
     stage_1: str | None = option(
         None, "DeepFloyd IF's first stage: a path, or owner/repository/file on the hub", common=True
     )
-    stage_2: str | None = option(None, "its second stage; without it images have 64 pixels", common=True)
-    stage_3: str | None = option(None, "Stable Diffusion's x4 upscaler; without it images have 256 pixels", common=True)
+    stage_2: str | None = option(None, "its second stage; without it images are 64 px wide", common=True)
+    stage_3: str | None = option(None, "Stable Diffusion's x4 upscaler; without it images are 256 px wide", common=True)
     t5: tuple[str, ...] = option((), "T5 v1.1 XXL's encoder; repeatable for a sharded file", common=True)
     t5_vocab: str | None = option(None, "T5's spiece.model or tokenizer.json (default: the one beside --t5)")
     prompt_embeds: str | None = option(
-        None, "ready embeddings (T,D) or (N,T,D) in place of a prompt: .npy, .safetensors or .pt"
+        None, "precomputed embeddings (T,D) or (N,T,D) in place of a prompt: .npy, .safetensors or .pt"
     )
     negative_embeds: str | None = option(None, "the same for the negative prompt")
     device: str | None = option(None, "cuda, cuda:1, mps, cpu (default: the best there is)", common=True)
@@ -61,7 +61,10 @@ class CompareOptions(CheckedOptions):
 
     prompt: str = option("a red apple on a blue background", "prompt of all runs", positional=True, common=True)
     samplers: tuple[str, ...] = option(
-        "", "comma-separated names (default: all); with --compare the tricks with these too", parse=words, common=True
+        "",
+        "comma-separated names (default: all); --compare also combines them with the tricks",
+        parse=words,
+        common=True,
     )
     steps: tuple[int, ...] = option(
         "5,10,20,40,80", "comma-separated step counts", within=(1, 1000), parse=numbers, common=True
@@ -77,10 +80,10 @@ class CompareOptions(CheckedOptions):
     seed: int = option(42, "seed of the noise", within=SEEDS)
     out: str = option("samplers.png", "name of the chart", common=True)
     compare: bool = option(
-        False, "quality over cost, of samplers and of the tricks that save evaluations, as one chart", common=True
+        False, "chart quality over cost, of samplers and of the tricks that save network calls", common=True
     )
     results: str | None = option(
-        None, "with --compare: a file to keep results in; what it holds is not run again", metavar="FILE"
+        None, "with --compare: keep results in this file; those it already holds are not run again", metavar="FILE"
     )
     debug: bool = option(False, "show the traceback of an error")
 
@@ -94,9 +97,9 @@ class ExportOptions(CheckedOptions):
         "1", "comma-separated numbers of images at a time", within=(1, 4096), parse=numbers
     )
     branches: int = option(
-        2, "runs of the UNet in a step: 2 with guidance, 1 without, 3 for InstructPix2Pix", within=(1, 3)
+        2, "UNet evaluations of a step and image: 2 with guidance, 1 without, 3 for InstructPix2Pix", within=(1, 3)
     )
-    chunks: int = option(1, "chunks of 77 tokens that prompts have", within=(1, 1000))
+    chunks: int = option(1, "chunks of 77 tokens in a prompt", within=(1, 1000))
     out: str = option("unet.pt2", "name of the package")
     debug: bool = option(False, "show the traceback of an error")
 
@@ -119,9 +122,9 @@ class VerifyOptions(CheckedOptions):
 
     whole: str | None = option(
         None,
-        "compare whole images of 50 steps too: a folder with files of the data set diffusers/test-arrays, or hub",
+        "also compare whole images of 50 steps: a folder with files of the data set diffusers/test-arrays, or hub",
         metavar="FOLDER",
         common=True,
     )
-    only: str | None = option(None, "only checkpoints with this in their name, e.g. 1.4", common=True)
+    only: str | None = option(None, "only checkpoints whose name contains this, e.g. 1.4", common=True)
     debug: bool = option(False, "show the traceback of an error")

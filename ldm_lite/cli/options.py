@@ -23,7 +23,7 @@ SEEDS = (0, 2**63 - 1)
 RANDOM_SEEDS = 2**32  # below which random seeds lie, as in A1111
 FINITE = (-math.inf, math.inf)
 SCALES = (0, 100)
-WHY_SCALES = "1 is no guidance; below 0 the negative prompt is followed, far above 30 nothing but noise is left"
+WHY_SCALES = "1 is no guidance; below 0 the image follows the negative prompt, far above 30 only noise is left"
 
 
 def option(
@@ -106,9 +106,9 @@ def given(options: CheckedOptions) -> set[str]:
 
 
 def changed(options: Options, **changes: Any) -> Options:
-    """Return options with others in their place; `given` names the same ones and these.
+    """Return a copy of the options with changes; `given` then also names those.
 
-    With dataclasses.replace it would name all.
+    dataclasses.replace would make it name all of them.
     """
     replaced = dataclasses.replace(options, **changes)
     object.__setattr__(replaced, "_given", getattr(options, "_given", set()) | changes.keys())
@@ -167,7 +167,7 @@ def pair(name: str, value: Any) -> tuple[int, int]:
 
 
 def _listed(kind: type) -> Callable[[str, Any], tuple[Any, ...]]:
-    """Return what parses values with commas between.  It raises ValueError for a text that holds others."""
+    """Return what parses values separated by commas.  It raises ValueError for a text that holds others."""
 
     def parse(name: str, value: Any) -> tuple[Any, ...]:
         parts = value if isinstance(value, (list, tuple)) else [value]
@@ -179,7 +179,7 @@ def _listed(kind: type) -> Callable[[str, Any], tuple[Any, ...]]:
             values = ()
         if not values and value not in ("", (), []):
             what = {str: "names", int: "whole numbers", float: "numbers"}[kind]
-            raise ValueError(f"got `{name}` {value!r:.60}, wanted {what} with commas between")
+            raise ValueError(f"got `{name}` {value!r:.60}, wanted {what} separated by commas")
         return values
 
     return parse
@@ -197,19 +197,19 @@ class RuntimeOptions(CheckedOptions):
     )
     compile: str | None = option(
         None,
-        "compile the step: off, graph, auto, regional, step, max (default: on CUDA graph, a CUDA graph of plain steps, "
-        "for networks of less than a billion parameters; else off)",
+        "compile the step: off, graph, auto, regional, step, max (default on CUDA: graph, a CUDA graph of uncompiled "
+        "steps, for networks below a billion parameters; else off)",
         common=True,
     )
     compiled: str | None = option(None, "run the UNet of this package, written by `python -m ldm_lite.export`")
     kernels: str | None = option(
         None,
-        "plain: only PyTorch's own, nothing is timed; on a GPU, switch on just these: qkv, pdl, tma with "
-        "commas, or all (default: qkv)",
+        "plain: only PyTorch's own kernels, and nothing is timed; on a GPU also all, or a comma-separated list of the "
+        "ones to use: qkv, pdl, tma (default: qkv)",
     )
     matmul_precision: str | None = option(
         None,
-        "of float32 products on a GPU, in the whole process: high is TF32 (default: PyTorch's, TF32 in convolutions)",
+        "of float32 products on a GPU, in this process: high is TF32 (default: PyTorch's, TF32 in convolutions alone)",
         choices=("highest", "high", "medium"),
     )
     offload: str | None = option(
@@ -220,13 +220,13 @@ class RuntimeOptions(CheckedOptions):
     )
     storage: str | None = option(None, "keep weights in 8 bits, computing in --dtype", choices=("fp8", "int8"))
     vae_tiling: bool = option(
-        False, "encode and decode strip by strip: less memory, the same image (in fp32 on a CPU always, if large)"
+        False, "encode and decode in strips: less memory, the same image (always, if large, in fp32 on a CPU)"
     )
 
 
 @dataclass(frozen=True)
 class LoadOptions(RuntimeOptions):
-    """What to load, and onto what; the arguments of ldm_lite.load."""
+    """What to load, and on which device; the arguments of ldm_lite.load."""
 
     ckpt: Any = option(
         None,
@@ -255,7 +255,7 @@ class LoadOptions(RuntimeOptions):
         choices=("auto", "yes", "no", "original"),
     )
     prediction: str | None = option(None, "what the UNet predicts, if the file is wrong", choices=("eps", "v", "x0"))
-    zero_snr: bool = option(False, "shift the noise schedule to zero terminal SNR, for v models trained so")
+    zero_snr: bool = option(False, "shift the noise schedule to zero terminal SNR, for v models trained with it")
     metadata: tuple[str, ...] = option(
         (), "add to the file's metadata, for an unknown network; repeatable", metavar="KEY=VALUE"
     )
@@ -294,7 +294,7 @@ class SaveOptions(CheckedOptions):
     skip_save: bool = option(False, "do not save single images")
     skip_grid: bool = option(False, "do not save a grid of all images")
     skip_existing: bool = option(
-        False, "continue a job: skip the images that the folder holds, by prompt, seed, settings, weights and inputs"
+        False, "continue a job: skip images the folder has with the same prompt, seed, settings, weights and inputs"
     )
     x: str | None = option(
         None,

@@ -25,18 +25,18 @@ from ldm_lite.cli.options import (
 
 @dataclass(frozen=True, kw_only=True)  # the prompt comes first
 class ShortcutsOptions(CheckedOptions):
-    """Fewer evaluations of the network for the same picture.  All are off unless given."""
+    """Fewer network calls, for nearly the same picture.  All are off by default."""
 
     deep_cache: str | None = option(
         None,
-        "DeepCache: run the UNet's deep blocks only in every N-th call; of the others, BRANCH tells how many more "
-        "blocks run",
+        "DeepCache: run the UNet's deep blocks only in every N-th call; BRANCH is how many more blocks the other calls "
+        "run",
         metavar="N[:BRANCH]",
         png="DeepCache",
     )
     gate_step: int | None = option(
         None,
-        "T-GATE: after so many steps, keep the results of cross-attention, without guidance",
+        "T-GATE: after this many steps, reuse the results of cross-attention and stop guidance",
         within=(1, 999),
         png="Gate step",
     )
@@ -64,8 +64,8 @@ class GuidanceOptions(CheckedOptions):
     )
     guidance_interval: str | None = option(
         None,
-        "guidance only in these shares of the steps, START-END: half the work in the others (0.1-0.7, -0.6); or at "
-        "these noise levels (sigma=0.3-5)",
+        "guidance only in this part of the run, START-END: fractions of the steps (0.1-0.7, -0.6) or noise levels "
+        "(sigma=0.3-5); the other steps cost half",
         metavar="START-END",
         png="Guidance interval",
     )
@@ -95,26 +95,26 @@ class GuidanceOptions(CheckedOptions):
 
 @dataclass(frozen=True, kw_only=True)  # the prompt comes first
 class NoiseOptions(CheckedOptions):
-    """What noise a seed means."""
+    """Which noise a seed stands for."""
 
     noise: Any = option(
         None,
-        "whose noise a seed means: own, a1111 (the web UI's on an NVIDIA GPU), diffusers, comfy; in Python also the "
-        "initial noise itself (N,C,h,w), of unit variance",
+        "the program whose noise a seed gives: own, a1111 (the web UI's on an NVIDIA GPU), diffusers, comfy; in Python "
+        "also the initial noise itself (N,C,h,w), of unit variance",
         metavar="PROGRAM",
     )
     ensd: int = option(
         0, "A1111's eta noise seed delta: added to the seed of the noise of steps", within=SEEDS, png="ENSD"
     )
     variation_seed: int | None = option(
-        None, "mix in the noise of this seed; image k has variation seed + k, and one seed for all", within=SEEDS
+        None, "mix in the noise of this seed, plus k for image k; the seed itself stays the same", within=SEEDS
     )
     variation_strength: float = option(0.0, "how much of it, 0 to 1", within=(0, 1), png="Variation seed strength")
     fixed_code: bool = option(False, "start every batch from the same noise")
     brownian: bool = option(
         False,
-        "draw the noise of dpmpp_sde, dpmpp_2m_sde and dpmpp_3m_sde from a Brownian tree, so that more steps come "
-        "nearer to the same image; --noise a1111 and comfy do so anyway",
+        "draw the noise of dpmpp_sde, dpmpp_2m_sde and dpmpp_3m_sde from a Brownian tree, so that the image converges "
+        "as steps increase; --noise a1111 and comfy always do",
         png="Brownian tree",
     )
 
@@ -151,7 +151,7 @@ class SamplingOptions(CheckedOptions):
         None, "checkpoint that takes over for the last steps: SDXL's refiner, or one of its kind", metavar="FILE"
     )
     refiner_start: float | None = option(
-        None, "share of all steps that come before the refiner, 0 to 1 (default: 0.8)", within=(0, 1)
+        None, "fraction of the steps before the refiner takes over, 0 to 1 (default: 0.8)", within=(0, 1)
     )
 
 
@@ -221,13 +221,13 @@ class ControlOptions(CheckedOptions):
     control: tuple[Any, ...] = option(
         (),
         "ControlNet, T2I-Adapter, IP-Adapter or Redux with its image, FILE:IMAGE[:WEIGHT][:START-END][:guess][:pool]; "
-        "START, END: shares of the steps; guess: without the negative prompt; pool: for shuffle; repeatable",
+        "START, END: fractions of the steps; guess: without the negative prompt; pool: for shuffle; repeatable",
         common=True,
         metavar="FILE:IMAGE",
     )
     preprocess: str | None = option(
         None,
-        "make --control's images first: canny, canny:LOW:HIGH or inpaint; one for all, or one each: canny,none",
+        "make the images of --control: canny, canny:LOW:HIGH or inpaint; one for all, or one for each: canny,none",
         png="Control preprocess",
     )
     clip_vision: str | None = option(
@@ -258,9 +258,9 @@ class HiresOptions(CheckedOptions):
     """The second pass of txt2img, hires fix."""
 
     hires: float | None = option(
-        None, "txt2img: enlarge the image so many times, and denoise it again", within=(1, 16), png="Hires upscale"
+        None, "txt2img: enlarge the image by this factor, and denoise it again", within=(1, 16), png="Hires upscale"
     )
-    hires_strength: float = option(0.7, "how much noise the enlarged image gets, above 0 to 1", within=(0.001, 1))
+    hires_strength: float = option(0.7, "how much noise the enlarged image gets, at most 1", within=(0.001, 1))
     hires_steps: int | None = option(
         None, "steps of the enlarged image (default: those of the first)", within=(1, 1000), png="Hires steps"
     )
@@ -297,18 +297,18 @@ class PromptsOptions(CheckedOptions):
     )
     regions: str | None = option(
         None,
-        "where the parts of a prompt are, which AND joins, one box each: left,top,right,bottom from 0 to 1, or all; "
+        "where the parts of a prompt, joined by AND, go: a box for each, left,top,right,bottom from 0 to 1, or all; "
         "for instance 'all; 0.1,0.2,0.5,0.8'",
         metavar="BOX; BOX",
         png="Regions",
     )
     dynamic: str | None = option(
         None,
-        "prompts are templates, {red|blue} car and __colour__: random draws each image's by its seed, all makes every "
-        "one (default: random with --wildcards)",
+        "prompts are templates, {red|blue} car and __colour__: random draws a text for each image by its seed, all "
+        "makes every text (default: random with --wildcards)",
         choices=("random", "all"),
     )
-    wildcards: str | None = option(None, "folder of files NAME.txt, whose lines __NAME__ stands for", metavar="DIR")
+    wildcards: str | None = option(None, "folder of files NAME.txt; __NAME__ is one of the lines", metavar="DIR")
     embedding: tuple[str, ...] = option(
         (), "textual inversion file, used in prompts by name; repeatable", metavar="[NAME=]FILE"
     )
@@ -328,7 +328,7 @@ class Txt2imgOptions(
     GuidanceOptions,
     ShortcutsOptions,
 ):
-    """What to make.  None = the default of the checkpoint's family."""
+    """What to make.  None is the default of the checkpoint's family."""
 
     original_counts: ClassVar[tuple[int, int]] = (3, 2)  # n_samples and n_iter of the original script
     original_samplers: ClassVar[tuple[str, ...]] = ("ddim", "plms", "dpmpp_2m")
@@ -368,7 +368,7 @@ class Txt2imgOptions(
     compat: bool = option(
         False, "the original script's pixels: its noise, steps, weights, defaults (2 x 3 images), 8 bits"
     )
-    cond: Any = argument("ready conditioning of N prompts: a Conditioning, or embeddings (N,T,D)")
+    cond: Any = argument("precomputed conditioning of N prompts: a Conditioning, or embeddings (N,T,D)")
     uncond: Any = argument("the same for the negative prompt, N or one")
 
     @property
@@ -389,13 +389,13 @@ class ImageOptions(Txt2imgOptions):
     init_img: tuple[Any, ...] = option(
         (), "image to start from; a folder means all images in it; repeatable", "--input", metavar="PATH", common=True
     )
-    exact_steps: bool = option(False, "run all steps from the strength's noise level, not only its share of them")
-    resize: str = option("crop", "how an image is brought to the height and width", choices=("crop", "fit", "stretch"))
+    exact_steps: bool = option(False, "run all steps from the strength's noise level, not just that fraction")
+    resize: str = option("crop", "how an image is fitted to the height and width", choices=("crop", "fit", "stretch"))
     height: int | None = option(
-        None, "pixels (default: the image's own, or by the width)", "--H", within=(1, MOST_PX), common=True
+        None, "pixels (default: the image's own, or what the width makes it)", "--H", within=(1, MOST_PX), common=True
     )
     width: int | None = option(
-        None, "pixels (default: the image's own, or by the height)", "--W", within=(1, MOST_PX), common=True
+        None, "pixels (default: the image's own, or what the height makes it)", "--W", within=(1, MOST_PX), common=True
     )
     sample_posterior: bool = option(False, "sample the autoencoder's latents instead of taking their mean")
 
@@ -407,7 +407,7 @@ class ImageOptions(Txt2imgOptions):
 
 @dataclass(frozen=True)
 class Img2imgOptions(ImageOptions):
-    """How to go from image to image.  None = the default of the checkpoint's family."""
+    """How to go from image to image.  None is the default of the checkpoint's family."""
 
     original_counts: ClassVar[tuple[int, int]] = (2, 1)
     original_samplers: ClassVar[tuple[str, ...]] = ("ddim",)
@@ -427,7 +427,7 @@ class Img2imgOptions(ImageOptions):
     )
     resolution: int | None = option(
         None,
-        "size as in InstructPix2Pix's edit_cli.py: about so many pixels on the long side, multiples of 64",
+        "size as in InstructPix2Pix's edit_cli.py: about this many pixels on the long side, in multiples of 64",
         within=(64, MOST_PX),
     )
     compat: bool = option(False, "the original script's pixels: its noise, steps, weights, defaults (2 images), 8 bits")
@@ -435,7 +435,7 @@ class Img2imgOptions(ImageOptions):
 
 @dataclass(frozen=True)
 class InpaintOptions(ImageOptions):
-    """What to repaint.  None = the default of the checkpoint's family."""
+    """What to repaint.  None is the default of the checkpoint's family."""
 
     original_counts: ClassVar[tuple[int, int]] = (1, 1)
     original_samplers: ClassVar[tuple[str, ...]] = ("ddim", "plms")
@@ -444,14 +444,14 @@ class InpaintOptions(ImageOptions):
         (), "white is repainted; one for all images or, repeated, one for each", metavar="PATH", common=True
     )
     invert_mask: bool = option(False, "repaint what is black")
-    extend: str | None = option(None, "paint beyond the edges: left=128,top=64, and right, bottom", metavar="PIXELS")
+    extend: str | None = option(None, "paint beyond the edges: left=128,top=64; or right, bottom", metavar="PIXELS")
     indir: str | None = option(None, "folder of images NAME.png, each with its NAME_mask.png", metavar="PATH")
     feather: float = option(
         0.0, "pixels around the mask over which the new image blends into the old", within=(0, 1000), png="Mask blur"
     )
     only_masked: int | None = option(
         None,
-        "repaint only the area around the mask, with so many more pixels on each side, at the size of --width and "
+        "repaint only the area around the mask, with this many more pixels on each side, at the size of --width and "
         "--height (default: the model's), and put it back into the image",
         within=(0, MOST_PX),
         metavar="PADDING",
@@ -459,8 +459,8 @@ class InpaintOptions(ImageOptions):
     )
     masked_content: str = option(
         "original",
-        "what is under the mask to begin with, at a strength below 1: original, fill (the colours around it), noise or "
-        "nothing (of the latents)",
+        "what is under the mask at the start, for a strength below 1: original, fill (the colours around it), noise or "
+        "nothing (both in the latents)",
         choices=("original", "fill", "noise", "nothing"),
         png="Masked content",
     )
@@ -471,7 +471,7 @@ class InpaintOptions(ImageOptions):
         within=(0, 1),
         common=True,
     )
-    compat: bool = option(False, "as the original samplers with `mask` and `x0`, for networks of 4 channels")
+    compat: bool = option(False, "as the original samplers with `mask` and `x0`, for networks of 4 input channels")
 
 
 MOST_NOISE = 350  # the x4 upscaler was trained up to this noise level
@@ -479,7 +479,7 @@ MOST_NOISE = 350  # the x4 upscaler was trained up to this noise level
 
 @dataclass(frozen=True, kw_only=True)  # noise_level would come before the prompt
 class UpscaleOptions(Txt2imgOptions):
-    """What to enlarge.  None = the default of the checkpoint's family."""
+    """What to enlarge.  None is the default of the checkpoint's family."""
 
     init_img: tuple[Any, ...] = option(
         (), "image to enlarge; a folder means all images in it; repeatable", "--input", metavar="PATH", common=True

@@ -27,8 +27,8 @@ class Control:
     """A ControlNet or T2I-Adapter and the image it follows.  Its network is loaded at first use, once for each model.
 
     source is a file or folder, or its name on the hub; image a path, a PIL image, an array (H,W,3) or a tensor (3,H,W)
-    in [-1,1].  It acts from `start` to `end`, shares of the steps in [0,1].  guess: no control of the negative prompt,
-    deeper layers stronger; pool: averaged over the image, for the shuffle network, no control of the negative prompt.
+    in [-1,1].  It acts from `start` to `end`, fractions of the steps in [0,1].  guess: not for the negative prompt, and
+    stronger in deeper layers; pool: averaged over the image, for the shuffle network, and not for the negative prompt.
     preprocess makes the map first: "none", "canny", "canny:LOW:HIGH" or "inpaint" (transparent parts are the hole).
     name stands for the source in texts.
     Raises ValueError for values out of range.
@@ -54,7 +54,7 @@ class Control:
                 raise ValueError(f"got `{name}` {value!r}, wanted a finite number")
         if not 0 <= self.start < self.end <= 1:
             raise ValueError(
-                f"got control {str(self)!r}, wanted it to start before it ends, as shares of the steps, 0 to 1"
+                f"got control {str(self)!r}, wanted it to start before it ends, as fractions of the steps, 0 to 1"
             )
         if not re.fullmatch(rf"{'|'.join(PREPROCESSORS)}|canny:{NUMBER}:{NUMBER}", str(self.preprocess)):
             raise ValueError(

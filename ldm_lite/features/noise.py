@@ -1,4 +1,4 @@
-"""noise: whose noise a seed means; variations of a seed; the noise of steps from a Brownian tree."""
+"""noise: the program whose noise a seed gives; variations of a seed; the noise of steps from a Brownian tree."""
 
 import dataclasses
 import logging

@@ -116,7 +116,7 @@ def num_parameters(network: nn.Module) -> int:
 
 
 def choose_kernels(text: str, device: torch.device) -> frozenset[str]:
-    """Parse the option `kernels`: names with commas between, "all", or "plain" for none of them.
+    """Parse the option `kernels`: names separated by commas, "all", or "plain" for none of them.
 
     Raises ValueError for an unknown name.
     """

@@ -44,7 +44,7 @@ def run(options: ExportOptions, load: LoadOptions) -> None:
     try:
         sizes = [(int(width), int(height)) for width, height in (size.split("x") for size in text.split(","))]
     except ValueError as error:
-        raise ValueError(f"got `sizes` {text}, wanted WIDTHxHEIGHT with commas between, as 512x512,768x512") from error
+        raise ValueError(f"got `sizes` {text}, wanted WIDTHxHEIGHT separated by commas, as 512x512,768x512") from error
     rows = [batch * options.branches for batch in options.batches]
     examples = [_example(model, *size, batch, options.chunks) for size in sizes for batch in rows]
     aot.export(model.unet, examples, path)

@@ -66,7 +66,7 @@ class PromptEncoder:
     negative_prompt: str | None
     options: Txt2imgOptions
     calls: Calls  # how prompts that change count the network's calls
-    cond: Conditioning | None = None  # ready conditioning in place of the prompts
+    cond: Conditioning | None = None  # precomputed conditioning in place of the prompts
     uncond: Conditioning | None = None
     has_guidance: bool = True  # the scale is not 1
     is_refiner: bool = False  # of another model than the job's: nothing is said twice

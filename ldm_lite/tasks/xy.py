@@ -48,7 +48,7 @@ def names(kind: type[Txt2imgOptions]) -> list[str]:
 
 
 def read_axis(kind: type[Txt2imgOptions], option: str, text: str) -> Axis:
-    """Read an axis: an option of a task by its name or flag, and values with commas between, as in a line of CSV.
+    """Read an axis: an option of a task by its name or flag, and values separated by commas, as in a line of CSV.
 
     Numbers may be ranges as in AUTOMATIC1111's web UI: "1-5", "1-10 (+3)" by steps of 3, "0-1 [5]" for 5 values.
     Raises ValueError, one line, for an unknown option, no values, and a value that the option cannot have.
@@ -59,7 +59,7 @@ def read_axis(kind: type[Txt2imgOptions], option: str, text: str) -> Axis:
     rows = csv.reader(text.splitlines(), skipinitialspace=True)
     texts = [cell.strip() for row in rows for cell in row if cell.strip() or '"' in text]
     if not texts:
-        raise ValueError(f"the axis of `{name}` has no values: give some, with commas between")
+        raise ValueError(f"the axis of `{name}` has no values: give some, separated by commas")
     hint = str if name == REPLACE else typing.get_type_hints(kind)[name]
     values = [value for cell in texts for value in _values(name, typing.get_args(hint) or (hint,), cell)]
     if len(values) > MOST_CELLS:

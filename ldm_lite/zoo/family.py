@@ -141,7 +141,7 @@ class SkipLayers:
 
     layers: tuple[int, ...]
     scale: float
-    start: float  # shares of the steps, both excluded
+    start: float  # fractions of the steps, both excluded
     end: float
 
 

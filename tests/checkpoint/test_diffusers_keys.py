@@ -25,7 +25,7 @@ from ldm_lite.zoo.families import FAMILIES, detect_family
 from ldm_lite.zoo.family import Spec, build, infer_vae
 
 ORIGINAL = json.loads(gzip.decompress((DATA / "manifests.json.gz").read_bytes()))
-del ORIGINAL["transformer_z_image"]  # its makers' keys are diffusers', ours are ComfyUI's: tests/test_z_image.py
+del ORIGINAL["transformer_z_image"]  # its makers' keys are diffusers', ours are ComfyUI's: tests/families/
 
 
 def loaded(component: Tensors, spec: Spec) -> nn.Module:

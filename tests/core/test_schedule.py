@@ -10,6 +10,7 @@ import torch
 from random_sd1 import normal
 from references import SPACINGS
 
+from ldm_lite.core.family import SD1
 from ldm_lite.core.samplers import make_plan
 from ldm_lite.core.schedule import (
     CLEAN,
@@ -40,6 +41,7 @@ def test_the_numbers_of_stable_diffusion() -> None:
     assert betas[[0, 999]] == pytest.approx([0.00085, 0.012], rel=1e-12)
     assert np.diff(np.sqrt(betas)) == pytest.approx((0.012**0.5 - 0.00085**0.5) / 999, rel=1e-9)
     assert SD.alpha_bar[10] == pytest.approx(math.prod(1 - betas[:11]), rel=1e-12)
+    assert (SD1.beta_start, SD1.beta_end, SD1.scale_factor, SD1.prediction) == (0.00085, 0.012, 0.18215, "eps")
 
 
 def test_a_level_is_variance_preserving() -> None:
@@ -61,7 +63,9 @@ def test_a_sigma_outside_of_the_range_is_a_warning(caplog: pytest.LogCaptureFixt
         assert SD.at_sigma(14.6146).t == pytest.approx(999, abs=1e-3)
         assert not caplog.text
         assert SD.at_sigma(20.0).t == 999
-    assert "sigma 20 is outside of the range that the network knows, 0.02917 to 14.61" in caplog.text
+        assert "sigma 20 is outside of the range that the network knows, 0.02917 to 14.61" in caplog.text
+        assert SD.at_sigma(0.01).t == 0
+    assert "sigma 0.01 is outside of the range" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -186,6 +186,13 @@ def test_what_the_mask_keeps_is_kept_exactly(
     assert error(kept[:, 32:], painted[:, 32:]) > 0.05
 
 
+def test_the_hole_has_the_decoded_pixels(pipe: Pipeline, apple: Image.Image, right_half: Image.Image) -> None:
+    last = list(pipe.stream("a cat", image=apple, mask=right_half, sampler="euler", steps=2))[-1].latents
+    decoded = np.asarray(pipe.decode(last)[0], dtype=float)
+    image = np.asarray(pipe.inpaint("a cat", apple, right_half, sampler="euler", steps=2)[0], dtype=float)
+    assert np.abs(image[:, 32:] - decoded[:, 32:]).max() <= 1
+
+
 def test_the_network_sees_the_noised_image_where_it_is_kept(
     pipe: Pipeline, apple: Image.Image, right_half: Image.Image
 ) -> None:

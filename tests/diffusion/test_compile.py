@@ -105,6 +105,7 @@ def test_every_kind_of_guidance_is_one_graph() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("pipe", ["small"], indirect=True)
 def test_marked_sizes_need_one_graph_and_a_batch_of_one_another(pipe: Any) -> None:
     counter = CompileCounter()
     compiled = torch.compile(denoise_step, fullgraph=True, backend=counter)

@@ -21,8 +21,6 @@ from ldm_lite.diffusion.schedule import SPACINGS, levels_of
 from ldm_lite.diffusion.webui import OFFERED
 
 GOLDEN = np.load(Path(__file__).parents[1] / "data" / "samplers.npz")
-# By default; the slow tests take all others up to 1000.
-COUNTS = [1, 2, 3, 4, 5, 8, 10, 20, 27, 50]
 DETERMINISTIC = {  # and the order that it converges with, as measured
     "ddim": 1.0,
     "euler": 1.0,
@@ -218,19 +216,21 @@ def moments_of_one_image(plans: Sequence[Plan], starts: Sequence[Sequence[float]
     return means[:, 0, 0], means[:, 0, 1] ** 2 + covariances[:, 0, 0]
 
 
-SLOW = [pytest.param(steps, marks=pytest.mark.slow) for steps in range(1, 1001) if steps not in COUNTS]
+# All counts up to 100, then every eleventh, which takes all remainders of 20 in turn, and some that divide 1000.
+MANY = sorted({*range(1, 101), *range(101, 1000, 11), 125, 200, 250, 500, 999, 1000})
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("steps", [*COUNTS, *SLOW])
+@pytest.mark.parametrize("steps", MANY)
 def test_every_sampler_makes_every_number_of_steps_in_every_spacing(sd: Pipeline, steps: int) -> None:
     """Exactly as many as asked for, and if the data is one image, the result is it, exactly.
 
     For such data every step from level to level is exact, in mean and in variance, but LCM's: its boundary condition
-    lets some of x pass.  Above 100 steps a slow test takes every sampler and every spacing, but of their pairs a
-    twentieth, others for each count.
+    lets some of x pass.  Above 50 steps every sampler and every spacing is taken, but of their pairs a fifth, above 100
+    a twentieth, others for each count.
     """
     cases, plans, starts = [], [], []
+    every = 20 if steps > 100 else 5 if steps > 50 else 1
     for i, spacing in enumerate(ANY_COUNT):
         try:
             levels = levels_of(spacing, sd.schedule, steps)
@@ -239,7 +239,7 @@ def test_every_sampler_makes_every_number_of_steps_in_every_spacing(sd: Pipeline
             continue
         count = len(range(0, 1000, 1000 // steps)) if spacing == "original" else steps
         for k, sampler in enumerate(SAMPLERS):
-            if steps > 100 and steps not in COUNTS and (steps + i + k) % 20:
+            if (steps + i + k) % every:
                 continue
             if sampler.startswith("dpm_") and spacing == "original":  # makes the number of calls that it is asked for
                 continue
@@ -298,6 +298,11 @@ def test_where_sampling_starts(sd: Pipeline, sampler: str) -> None:
     initial = sd.plan(sampler, 10).initial
     unit = sampler in ("ddim", "ddim_cfgpp", "ddpm", "plms", "lcm", "tcd", "unipc_bh1")
     assert initial == (1 if unit else pytest.approx(np.sqrt(1 - sd.schedule.alpha_bar[-1]), rel=1e-12))
+
+
+def test_a_single_step_of_plms_to_timestep_0_sees_no_other_timestep(sd: Pipeline) -> None:
+    assert sd.plan("plms", 1, spacing="leading").t.tolist() == [1, 1]
+    assert sd.plan("plms", 2, spacing="leading").t.tolist() == [501, 1, 1]
 
 
 def test_original_spacing_takes_the_originals_number_of_steps(sd: Pipeline) -> None:

@@ -11,35 +11,28 @@ PyTorch adds to the scores, in place of truth values, which hide the padding: he
 original.  One block has the released width; of its output every 48th channel is stored.
 """
 
-import argparse
 import importlib
-import json
-import subprocess
 from pathlib import Path
 from typing import Any, cast
 from unittest import mock
 
 import diffusers
-import numpy as np
-import peft
 import torch
 import toy
 import toy_chroma
 import transformers
 from diffusers.models.transformers import transformer_chroma
 from diffusers.models.transformers.transformer_flux import FluxPosEmbed
-from make_goldens import DATA, Arrays, repository, write
+from family_goldens import autoencoder, in_original_layout, main, shapes_of, with_lora
+from make_goldens import Arrays, repository
 from make_transformer_goldens import ids, pack, unpack
-from peft import LoraConfig, get_peft_model_state_dict, set_peft_model_state_dict
 from random_checkpoint import random_tensor
 from sentencepiece import SentencePieceProcessor
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ldm_lite.formats.diffusers_layout import original_layout
 from ldm_lite.models.chroma import CHROMA
 from ldm_lite.models.flux import SingleStreamBlock
-from ldm_lite.runtime.memory import MappedPages
 
 SPEC, T5 = toy_chroma.SPEC, toy_chroma.T5
 SIZES: dict[str, Any] = {
@@ -68,9 +61,6 @@ def run(network: nn.Module, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def original(originals: Path, stored: dict[str, Tensor]) -> Arrays:
     """The original's transformer with diffusers' weights; its mask is made for one image."""
-    layout = original_layout({key: tuple(value.shape) for key, value in stored.items()})
-    assert layout is not None
-    values = {key: each.read(stored.__getitem__, MappedPages()) for key, each in layout.items()}
     packages = ("src", "src.models", "src.models.chroma", "src.models.chroma.module")
     with repository(originals / "flow", packages):
         model = importlib.import_module("src.models.chroma.model")
@@ -92,7 +82,7 @@ def original(originals: Path, stored: dict[str, Tensor]) -> Arrays:
             _use_compiled=False,
         )
         network = model.Chroma(params)
-        network.load_state_dict(values, strict=True)
+        network.load_state_dict(in_original_layout(stored), strict=True)
         x, t, context, y = toy_chroma.inputs()
         outs = []
         for i in range(2):
@@ -116,23 +106,11 @@ def pipeline() -> Any:
         feed_forward_proj="gated-gelu",
         relative_attention_num_buckets=T5.buckets,
     )
-    vae = diffusers.AutoencoderKL(
-        down_block_types=("DownEncoderBlock2D",) * 4,
-        up_block_types=("UpDecoderBlock2D",) * 4,
-        block_out_channels=(32,) * 4,
-        layers_per_block=1,
-        latent_channels=4,
-        norm_num_groups=32,
-        scaling_factor=0.3611,
-        shift_factor=0.1159,
-        use_quant_conv=False,
-        use_post_quant_conv=False,
-    )
     text_encoder = toy.fill(transformers.T5EncoderModel(t5), "text_encoder.")
     text_encoder.shared.weight.copy_(random_tensor("text_encoder.shared.weight", (T5.vocab_size, T5.width)))  # tied
     return diffusers.ChromaPipeline(
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True),
-        vae=toy.fill(vae, "vae."),
+        vae=autoencoder(),
         text_encoder=text_encoder,
         tokenizer=Tokenizer(),
         transformer=toy.fill(diffusers.ChromaTransformer2DModel(**SIZES), "transformer."),
@@ -159,10 +137,7 @@ class Tokenizer:
 def of_diffusers() -> tuple[Arrays, dict[str, Any], dict[str, Tensor]]:
     """diffusers' transformer and whole runs, with a LoRA too; the shapes by key of its networks; and its weights."""
     pipe = pipeline()
-    shapes: dict[str, Any] = {
-        name: {key: list(value.shape) for key, value in pipe.networks[name].state_dict().items()}
-        for name in ("transformer", "text_encoder", "vae")
-    }
+    shapes = shapes_of(pipe)
     stored = dict(pipe.transformer.state_dict())
     arrays: Arrays = {"diffusers": run(pipe.transformer)}
     whole = diffusers.ChromaPipeline._prepare_attention_mask
@@ -176,15 +151,7 @@ def of_diffusers() -> tuple[Arrays, dict[str, Any], dict[str, Tensor]]:
         more |= {"negative_prompt": [toy_chroma.NEGATIVE] * 2, "latents": pack(toy.normal(1, 2, 4, 4, 6))}
         with mock.patch.object(diffusers.ChromaPipeline, "_prepare_attention_mask", as_truth):
             arrays[f"run.{name}"] = pipe(list(toy_chroma.PROMPTS), output_type="pt", **more).images
-    names = [name for name, module in pipe.transformer.named_modules() if isinstance(module, nn.Linear)]
-    pipe.transformer.add_adapter(LoraConfig(r=3, lora_alpha=6, target_modules=names))
-    keys = get_peft_model_state_dict(pipe.transformer)
-    lora = {f"transformer.{key}": random_tensor(f"lora.{key}", tuple(value.shape)) for key, value in keys.items()}
-    set_peft_model_state_dict(
-        pipe.transformer, {key.removeprefix("transformer."): value for key, value in lora.items()}
-    )
-    shapes["lora"] = {key: list(value.shape) for key, value in lora.items()}
-    arrays["lora"] = run(pipe.transformer.double(), torch.float64).float()
+    arrays |= with_lora(pipe, shapes, run)
     return arrays, shapes, stored
 
 
@@ -210,20 +177,11 @@ def wide_block() -> Arrays:
     return {"wide": block(x, mods, FluxPosEmbed(10000, list(CHROMA.axes))(places))[..., ::48].contiguous()}
 
 
-def main() -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--originals", type=Path, required=True, help="the folder of the cloned repository")
-    originals = parser.parse_args().originals.resolve()
-    with torch.no_grad():
-        arrays, shapes, stored = of_diffusers()
-        arrays |= original(originals, stored) | wide_block()
-    git = ["git", "-C", str(originals / "flow"), "rev-parse", "HEAD"]
-    commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout[:7]
-    about = f"torch {torch.__version__}, diffusers {diffusers.__version__}, peft {peft.__version__}"
-    about += f", transformers {transformers.__version__}, flow {commit}"
-    write(DATA / "chroma.npz", arrays, torch.float32, about, shapes=np.array(json.dumps(shapes)))
+def make(originals: Path) -> tuple[Arrays, dict[str, Any]]:
+    """All arrays, and the shapes."""
+    arrays, shapes, stored = of_diffusers()
+    return arrays | original(originals, stored) | wide_block(), shapes
 
 
 if __name__ == "__main__":
-    main()
+    main("chroma", "flow", __doc__, make)

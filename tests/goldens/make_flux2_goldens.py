@@ -11,32 +11,22 @@ reference images to pixels, with guidance.  One block has the released width; ev
 stored.
 """
 
-import argparse
 import importlib
-import json
-import subprocess
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import diffusers
-import numpy as np
-import peft
 import torch
 import toy
 import toy_flux2
-import toy_z_image
-import transformers
 from diffusers.models.transformers import transformer_flux2
-from make_goldens import DATA, Arrays, repository, write
-from peft import LoraConfig, get_peft_model_state_dict, set_peft_model_state_dict
-from random_checkpoint import random_tensor
+from family_goldens import in_original_layout, main, qwen3, shapes_of, tokenizer, with_lora
+from make_goldens import Arrays, repository
 from torch import Tensor, nn
 
-from ldm_lite.formats.diffusers_layout import original_layout
 from ldm_lite.models.flux import SingleStreamBlock
 from ldm_lite.models.flux2 import KLEIN
-from ldm_lite.runtime.memory import MappedPages
 
 SPEC, QWEN3 = toy_flux2.SPEC, toy_flux2.QWEN3
 SIZES: dict[str, Any] = {
@@ -82,12 +72,6 @@ def run(network: Any, with_references: bool, dtype: torch.dtype = torch.float32)
     return out[:, : x[0, 0].numel()].transpose(1, 2).unflatten(2, x.shape[2:])
 
 
-def in_original_layout(stored: dict[str, Tensor]) -> dict[str, Tensor]:
-    layout = original_layout({key: tuple(value.shape) for key, value in stored.items()})
-    assert layout is not None
-    return {key: each.read(stored.__getitem__, MappedPages()) for key, each in layout.items()}
-
-
 def original(originals: Path, transformer: dict[str, Tensor], vae: dict[str, Tensor]) -> Arrays:
     """The original's networks with diffusers' weights."""
     with repository(originals / "flux2" / "src", ("flux2",)):
@@ -117,30 +101,14 @@ def original(originals: Path, transformer: dict[str, Tensor], vae: dict[str, Ten
 
 def pipeline(folder: Path) -> Any:
     """diffusers' pipeline."""
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_file=str(toy_flux2.write_tokenizer(folder)),
-        pad_token="<|endoftext|>",
-        chat_template=toy_z_image.TEMPLATE,
-    )
-    config = transformers.Qwen3Config(
-        vocab_size=QWEN3.vocab_size,
-        hidden_size=QWEN3.width,
-        intermediate_size=QWEN3.mlp_width,
-        num_hidden_layers=QWEN3.layers,
-        num_attention_heads=QWEN3.heads,
-        num_key_value_heads=QWEN3.kv_heads,
-        head_dim=QWEN3.head_dim,
-        rms_norm_eps=1e-6,
-        rope_theta=1e6,
-    )
     vae = diffusers.AutoencoderKLFlux2(
         block_out_channels=(32,) * 4, layers_per_block=1, latent_channels=4, norm_num_groups=32
     )
     return diffusers.Flux2KleinPipeline(
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
         vae=toy.fill(vae, "vae."),
-        text_encoder=toy.fill(transformers.Qwen3Model(config), "text_encoder."),
-        tokenizer=tokenizer,
+        text_encoder=qwen3(QWEN3),
+        tokenizer=tokenizer(toy_flux2.write_tokenizer(folder)),
         transformer=toy.fill(diffusers.Flux2Transformer2DModel(**SIZES), "transformer."),
     )
 
@@ -149,10 +117,7 @@ def of_diffusers() -> tuple[Arrays, dict[str, Any], Any]:
     """diffusers' networks and whole runs, with a LoRA too; the shapes by key of its networks; and its pipeline."""
     with tempfile.TemporaryDirectory() as folder:
         pipe = pipeline(Path(folder))
-    shapes: dict[str, Any] = {
-        name: {key: list(value.shape) for key, value in pipe.networks[name].state_dict().items()}
-        for name in ("transformer", "text_encoder", "vae")
-    }
+    shapes = shapes_of(pipe)
     arrays: Arrays = {"diffusers": run(pipe.transformer, False), "diffusers.references": run(pipe.transformer, True)}
     prompts = list(toy_flux2.PROMPTS)
     arrays["text"] = pipe.encode_prompt(prompts)[0][:, ::16].contiguous()
@@ -165,19 +130,6 @@ def of_diffusers() -> tuple[Arrays, dict[str, Any], Any]:
         more |= {"latents": toy.normal(1, 2, 16, 2, 3), "image": images}
         arrays[f"run.{name}"] = pipe(prompt=prompts, output_type="pt", **more).images
     return arrays, shapes, pipe
-
-
-def of_peft(pipe: Any, shapes: dict[str, Any]) -> Arrays:
-    """diffusers' transformer with a LoRA of every linear layer."""
-    names = [name for name, module in pipe.transformer.named_modules() if isinstance(module, nn.Linear)]
-    pipe.transformer.add_adapter(LoraConfig(r=3, lora_alpha=6, target_modules=names))
-    keys = get_peft_model_state_dict(pipe.transformer)
-    lora = {f"transformer.{key}": random_tensor(f"lora.{key}", tuple(value.shape)) for key, value in keys.items()}
-    set_peft_model_state_dict(
-        pipe.transformer, {key.removeprefix("transformer."): value for key, value in lora.items()}
-    )
-    shapes["lora"] = {key: list(value.shape) for key, value in lora.items()}
-    return {"lora": run(pipe.transformer.double(), False, torch.float64).float()}
 
 
 def wide_block() -> Arrays:
@@ -197,21 +149,12 @@ def wide_block() -> Arrays:
     return {"wide": out[..., ::48].contiguous()}
 
 
-def main() -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--originals", type=Path, required=True, help="the folder of the cloned repository")
-    originals = parser.parse_args().originals.resolve()
-    with torch.no_grad():
-        arrays, shapes, pipe = of_diffusers()
-        arrays |= original(originals, dict(pipe.transformer.state_dict()), dict(pipe.vae.state_dict()))
-        arrays |= of_peft(pipe, shapes) | wide_block()
-    git = ["git", "-C", str(originals / "flux2"), "rev-parse", "HEAD"]
-    commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout[:7]
-    about = f"torch {torch.__version__}, diffusers {diffusers.__version__}, peft {peft.__version__}"
-    about += f", transformers {transformers.__version__}, flux2 {commit}"
-    write(DATA / "flux2.npz", arrays, torch.float32, about, shapes=np.array(json.dumps(shapes)))
+def make(originals: Path) -> tuple[Arrays, dict[str, Any]]:
+    """All arrays, and the shapes."""
+    arrays, shapes, pipe = of_diffusers()
+    arrays |= original(originals, dict(pipe.transformer.state_dict()), dict(pipe.vae.state_dict()))
+    return arrays | with_lora(pipe, shapes, lambda network, dtype: run(network, False, dtype)) | wide_block(), shapes
 
 
 if __name__ == "__main__":
-    main()
+    main("flux2", "flux2", __doc__, make)

@@ -47,7 +47,7 @@ def shapes_of(spec: FluxSpec | MMDiTSpec) -> dict[str, tuple[int, ...]]:
         return {key: tuple(value.shape) for key, value in build(spec).state_dict().items()}
 
 
-@pytest.mark.parametrize("name", [name for name in TRANSFORMERS if name != "z_image"])  # test_z_image.py
+@pytest.mark.parametrize("name", [name for name in TRANSFORMERS if name != "z_image"])  # tests/families
 @pytest.mark.thin(3)
 def test_keys_shapes_and_parameters_are_those_of_the_originals(name: str) -> None:
     manifest = MANIFESTS[f"transformer_{name}"]

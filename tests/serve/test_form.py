@@ -168,8 +168,8 @@ def test_fields_are_described_as_the_options_are_declared(engine: Any) -> None:
     assert fields["sampler"]["choices"]["dpmpp_2m"] == "DPM++ 2M"
     assert fields["sampler"]["is_open"]  # other names, too
     assert (fields["ensd"]["title"], fields["clip_skip"]["title"]) == ("ENSD", "Clip skip")
-    assert fields["freeu"]["group"] == "Fewer evaluations of the network for the same picture"
+    assert fields["freeu"]["group"] == "Fewer network calls, for nearly the same picture"
     groups = list(dict.fromkeys(field["group"] for field in about["fields"]))
     assert groups[0] == "What to make"  # in the order of --help
-    assert groups.index("How to sample") < groups.index("Fewer evaluations of the network for the same picture")
+    assert groups.index("How to sample") < groups.index("Fewer network calls, for nearly the same picture")
     assert about["models"] == ["small"]

@@ -339,6 +339,11 @@ def test_the_command_makes_an_image(
     assert small(name).title in capsys.readouterr().err
 
 
+def test_latents_have_the_published_scale() -> None:
+    scales = {"sd1": 0.18215, "sd2": 0.18215, "sdxl_base": 0.13025, "flux_dev": 0.3611, "sd3_medium": 1.5305}
+    assert {name: FAMILIES[name].scale_factor for name in scales} == scales
+
+
 def test_base_then_refiner_by_one_flag(files: Callable[[str], Path], load: Load, tmp_path: Path) -> None:
     refiner = str(files("sdxl_refiner"))
     assert command(tmp_path, files("sdxl_base"), "--refiner", refiner, "--refiner_start", "0.5") == 0
