@@ -30,6 +30,7 @@ CALLS = 10  # in a row on a GPU, where a small kernel is over before the next st
 MARGIN = 0.97  # of the default's time that another way must beat
 CPU_MARGIN = 0.93  # times on a CPU that others use vary more
 _CHOICES: dict[Hashable, str] = {}
+_TIMES = threading.RLock()  # one thread times at a time: two would slow each other; what it times may time its parts
 CAPTURES = threading.Lock()  # one thread of the process captures a CUDA graph at a time
 
 
@@ -40,30 +41,36 @@ def fastest(what: str, key: Hashable, ways: Mapping[str, Callable[[], object]], 
     """
     on_cpu = device.type == "cpu"
     full_key = what, torch.cuda.get_device_name(device) if device.type == "cuda" else device.type, key
-    line = f"{what}, {key}"  # of the file
-    if full_key not in _CHOICES and on_cpu and (known := _read().get(machine(), {}).get(line, "")) in ways:
-        _CHOICES[full_key] = known
-    if full_key not in _CHOICES:
-        seconds, default = dict.fromkeys(ways, math.inf), next(iter(ways))
-        for number in range(3 if on_cpu else 4):  # in turn; the first round warms up
-            for name, way in list(ways.items()):
-                try:
-                    taken = _seconds(way, device)
-                except Exception as error:  # compilers raise anything
-                    if name == default or isinstance(error, torch.OutOfMemoryError):
-                        raise
-                    log.info("%s: %s does not run here (%s)", what, name, str(error).partition("\n")[0][:150])
-                    ways = {other: ways[other] for other in ways if other != name}
-                    continue
-                seconds[name] = min(seconds[name], taken) if number else math.inf
-        best = min(ways, key=seconds.__getitem__)
-        chosen = best if seconds[best] < (CPU_MARGIN if on_cpu else MARGIN) * seconds[default] else default
-        if on_cpu:
-            chosen = _remember(line, chosen, ways)
-        chosen = _CHOICES.setdefault(full_key, chosen)  # another thread may have timed it meanwhile
-        times = ", ".join(f"{name} {1e6 * seconds[name]:.0f} us" for name in ways)
-        log.info("%s: %s (%s)", what, chosen, times)
-    return _CHOICES[full_key]
+    if full_key in _CHOICES:
+        return _CHOICES[full_key]
+    with _TIMES:
+        if full_key not in _CHOICES:
+            line = f"{what}, {key}"  # of the file
+            known = _read().get(machine(), {}).get(line, "") if on_cpu else ""
+            _CHOICES[full_key] = known if known in ways else _time(what, line, ways, device)
+        return _CHOICES[full_key]
+
+
+def _time(what: str, line: str, ways: Mapping[str, Callable[[], object]], device: torch.device) -> str:
+    """Time the ways, and return the choice; that of a CPU goes to the file."""
+    on_cpu, seconds, default = device.type == "cpu", dict.fromkeys(ways, math.inf), next(iter(ways))
+    for number in range(3 if on_cpu else 4):  # in turn; the first round warms up
+        for name, way in list(ways.items()):
+            try:
+                taken = _seconds(way, device)
+            except Exception as error:  # compilers raise anything
+                if name == default or isinstance(error, torch.OutOfMemoryError):
+                    raise
+                log.info("%s: %s does not run here (%s)", what, name, str(error).partition("\n")[0][:150])
+                ways = {other: ways[other] for other in ways if other != name}
+                continue
+            seconds[name] = min(seconds[name], taken) if number else math.inf
+    best = min(ways, key=seconds.__getitem__)
+    chosen = best if seconds[best] < (CPU_MARGIN if on_cpu else MARGIN) * seconds[default] else default
+    if on_cpu:
+        chosen = _remember(line, chosen, ways)
+    log.info("%s: %s (%s)", what, chosen, ", ".join(f"{name} {1e6 * seconds[name]:.0f} us" for name in ways))
+    return chosen
 
 
 def _seconds(way: Callable[[], object], device: torch.device) -> float:

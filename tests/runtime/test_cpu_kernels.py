@@ -4,8 +4,7 @@ import functools
 import json
 import logging
 import threading
-from collections.abc import Callable, Collection
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +79,19 @@ def test_scores_near_the_limit_lose_nothing(length: float, monkeypatch: pytest.M
     assert float((found - _exact(q, k, v)).abs().max()) < 1e-5
 
 
+@pytest.mark.parametrize("bound", [10.0, 100.0])
+@torch.no_grad()
+def test_blocks_in_bfloat16_round_as_pytorchs_kernel_does(bound: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = (toy.normal(i, 2, 3, 600, 40).bfloat16() for i in range(3))
+    q = q * (bound / float(q.norm(dim=-1).max() * k.norm(dim=-1).max() * 40**-0.5))
+    plain, wanted = F.scaled_dot_product_attention(q, k, v), _exact(q, k, v)
+    if cpu.HALF:  # elsewhere bfloat16 is emulated
+        monkeypatch.setattr(cpu, "sdpa", lambda *args: pytest.fail("PyTorch's kernel ran"))
+    found = cpu.blocked(q, k, v)
+    assert found.dtype == torch.bfloat16
+    assert float((found - wanted).norm()) < 2 * float((plain - wanted).norm()) < 1e-2 * float(wanted.norm())
+
+
 @pytest.mark.parametrize("wrong", ["far", "nan", "half", "training"])
 def test_other_inputs_take_pytorchs_kernel(wrong: str) -> None:
     q, k, v = (toy.normal(i, 1, 2, 300, 8) for i in range(3))
@@ -88,7 +100,7 @@ def test_other_inputs_take_pytorchs_kernel(wrong: str) -> None:
     if wrong == "nan":
         k[0, 0, 5, 2] = float("nan")
     if wrong == "half":
-        q, k, v = q.bfloat16(), k.bfloat16(), v.bfloat16()
+        q, k, v = q.half(), k.half(), v.half()
     with torch.set_grad_enabled(wrong == "training"):
         found, wanted = cpu.blocked(q, k, v), F.scaled_dot_product_attention(q, k, v)
     assert torch.equal(found.nan_to_num(7), wanted.nan_to_num(7))
@@ -238,27 +250,35 @@ def test_a_folder_that_cannot_be_written(choices: Path, caplog: pytest.LogCaptur
     assert "cannot be written" in caplog.text
 
 
-def test_threads_agree_where_no_file_can_be_written(choices: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two time the same ways at once, and each finds another one faster: the first to end decides."""
+def test_one_thread_times_at_a_time(choices: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that asks meanwhile waits, and takes the answer of the first, though no file can be written."""
     choices.parent.write_text("a file in place of the folder")
-    both, own = threading.Barrier(2, timeout=60), threading.local()
+    timed, answers = list[str](), list[str]()
 
-    def seconds(way: Callable[[], object], device: torch.device) -> float:
-        return 1.0 if way() == own.fast else 2.0
+    def choose(fast: str) -> None:
+        ways = {name: functools.partial(float, 1 if name == fast else 2) for name in ("one", "other")}
+        answers.append(timing.fastest("a product", (3, 4), ways, CPU))
 
-    def choose(fast: str) -> str:
-        own.fast = fast
-        both.wait()
-        chosen = timing.fastest("a product", (3, 4), {"one": lambda: "one", "other": lambda: "other"}, CPU)
-        both.wait()
-        return chosen
+    def seconds(way: Callable[[], float], device: torch.device) -> float:
+        timed.append(threading.current_thread().name)
+        if len(timed) == 1:
+            second.start()
+            second.join(0.2)
+        return way()
 
-    def remember(line: str, name: str, ways: Collection[str]) -> str:
-        both.wait()  # both have timed them
-        return original(line, name, ways)
-
-    original = timing._remember
+    second = threading.Thread(target=choose, args=("one",), name="second")
     monkeypatch.setattr(timing, "_seconds", seconds)
-    monkeypatch.setattr(timing, "_remember", remember)
-    with ThreadPoolExecutor(2) as pool:
-        assert len(set(pool.map(choose, ("one", "other")))) == 1
+    choose("other")
+    second.join()
+    assert "second" not in timed
+    assert answers == ["other", "other"]
+
+
+def test_what_is_timed_may_time_its_parts() -> None:
+    def whole() -> str:
+        return timing.fastest("a part", (3, 4), {"one": lambda: None, "other": lambda: None}, CPU)
+
+    asked = threading.Thread(target=lambda: timing.fastest("a whole", (3, 4), {"one": whole}, CPU), daemon=True)
+    asked.start()
+    asked.join(60)
+    assert not asked.is_alive()
