@@ -54,8 +54,7 @@ def _blocks(dtype: torch.dtype) -> Callable[[], Tensor]:
             weight.copy_(normal(*weight.shape) * weight[0].numel() ** -0.5)
         else:  # of norms, and biases
             weight.fill_(name.endswith("weight"))
-    if dtype == torch.float32:
-        cpu.use(network)
+    cpu.use(network)
     network.to(memory_format=torch.channels_last)
     x = channels_last(normal(2, WIDTH, SIDE, SIDE))
     emb, context = normal(2, 2 * WIDTH), normal(2, 77, CONTEXT)

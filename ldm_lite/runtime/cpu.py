@@ -1,9 +1,9 @@
-"""Kernels for a CPU in float32: `use` gives each layer of a network the fastest way to compute what its class does.
+"""Kernels for a CPU: `use` gives each layer of a network the fastest way to compute what its class does.
 
 - Group norms of large maps are computed in strips, for exactness.
 - Linears and 1x1 convolutions are products, by the library that is faster for their size.
 - 3x3 convolutions take Winograd's filtering, one large product, or PyTorch's convolution, by their size.
-- Attention to many tokens runs in blocks, where that is faster.
+- Attention of many tokens runs in blocks, where that is faster, in bfloat16 too.
 - An autoencoder computes large images strip by strip, in half the memory: see tiling.py.
 
 What is faster is timed once on a machine (timing.py).  Whatever a kernel is not for, other dtypes, gradients (but for
@@ -14,6 +14,8 @@ H heads, N queries, M keys, D channels of a head.
 """
 
 import functools
+import itertools
+import math
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -34,8 +36,8 @@ from ldm_lite.runtime.timing import fastest
 _is_last = functools.partial(Tensor.is_contiguous, memory_format=torch.channels_last)
 
 
-def use(network: nn.Module, may_move: bool = False) -> None:
-    """Give the layers of a network on a CPU, in float32, these kernels.
+def use(network: nn.Module, may_move: bool = False, attends: bool = True) -> None:
+    """Give the layers of a network on a CPU these kernels, that of attention if `attends`.
 
     may_move tells that nobody else moves weights: those of 3x3 convolutions are laid out at first use, in memory of
     their own.
@@ -43,6 +45,8 @@ def use(network: nn.Module, may_move: bool = False) -> None:
     layer: Any
     for layer in network.modules():
         kind = type(layer)
+        if attends and "attention" in vars(layer):
+            layer.attention = attention
         if kind is nn.GroupNorm:
             patch(layer, _group_norm)
         elif kind is nn.Linear and layer.weight.numel() >= MIN_PRODUCT // 2**14:
@@ -61,10 +65,10 @@ def use(network: nn.Module, may_move: bool = False) -> None:
             patch(layer, _in_strips)
 
 
-def _suits(x: Tensor) -> bool:
-    """Whether this is inference in float32 on a CPU, not compiled."""
+def _suits(x: Tensor, *dtypes: torch.dtype) -> bool:
+    """Whether this is inference in float32, or another of these dtypes, on a CPU, not compiled."""
     inference = not (torch.is_grad_enabled() or torch.compiler.is_compiling())
-    return inference and x.dtype == torch.float32 and x.device.type == "cpu"
+    return inference and x.dtype in (torch.float32, *dtypes) and x.device.type == "cpu"
 
 
 # ---- group normalisation --------------------------------------------------------------------------------------------
@@ -392,38 +396,43 @@ class _Filtered(torch.autograd.Function):
 
 # ---- attention ------------------------------------------------------------------------------------------------------
 
-LIMIT = 60.0
-QUERIES, KEYS = 512, 256  # of a block: its scores take 512 KiB a head
-MIN_TOKENS = 1024  # with fewer there is little to gain
+LIMIT = 60.0 * math.log2(math.e)  # of an exponent of 2
+QUERIES = 256  # of a block: with 4096 keys its scores take 4 MiB
+MIN_TOKENS = 1024  # with fewer queries there is little to gain
+_FAST_BF16 = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+HALF = (torch.bfloat16,) if _FAST_BF16 else ()
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """softmax(q k^T / sqrt(D)) v by `blocked` or by PyTorch's kernel, whichever is faster here for these sizes."""
-    if not _suits(q) or min(q.shape[2], k.shape[2]) < MIN_TOKENS:
+    if not _suits(q, *HALF) or q.shape[2] < MIN_TOKENS:
         return sdpa(q, k, v)
     some = q[:1, :, : 2 * QUERIES], k[:1], v[:1]
-    what = f"attention to {k.shape[2]} tokens, {q.shape[1]} heads of {q.shape[3]} channels"
+    what = f"attention to {k.shape[2]} keys, {q.shape[1]} heads of {q.shape[3]} channels"
     ways = {"sdpa": lambda: sdpa(*some), "blocked": lambda: blocked(*some)}
-    return (blocked if fastest(what, "fp32", ways, q.device) == "blocked" else sdpa)(q, k, v)
+    dtype = "fp32" if q.dtype == torch.float32 else "bf16"
+    return (blocked if fastest(what, dtype, ways, q.device) == "blocked" else sdpa)(q, k, v)
 
 
 def blocked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """softmax(q k^T / sqrt(D)) v for q (B,H,N,D) and k, v (B,H,M,D) -> (B,H,N,D), with an error like PyTorch's.
 
-    PyTorch's CPU kernel keeps a running maximum of each query's scores.  Here a bound of the scores takes its place,
-    so a block of queries and keys is two matrix products and one pass of exponentials, and the sums of the exponentials
-    come from the second product, as a column of ones beside the values.
+    A block of one head's queries is two products by oneDNN with one pass of exponentials between.  The sums of the
+    exponentials come from the second product, as a column of ones beside the values.  In bfloat16 scores are float32
+    and exponentials bfloat16, as in PyTorch's kernel.
 
-    With keys k - mean(k), which leave the softmax as it is, the scores of a query have the mean 0, so their maximum is
-    in [0, b], b = |q| max|k| / sqrt(D).  Exponents are shifted by max(0, b - LIMIT): with b up to 2 LIMIT the largest
-    term is within exp(-LIMIT) and exp(LIMIT), and everything that counts is a normal number in float32.  Larger b take
-    PyTorch's kernel, and so does everything but inference in float32 on a CPU.
+    A bound of the scores takes the place of their maximum.  With keys k - mean(k), which leave the softmax as it is,
+    the scores of a query have the mean 0, so their maximum is in [0, b], b = |q| max|k| / sqrt(D).  Exponents are
+    shifted by max(0, b - LIMIT): with b up to 2 LIMIT the largest term is within 2^-LIMIT and 2^LIMIT, and everything
+    that counts is a normal number.  Larger b take PyTorch's kernel, and so does everything but inference on a CPU.
+    Exponents are of 2, which PyTorch computes faster than those of e on some CPUs.
     """
-    if not _suits(q):
+    if not _suits(q, *HALF):
         return sdpa(q, k, v)
     (batch, heads, n, dim), m = q.shape, k.shape[2]
-    keys = k - k.mean(dim=2, keepdim=True)
-    queries = q * dim**-0.5
+    keys = k.float()
+    keys = keys - keys.mean(dim=2, keepdim=True)
+    queries = q.float() * (dim**-0.5 * math.log2(math.e))
     bound = queries.norm(dim=-1) * keys.norm(dim=-1).amax(dim=-1, keepdim=True)  # (B, H, N)
     most = bound.max().item()
     if not most <= 2 * LIMIT:  # or not a number
@@ -431,24 +440,17 @@ def blocked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     if most > LIMIT:  # the shift of the exponents is one more channel
         queries = torch.cat([queries, (LIMIT - bound).clamp(max=0)[..., None]], dim=-1)
         keys = torch.cat([keys, keys.new_ones(batch, heads, m, 1)], dim=-1)
-    queries = queries.transpose(2, 3).reshape(batch * heads, -1, n)
-    keys = keys.reshape(batch * heads, m, -1)
-    values = torch.cat([v, v.new_ones(batch, heads, m, 1)], dim=-1).transpose(2, 3).reshape(batch * heads, dim + 1, m)
-    out = q.new_empty(batch * heads, dim, n)
-    together = torch.get_num_threads()  # heads, so that each thread has its block in its cache
-    for first in range(0, batch * heads, together):
-        some = slice(first, first + together)
+    queries, keys = queries.contiguous(), keys.contiguous()
+    values = v.new_zeros(batch, heads, -(-(dim + 1) // 8) * 8, m)  # oneDNN is faster with rows of whole vectors
+    values[:, :, :dim], values[:, :, dim] = v.transpose(2, 3), 1
+    out = q.new_empty(batch, n, heads, dim).transpose(1, 2)
+    for place in itertools.product(range(batch), range(heads)):
         for start in range(0, n, QUERIES):
-            part = slice(start, start + QUERIES)
-            block = queries[some, :, part]  # (H, D, N)
-            memory = block.new_empty(len(block), KEYS, block.shape[2])
-            sums = block.new_zeros(len(block), dim + 1, block.shape[2])
-            for key in range(0, m, KEYS):
-                some_keys = keys[some, key : key + KEYS]
-                scores = torch.bmm(some_keys, block, out=memory[:, : some_keys.shape[1]])
-                sums.baddbmm_(values[some, :, key : key + KEYS], scores.exp_())
-            torch.div(sums[:, :-1], sums[:, -1:], out=out[some, :, part])
-    return out.view(batch, heads, dim, n).transpose(2, 3)
+            part = (*place, slice(start, start + QUERIES))
+            exponentials = _onednn(queries[part], keys[place], None).exp2_().to(v.dtype)
+            sums = _onednn(exponentials, values[place], None)
+            torch.div(sums[:, :dim], sums[:, dim : dim + 1], out=out[part])
+    return out
 
 
 # ---- autoencoders ---------------------------------------------------------------------------------------------------

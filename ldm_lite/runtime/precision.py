@@ -48,7 +48,7 @@ def pick_dtype(name: str | torch.dtype | None, device: torch.device) -> torch.dt
     """
     if name == AUTO and device.type == "cpu" and not emulates_bf16():
         return torch.bfloat16 if bfloat16.pays() else torch.float32
-    if name is None and device.type == "cpu" and torch.cpu._is_amx_tile_supported():
+    if name is None and device.type == "cpu" and has_fast_bf16(device):
         log.info('this CPU multiplies in bfloat16: `dtype="auto"` takes it if it is faster than fp32; it is less exact')
     if name is None or name == AUTO:
         return torch.float16 if device.type == "cuda" else torch.float32

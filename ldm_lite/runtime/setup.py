@@ -34,8 +34,8 @@ def prepare(
     """Set up networks, by role, in place and before their first use; they are on load_device(options, device).
 
     Returns the function that runs a step, and the offloader, if one is needed.  On a GPU, and on
-    a CPU in half precision, weights become channels last.  On a CPU in float32 layers get kernels of our own, and freed
-    memory is kept for reuse.  `matmul_precision`, if it is given, is set for the whole process.
+    a CPU in half precision, weights become channels last.  On a CPU layers get kernels of our own, and freed memory
+    is kept for reuse.  `matmul_precision`, if it is given, is set for the whole process.
     Raises ValueError for options that are unknown, exclude each other, or do not fit the UNet.  Other networks that
     cannot run the attention keep PyTorch's, and the log names them.
     """
@@ -53,11 +53,7 @@ def prepare(
                 if role == "unet":
                     raise
                 log.info("%s keeps attention sdpa: %s", role.replace("_", " "), error)
-        ours = _use_kernels(network, device, kernels, may_move=not moves)
-        if ours and options.attention is None:
-            for layer in network.modules():
-                if "attention" in vars(layer):
-                    vars(layer)["attention"] = cpu.attention
+        _use_kernels(network, device, kernels, may_move=not moves, attends=options.attention is None)
         if role == "vae" and options.vae_tiling:
             tile(network)
     unet, step = networks.get("unet"), denoise_step
@@ -100,7 +96,8 @@ def prepare_like(network: nn.Module, other: nn.Module, device: torch.device) -> 
     """
     attention.follow(network, other)
     plain, joins = vars(other).get("plain_kernels", False), any(joined.joined_layers(other))
-    _use_kernels(network, device, frozenset({PLAIN} if plain else {"qkv"} if joins else ()), may_move=False)
+    kernels = frozenset({PLAIN} if plain else {"qkv"} if joins else ())
+    _use_kernels(network, device, kernels, may_move=False, attends=False)
     follow(network, other)
 
 
@@ -130,8 +127,8 @@ def choose_kernels(text: str, device: torch.device) -> frozenset[str]:
     return names
 
 
-def _use_kernels(network: Any, device: torch.device, kernels: frozenset[str], may_move: bool) -> bool:
-    """Give a network the kernels of its device; return whether they are those of a CPU."""
+def _use_kernels(network: Any, device: torch.device, kernels: frozenset[str], may_move: bool, attends: bool) -> None:
+    """Give a network the kernels of its device; attends tells whether that of a CPU's attention is among them."""
     weight = next(network.parameters())
     on_cpu, in_float32 = device.type == "cpu", weight.dtype == torch.float32
     vars(network)["plain_kernels"] = PLAIN in kernels
@@ -143,10 +140,7 @@ def _use_kernels(network: Any, device: torch.device, kernels: frozenset[str], ma
             joined.use(network)
     if on_cpu and PLAIN not in kernels:
         keep_freed_memory()
-    ours = on_cpu and in_float32 and PLAIN not in kernels
-    if ours:
-        cpu.use(network, may_move)
-    return ours
+        cpu.use(network, may_move, attends)
 
 
 def _is_on(weight: torch.Tensor, device: torch.device) -> bool:
