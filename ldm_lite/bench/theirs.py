@@ -17,6 +17,7 @@ from ldm_lite.checkpoint.reader import prefix, split
 from ldm_lite.core.pipeline import DTYPES
 from ldm_lite.core.tasks import noise_of
 
+PRECISIONS = {"fp32": "f32", "bf16": "bf16"}  # OpenVINO's names
 # What a network, by its role, is called with: latents, timestep and context; unscaled latents; token ids.
 CALLS: dict[str, Callable[..., Tensor]] = {
     "unet": lambda unet, x, t, context: unet(x, t, encoder_hidden_states=context, return_dict=False)[0],
@@ -41,11 +42,13 @@ class PeerWorkload:
 
     def __init__(self, name: str, options: Options, dtype: str) -> None:
         """dtype is a short name.  Raises Unavailable if the peer does not run in it here."""
-        if name == "openvino" and dtype != "fp32":
-            raise Unavailable("runs in fp32 here")
+        if name == "openvino" and dtype not in PRECISIONS:
+            raise Unavailable(f"runs in {' or '.join(PRECISIONS)} here")
         checkpoint = open_model(options.size, options.ckpt)
         self._parts, self.family = split(checkpoint), family_of(checkpoint)
-        self.name, self.options, self.device, self.dtype = name, options, torch.device(options.device), DTYPES[dtype]
+        self.name, self.options, self.device = name, options, torch.device(options.device)
+        self.dtype = torch.float32 if name == "openvino" else DTYPES[dtype]  # it rounds weights itself
+        self._settings = {"INFERENCE_PRECISION_HINT": PRECISIONS.get(dtype)}
         self._networks: dict[str, Any] = {}
         self._converted: dict[tuple[object, ...], Any] = {}  # OpenVINO's, by role and shapes
 
@@ -80,7 +83,7 @@ class PeerWorkload:
 
             openvino, shapes = importlib.import_module("openvino"), [list(value.shape) for value in args]
             model = openvino.convert_model(Module(), example_input=args, input=shapes)
-            self._converted[key] = openvino.Core().compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+            self._converted[key] = openvino.Core().compile_model(model, "CPU", self._settings)
             self._networks.clear()  # their memory
         return torch.from_numpy(self._converted[key](args)[0].copy())
 
