@@ -17,7 +17,7 @@ import functools
 import itertools
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -69,6 +69,12 @@ def _suits(x: Tensor, *dtypes: torch.dtype) -> bool:
     """Whether this is inference in float32, or another of these dtypes, on a CPU, not compiled."""
     inference = not (torch.is_grad_enabled() or torch.compiler.is_compiling())
     return inference and x.dtype in (torch.float32, *dtypes) and x.device.type == "cpu"
+
+
+def _fastest(what: str, ways: Mapping[str, Callable[..., Any]], *some: Any) -> Callable[..., Any]:
+    """Return the fastest of several ways, timed once a machine with these arguments."""
+    calls = {name: functools.partial(way, *some) for name, way in ways.items()}
+    return ways[fastest(what, "fp32" if some[0].dtype == torch.float32 else "bf16", calls, some[0].device)]
 
 
 # ---- group normalisation --------------------------------------------------------------------------------------------
@@ -133,13 +139,9 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if not _suits(x) or x.numel() * out < MIN_PRODUCT or not (x.is_contiguous() and weight.is_contiguous()):
         return F.linear(x, weight, bias)
     rows = min(TIMED, 1 << (x.numel() // channels - 1).bit_length())  # products of like sizes share a choice
-    some = x.view(-1, channels)[:rows]
-    ways: dict[str, Callable[[], Tensor]] = {
-        "torch": lambda: F.linear(some, weight, bias),
-        "onednn": lambda: _onednn(some, weight, bias),
-    }
-    what = f"product of {rows} rows, {channels} to {out} channels"
-    return (F.linear if fastest(what, "fp32", ways, x.device) == "torch" else _onednn)(x, weight, bias)
+    what, ways = f"product of {rows} rows, {channels} to {out} channels", {"torch": F.linear, "onednn": _onednn}
+    result: Tensor = _fastest(what, ways, x.view(-1, channels)[:rows], weight, bias)(x, weight, bias)
+    return result
 
 
 def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -162,13 +164,11 @@ def _multiply_each(x: Tensor, weight: Tensor, out: Tensor) -> None:
             product.copy_(_onednn(rows, matrix.contiguous(), None))  # with gaps it takes a hundred times as long
 
     (_, rows, channels), num_out = x.shape, weight.shape[1]
-    way = "torch"
+    way: Callable[..., None] = by_torch
     if rows * channels * num_out >= MIN_PRODUCT // 4:
-        some = x[:2], weight[:2], out[:2]
-        ways = {"torch": lambda: by_torch(*some), "onednn": lambda: by_onednn(*some)}
         what = f"products of {1 << (rows - 1).bit_length()} rows, {channels} to {num_out} channels"
-        way = fastest(what, "fp32", ways, x.device)
-    (by_torch if way == "torch" else by_onednn)(x, weight, out)
+        way = _fastest(what, {"torch": by_torch, "onednn": by_onednn}, x[:2], weight[:2], out[:2])
+    way(x, weight, out)
 
 
 # ---- 3x3 convolutions -----------------------------------------------------------------------------------------------
@@ -407,11 +407,10 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """softmax(q k^T / sqrt(D)) v by `blocked` or by PyTorch's kernel, whichever is faster here for these sizes."""
     if not _suits(q, *HALF) or q.shape[2] < MIN_TOKENS:
         return sdpa(q, k, v)
-    some = q[:1, :, : 2 * QUERIES], k[:1], v[:1]
     what = f"attention to {k.shape[2]} keys, {q.shape[1]} heads of {q.shape[3]} channels"
-    ways = {"sdpa": lambda: sdpa(*some), "blocked": lambda: blocked(*some)}
-    dtype = "fp32" if q.dtype == torch.float32 else "bf16"
-    return (blocked if fastest(what, dtype, ways, q.device) == "blocked" else sdpa)(q, k, v)
+    way = _fastest(what, {"sdpa": sdpa, "blocked": blocked}, q[:1, :, : 2 * QUERIES], k[:1], v[:1])
+    result: Tensor = way(q, k, v)
+    return result
 
 
 def blocked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -459,9 +458,6 @@ def blocked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 @kernel
 def _in_strips(coder: Any, x: Tensor) -> Tensor:
     """Run an Encoder or Decoder: a large image strip by strip, if no part is replaced or hooked and relies on calls."""
-    decodes = type(coder) is Decoder
-    finest = 4 ** (len(coder.up) - 1) * coder.conv_out.in_channels if decodes else coder.conv_in.out_channels
-    whole = x[:, 0].numel() * finest <= tiling.STRIP
-    if whole or not _suits(x) or not runs_as_written(coder):
+    if not _suits(x) or not runs_as_written(coder):
         return type(coder).forward(coder, x)
-    return tiling.Strips().decode(coder, x) if decodes else tiling.Strips().encode(coder, x)
+    return tiling.Strips().decode(coder, x) if type(coder) is Decoder else tiling.Strips().encode(coder, x)
