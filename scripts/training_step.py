@@ -69,7 +69,8 @@ def ours(family: Family, options: argparse.Namespace, folder: Path) -> Step:
     unet.load_state_dict(weights(family), assign=True)
     unet.requires_grad_(False).eval()
     prepare({"unet": unet}, RuntimeOptions(), torch.device("cpu"))
-    model: Model = replace(ldm_lite.load(device="cpu"), family=family, unet=unet, schedule=family.noise.schedule("eps"))
+    model: Model = ldm_lite.load(device="cpu").with_networks(unet=unet)
+    model = replace(model, family=family, schedule=family.noise.schedule("eps"))
     networks: dict[str, nn.Module] = {"unet": unet}
     if options.lora:
         lora = LoRA(networks, options.lora)

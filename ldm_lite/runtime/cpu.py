@@ -49,10 +49,8 @@ def use(network: nn.Module, may_move: bool = False, attends: bool = True) -> Non
             layer.attention = attention
         if kind is nn.GroupNorm:
             patch(layer, _group_norm)
-        elif kind is nn.Linear and layer.weight.numel() >= MIN_PRODUCT // 2**14:
-            patch(layer, _linear)
-        elif kind is Conv1x1 and layer.weight.numel() >= MIN_PRODUCT // 2**14:
-            patch(layer, _conv1x1)
+        elif kind in (nn.Linear, Conv1x1) and layer.weight.numel() >= MIN_PRODUCT // 2**14:
+            patch(layer, _linear if kind is nn.Linear else _conv1x1)
         elif (
             kind is nn.Conv2d
             and (layer.kernel_size, layer.stride, layer.padding) == ((3, 3), (1, 1), (1, 1))
@@ -71,7 +69,7 @@ def _suits(x: Tensor, *dtypes: torch.dtype) -> bool:
     return inference and x.dtype in (torch.float32, *dtypes) and x.device.type == "cpu"
 
 
-def _fastest(what: str, ways: Mapping[str, Callable[..., Any]], *some: Any) -> Callable[..., Any]:
+def _fastest(what: str, ways: Mapping[str, Callable[..., Tensor]], *some: Any) -> Callable[..., Tensor]:
     """Return the fastest of several ways, timed once a machine with these arguments."""
     calls = {name: functools.partial(way, *some) for name, way in ways.items()}
     return ways[fastest(what, "fp32" if some[0].dtype == torch.float32 else "bf16", calls, some[0].device)]
@@ -140,8 +138,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, weight, bias)
     rows = min(TIMED, 1 << (x.numel() // channels - 1).bit_length())  # products of like sizes share a choice
     what, ways = f"product of {rows} rows, {channels} to {out} channels", {"torch": F.linear, "onednn": _onednn}
-    result: Tensor = _fastest(what, ways, x.view(-1, channels)[:rows], weight, bias)(x, weight, bias)
-    return result
+    return _fastest(what, ways, x.view(-1, channels)[:rows], weight, bias)(x, weight, bias)
 
 
 def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -156,15 +153,16 @@ def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def _multiply_each(x: Tensor, weight: Tensor, out: Tensor) -> None:
     """Write P products of x (P,M,C) and weight (P,K,C) transposed, by the faster library, to out (P,M,K)."""
 
-    def by_torch(x: Tensor, weight: Tensor, out: Tensor) -> None:
-        torch.bmm(x, weight.transpose(1, 2), out=out)
+    def by_torch(x: Tensor, weight: Tensor, out: Tensor) -> Tensor:
+        return torch.bmm(x, weight.transpose(1, 2), out=out)
 
-    def by_onednn(x: Tensor, weight: Tensor, out: Tensor) -> None:
+    def by_onednn(x: Tensor, weight: Tensor, out: Tensor) -> Tensor:
         for rows, matrix, product in zip(x, weight, out, strict=True):
             product.copy_(_onednn(rows, matrix.contiguous(), None))  # with gaps it takes a hundred times as long
+        return out
 
     (_, rows, channels), num_out = x.shape, weight.shape[1]
-    way: Callable[..., None] = by_torch
+    way: Callable[..., Tensor] = by_torch
     if rows * channels * num_out >= MIN_PRODUCT // 4:
         what = f"products of {1 << (rows - 1).bit_length()} rows, {channels} to {num_out} channels"
         way = _fastest(what, {"torch": by_torch, "onednn": by_onednn}, x[:2], weight[:2], out[:2])
@@ -399,8 +397,7 @@ class _Filtered(torch.autograd.Function):
 LIMIT = 60.0 * math.log2(math.e)  # of an exponent of 2
 QUERIES = 256  # of a block: with 4096 keys its scores take 4 MiB
 MIN_TOKENS = 1024  # with fewer queries there is little to gain
-_FAST_BF16 = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
-HALF = (torch.bfloat16,) if _FAST_BF16 else ()
+HALF = (torch.bfloat16,) if torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported() else ()
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -408,9 +405,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     if not _suits(q, *HALF) or q.shape[2] < MIN_TOKENS:
         return sdpa(q, k, v)
     what = f"attention to {k.shape[2]} keys, {q.shape[1]} heads of {q.shape[3]} channels"
-    way = _fastest(what, {"sdpa": sdpa, "blocked": blocked}, q[:1, :, : 2 * QUERIES], k[:1], v[:1])
-    result: Tensor = way(q, k, v)
-    return result
+    return _fastest(what, {"sdpa": sdpa, "blocked": blocked}, q[:1, :, : 2 * QUERIES], k[:1], v[:1])(q, k, v)
 
 
 def blocked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
