@@ -137,7 +137,8 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if not _suits(x) or x.numel() * out < MIN_PRODUCT or not (x.is_contiguous() and weight.is_contiguous()):
         return F.linear(x, weight, bias)
     rows = min(TIMED, 1 << (x.numel() // channels - 1).bit_length())  # products of like sizes share a choice
-    what, ways = f"product of {rows} rows, {channels} to {out} channels", {"torch": F.linear, "onednn": _onednn}
+    what = f"product of {rows} rows, {channels} to {out} channels"
+    ways: dict[str, Callable[..., Tensor]] = {"torch": F.linear, "onednn": _onednn}
     return _fastest(what, ways, x.view(-1, channels)[:rows], weight, bias)(x, weight, bias)
 
 

@@ -69,10 +69,11 @@ def test_bfloat16_on_a_cpu_is_named_for_what_it_is(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cpu = torch.device("cpu")
-    for has_units, auto, asked in ((True, '`dtype="auto"` takes it', ""), (False, "", "bf16 is emulated")):
+    for units in (("amx_tile", "avx512_bf16"), ("avx512_bf16",), ()):
+        auto, asked = ('`dtype="auto"` takes it', "") if units else ("", "bf16 is emulated")
         monkeypatch.setattr(torch.cpu, "_is_avx2_supported", lambda: True)
         for unit in ("amx_tile", "avx512_bf16"):
-            monkeypatch.setattr(torch.cpu, f"_is_{unit}_supported", lambda has_units=has_units: has_units)
+            monkeypatch.setattr(torch.cpu, f"_is_{unit}_supported", lambda has=unit in units: has)
         for name, dtype, said in (
             (None, torch.float32, auto),
             ("bf16", torch.bfloat16, asked),
