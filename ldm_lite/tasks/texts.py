@@ -136,7 +136,7 @@ class PromptEncoder:
     def _guidance(self, job: Any, text: Texts, count: int) -> Guidance:
         """Return the guidance of `count` images with one of their texts."""
         model, conds, uncond = self.model, text.conds, text.uncond
-        images = {} if self.is_refiner else job.channels  # which no refiner reads
+        images = job.channels if model.family.reads_images else {}  # which a refiner may not read
         channels = {name: part.expand(count, *part.shape[1:]) for name, part in images.items()}
         if channels and job.image_scale is not None:
             if callable(job.guidance):

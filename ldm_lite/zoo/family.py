@@ -203,6 +203,12 @@ class Family:
         return self.unet.guidance_dim is not None or bool(getattr(self.unet, "guidance", False))
 
     @property
+    def reads_images(self) -> bool:
+        """Whether the network reads images besides the latents."""
+        reads = self.task == "edit" or getattr(self.unet, "reads_references", False)
+        return reads or self.unet.in_channels != self.vae.embed_dim
+
+    @property
     def is_small(self) -> bool:
         """Whether its images are so small that it makes no other ones."""
         return self.resolution < 256

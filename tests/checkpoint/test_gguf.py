@@ -194,7 +194,7 @@ def test_a_lora_beside_blocks(name: str, tmp_path: Path) -> None:
     first, second = (merge_lora({"unet": network}, [(ldm_lite.open_lora(path), weight)]) for weight in (0.7, -3.0))
     wanted = values + (0.7 - 3.0) * (up.float() @ down.float())
     torch.testing.assert_close(layer(x), x @ wanted.T, rtol=1e-5, atol=1e-5 * float(wanted.abs().max()))
-    beside = [value for each in layer.changes for value in vars(each.change).values() if isinstance(value, Tensor)]
+    beside = [factor for added in layer.changes for factor in added.change.factors if factor is not None]
     assert sum(value.nbytes for value in beside) == 2 * (up.nbytes + down.nbytes)
     assert num_parameters(network) == values.numel()
     first.remove()
