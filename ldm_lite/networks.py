@@ -21,6 +21,7 @@ from ldm_lite.models.clip import CLIPTextEncoder
 from ldm_lite.models.flux import DoubleStreamBlock, SingleStreamBlock
 from ldm_lite.models.mmdit import JointBlock
 from ldm_lite.models.open_clip import Attention, OpenCLIPTextEncoder, ResidualAttentionBlock
+from ldm_lite.models.qwen_image import Block as QwenImageBlock
 from ldm_lite.models.unet import UNet
 from ldm_lite.models.z_image import Block as ZImageBlock
 from ldm_lite.pipeline import Pipeline
@@ -111,7 +112,8 @@ def network_inputs(model: Pipeline, text: Mapping[str, Tensor], sizes: Tensor | 
 
 # ---- parts of networks ----------------------------------------------------------------------------------------------
 
-TRANSFORMER_BLOCKS = (DoubleStreamBlock, SingleStreamBlock, JointBlock, ZImageBlock)  # of diffusion transformers
+# Of diffusion transformers.
+TRANSFORMER_BLOCKS = (DoubleStreamBlock, SingleStreamBlock, JointBlock, ZImageBlock, QwenImageBlock)
 
 
 def token_tables(model: Pipeline) -> list[Tensor]:

@@ -41,6 +41,7 @@ from ldm_lite.models.flux import Flux
 from ldm_lite.models.flux2 import Flux2
 from ldm_lite.models.mmdit import MMDiT
 from ldm_lite.models.open_clip import OpenCLIPTextEncoder
+from ldm_lite.models.qwen_image import QwenImage
 from ldm_lite.models.t5 import T5Encoder
 from ldm_lite.models.unet import UNet
 from ldm_lite.models.z_image import ZImage
@@ -125,7 +126,7 @@ def file_names(role: str, network: nn.Module) -> dict[str, list[str]]:
     for module in targets(network):
         transformers = transformers_name(module) if isinstance(network, OpenCLIPTextEncoder) else module
         names = [unet_name(module, blocks), module] if blocks else [f"text_model.{transformers}", transformers, module]
-        names = [module] if isinstance(network, Flux | MMDiT | ZImage) else names
+        names = [module] if isinstance(network, Flux | MMDiT | ZImage | QwenImage) else names
         names += [re.sub(r"to_out\.0$", "to_out", name) for name in names]  # older names of diffusers
         names += [re.sub(r"self_attn\.(\w+)_proj$", r"self_attn.to_\1", name) for name in names]
         flat = [name.replace(".", "_") for name in dict.fromkeys(names)]

@@ -38,6 +38,10 @@ OPENERS: list[tuple[bytes, Any]] = [
 ADAPTERS: list[tuple[str, str]] = [
     (r"\.(scale_weight|weight_scale)$|(^|\.)(comfy_quant|scaled_fp8)$", "ldm_lite.formats.scaled:unscaled"),
     (
+        r"(^|\.)decoder\.(middle\.0\.residual\.0|mid_block\.resnets\.0\.norm1)\.gamma$",
+        "ldm_lite.formats.wan_vae:to_images",
+    ),
+    (
         r"^time_embedding\.linear_1\.weight$|^adapter\.body\.0\.resnets\.0\.|^(encoder|decoder)\.mid_block\.resnets\.0\."
         r"|^(text_model\.)?final_layer_norm\.weight$|(^|^(model\.)?diffusion_model\.)(transformer_blocks|layers\.0\.attention)\.",
         "ldm_lite.formats.diffusers_layout:to_original",
@@ -51,7 +55,8 @@ ADAPTERS: list[tuple[str, str]] = [
     (r"^model\.1\.sub\.0\.RDB1\.conv1\.0\.weight$", "ldm_lite.formats.esrgan:as_basicsr"),
     (  # what no original checkpoint of a known family has
         r"^(?!(model\.diffusion_model|first_stage_model|cond_stage_model|model_ema)\.)\w+\.|^(emb_|clip_|edm_|task_|string_to_)"
-        r"|time_(stack|mixer)|distilled_|_modulation|_qkv|cap_embedder|siglip|motion_|\.roberta\.|\.quantize\.(embed|proj)\.",
+        r"|time_(stack|mixer|text_embed)|__index_timestep|distilled_|_modulation|_qkv|cap_embedder|siglip|motion_|\.roberta\."
+        r"|\.quantize\.(embed|proj)\.",
         "ldm_lite.formats.foreign:refuse",
     ),
 ]
@@ -140,7 +145,7 @@ def joined(path: Path, places: Mapping[str, tuple[Tensors, str]], metadata: Mapp
 
 SGM = "conditioner.embedders."  # prefix of text encoders in files of generative-models: SDXL, SD-Turbo
 T5 = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
-QWEN3 = "layers.0.self_attn.q_norm.weight"
+QWEN3, QWEN25 = "layers.0.self_attn.q_norm.weight", "layers.0.self_attn.k_proj.bias"
 # A component's role, a key that it always has, and its possible prefixes.  The first match wins.
 COMPONENTS = (
     ("control", "input_hint_block.0.weight", ("control_model.", "")),
@@ -158,6 +163,7 @@ COMPONENTS = (
     ("vae", "encoder.0.weight", ("",)),
     ("text_encoder", T5, ("",)),
     ("text_encoder", QWEN3, ("text_encoders.qwen3_4b.transformer.model.", "model.", "")),
+    ("text_encoder", QWEN25, ("text_encoders.qwen25_7b.transformer.model.", "model.language_model.", "model.", "")),
     ("text_encoder_3", T5, ("text_encoders.t5xxl.transformer.",)),  # a family with fewer encoders gives it its place
     (
         "text_encoder",
@@ -185,6 +191,7 @@ NO_WEIGHTS = re.compile(
     r"|^cond_stage_model\.(encoder|decoder|quantize|quant_conv|post_quant_conv)\."  # a second time in inpainting_big
     r"|position_ids$|logit_scale$|(text|visual)_projection(\.weight)?$|\bbn\.num_batches_tracked$|^(v_pred|ztsnr|difference)$|^encoder\.embed_tokens\."
     r"|(^|\.)lm_head\.weight$|^norm_final\.weight$|^head\.(probe$|\w+\.)"  # Qwen3's, Lumina's, SigLIP's, of no use
+    r"|^(text_encoders\.qwen25_7b\.transformer\.|model\.)?visual\."  # Qwen2.5-VL's, which read images
 )
 PROJECTIONS = {"text_encoder": "text_projection.weight", "vision": "visual_projection.weight"}  # beside CLIP's encoders
 EMA = "model_ema."

@@ -1,4 +1,4 @@
-"""Tokenizers, and the vocabularies of T5 and Qwen3, which are files beside the weights or named by the user."""
+"""Tokenizers, and the vocabularies of T5 and Qwen, which are files beside the weights or named by the user."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -43,11 +43,12 @@ def tokenizers_of(
 ) -> tuple[TextTokenizer | None, T5Tokenizer | None]:
     """Return the tokenizer of a family's text encoder, and that of its T5; None where it has none.
 
-    Qwen3's files, `source`, and T5's, `vocab`, are else looked for beside their weights.  Raises ValueError, one line,
+    Qwen's files, `source`, and T5's, `vocab`, are else looked for beside their weights.  Raises ValueError, one line,
     if they are not there or those of another model.
     """
     roles = {type(spec).__name__: role for role, spec in family.networks.items()}
-    if source is not None and "Qwen3Spec" not in roles:
+    qwen = roles.get("Qwen3Spec", roles.get("Qwen25Spec"))
+    if source is not None and qwen is None:
         raise ValueError(f"got `tokenizer` {source}, which {family.title} does not use: leave it out")
     t5 = None
     if vocab is not None and "T5Spec" not in roles:
@@ -61,9 +62,8 @@ def tokenizers_of(
                 "instance `t5_vocab=google/t5-v1_1-xxl/spiece.model`"
             )
         t5 = T5Tokenizer(512, path=path)
-    if "Qwen3Spec" in roles:
-        tokenizer = _qwen3_tokenizer(parts[roles["Qwen3Spec"]], roles["Qwen3Spec"], source)
-        return replace(tokenizer, thinks=family.thinks), t5
+    if qwen is not None:
+        return replace(_qwen_tokenizer(parts[qwen], qwen, source), thinks=family.thinks), t5
     for role, spec in family.texts.items():
         if type(spec).__name__ in ("CLIPTextSpec", "OpenCLIPTextSpec") and spec.vocab_size > num_known(spec.vocab_size):
             log.warning(
@@ -73,7 +73,7 @@ def tokenizers_of(
     return tokenizer_of(family.text), t5
 
 
-def _qwen3_tokenizer(encoder: Tensors, role: str, source: str | None) -> Qwen3Tokenizer:
+def _qwen_tokenizer(encoder: Tensors, role: str, source: str | None) -> Qwen3Tokenizer:
     path = _beside(encoder.path, role, QWEN3_VOCABS) if source is None else hub.resolve(source)
     if path is not None and path.is_dir():
         path = _beside(path, role, QWEN3_VOCABS)

@@ -258,6 +258,7 @@ CONDITIONERS: dict[str, Any] = {
     "flux2": "ldm_lite.families.flux2:CONDITIONER",
     "sd3": "ldm_lite.families.sd3:CONDITIONER",
     "z_image": "ldm_lite.families.z_image:CONDITIONER",
+    "qwen_image": "ldm_lite.families.qwen_image:CONDITIONER",
     "bert": "ldm_lite.families.ldm:TEXT",
     "nothing": "ldm_lite.families.ldm:NOTHING",
     "classes": "ldm_lite.families.ldm:CLASSES",

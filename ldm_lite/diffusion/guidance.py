@@ -16,6 +16,7 @@ from weakref import WeakSet
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ldm_lite.core.denoise import Adjust, Branch, Call, Combine, Inputs, InputSource, Outputs, running, weighted
 from ldm_lite.core.denoise import Conditioning as Parts
@@ -346,6 +347,24 @@ def rescaled(guided: Tensor, cond: Tensor, share: Tensor) -> Tensor:
     """
     ratio = cond.std(dim=(1, 2, 3), keepdim=True) / guided.std(dim=(1, 2, 3), keepdim=True)
     return share * guided * ratio + (1 - share) * guided
+
+
+@functools.lru_cache(maxsize=64)
+def keeping_norm(patch: int) -> Adjust:
+    """Return what gives each token of the guided output, of patch x patch positions, its norm in the conditional one.
+
+    Qwen-Image's guidance, in diffusers' pipeline of its makers.
+    """
+
+    def norm(x: Tensor) -> Tensor:
+        of_tokens = F.pixel_unshuffle(x, patch).norm(dim=1, keepdim=True)  # (B, 1, h/patch, w/patch)
+        return F.interpolate(of_tokens, scale_factor=float(patch), mode="nearest")
+
+    @stateless
+    def keep(out: Tensor, outputs: Outputs) -> Tensor:
+        return out if len(outputs.outs) == 1 else out * (norm(outputs.cond) / norm(out))
+
+    return keep
 
 
 @functools.lru_cache(maxsize=64)

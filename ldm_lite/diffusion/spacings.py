@@ -358,10 +358,16 @@ def _ays(name: str, schedule: Schedule, steps: int) -> list[Level]:
 # ---- rectified flow -------------------------------------------------------------------------------------------------
 
 
-def flow(schedule: Schedule, steps: int, shift: float | None = None) -> list[Level]:
-    """s even from 1 to 0, shifted: FLUX and Z-Image; "simple" in ComfyUI if steps divides 1000."""
+def flow(schedule: Schedule, steps: int, shift: float | None = None, last: float = 0.0) -> list[Level]:
+    """s even from 1 to 0, shifted: FLUX and Z-Image; "simple" in ComfyUI if steps divides 1000.
+
+    Then 1 - s is stretched so that the level before the end is at s = last, if that is not 0: Qwen-Image, 0.02.
+    """
     flow = _with_shift(schedule, shift)
-    return [flow.at_noise(float(s)) for s in shifted(np.linspace(1, 0, steps + 1), flow.shift)]
+    s = shifted(np.linspace(1, 0, steps + 1), flow.shift)
+    if last and steps > 1:
+        s[:-1] = 1 - (1 - s[:-1]) * (1 - last) / (1 - s[-2])
+    return [flow.at_noise(float(level)) for level in s]
 
 
 def flow_flux2(schedule: Schedule, steps: int, shift: float | None = None) -> list[Level]:

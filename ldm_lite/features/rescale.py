@@ -1,11 +1,11 @@
-"""guidance_rescale and dynamic_threshold: the guided output with less contrast."""
+"""guidance_rescale and dynamic_threshold: the guided output with less contrast; that of Qwen-Image keeps its norm."""
 
 import dataclasses
 import logging
 import math
 
 from ldm_lite.core.denoise import Adjust, InputSource
-from ldm_lite.diffusion.guidance import mapped, rescaling, thresholding
+from ldm_lite.diffusion.guidance import keeping_norm, mapped, rescaling, thresholding
 from ldm_lite.tasks.features import Feature
 from ldm_lite.tasks.job import Job
 
@@ -19,9 +19,11 @@ class Rescale(Feature):
         if options.guidance_rescale and job.guidance == 1:
             self.log(logging.WARNING, "`guidance_rescale` has no effect without guidance: take a `scale` other than 1")
         adjust: tuple[Adjust, ...] = ()
+        if (patch := job.model.family.norm_patch) is not None:
+            adjust = (keeping_norm(patch),)
         if options.guidance_rescale:
             job.refuse_parts("takes no `guidance_rescale`: leave it out")
-            adjust = (rescaling(options.guidance_rescale, device),)
+            adjust = (*adjust, rescaling(options.guidance_rescale, device))
         if options.dynamic_threshold is not None:
             adjust = (*adjust, thresholding(options.dynamic_threshold, math.inf, device))
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from ldm_lite.core.layers import Shapes
 from ldm_lite.diffusion.names import resolve
+from ldm_lite.models.wan_vae import DEVIATION, MEAN
 
 log = logging.getLogger("ldm_lite")
 
@@ -48,6 +49,11 @@ CHECKED: dict[str, dict[str, Values]] = {
         "latents_std": (None,),
         "shift_factor": (None, 0),  # diffusers reads it for transformers alone, whose autoencoders lack quant_conv
     },
+    "wan_vae": {
+        "_class_name": ("AutoencoderKLQwenImage", "AutoencoderKLWan"),
+        "latents_mean": (list(MEAN),),
+        "latents_std": (list(DEVIATION),),
+    },
     "tiny": {
         "_class_name": ("AutoencoderTiny",),
         "act_fn": ("relu",),
@@ -79,11 +85,23 @@ CHECKED: dict[str, dict[str, Values]] = {
         "base_shift": (0.5,),
         "max_shift": (1.15,),
     },
+    "flow_qwen": {
+        "num_train_timesteps": (1000,),
+        "shift": (1,),
+        "use_dynamic_shifting": (True,),
+        "base_image_seq_len": (256,),
+        "max_image_seq_len": (8192,),
+        "base_shift": (0.5,),
+        "max_shift": (0.9,),
+        "shift_terminal": (0.02,),
+        "time_shift_type": ("exponential",),
+    },
 }
 # A key that only this kind of network has, in the format of diffusers or transformers.  The first match wins.
 KINDS = {
     "controlnet_cond_embedding.conv_in.weight": "control",
     "time_embedding.linear_1.weight": "unet",
+    "decoder.mid_block.resnets.0.norm1.gamma": "wan_vae",
     "decoder.conv_in.weight": "vae",
     "decoder.layers.0.weight": "tiny",
     "vision_model.embeddings.patch_embedding.weight": "vision",
@@ -192,6 +210,9 @@ def read_scheduler(place: str, config: Config, pipeline: str) -> dict[str, str]:
     if name == "FlowMatchEulerDiscreteScheduler" and pipeline.startswith("ZImage"):
         check(place, config, CHECKED["flow"] | {"shift": (3, 6), "use_dynamic_shifting": (False,)})
         return {"family": "z_image" if config.get("shift") == 6 else "z_image_turbo"}  # what the weights do not tell
+    if name == "FlowMatchEulerDiscreteScheduler" and pipeline.startswith("QwenImage"):
+        check(place, config, CHECKED["flow_qwen"])
+        return {}
     if name == "FlowMatchEulerDiscreteScheduler" and pipeline.startswith(("Flux", "Chroma", "StableDiffusion3")):
         check(place, config, CHECKED["flow"])
         return {}
@@ -237,16 +258,22 @@ def read_scheduler(place: str, config: Config, pipeline: str) -> dict[str, str]:
 # ---- pipelines and tokenizers ---------------------------------------------------------------------------------------
 
 PIPELINES = re.compile(
-    r"(StableDiffusion(3|XL)?|Flux|Flux2Klein|Chroma|ZImage|LatentConsistencyModel|StableUnCLIP|FluxKontext)"
+    r"(StableDiffusion(3|XL)?|Flux|Flux2Klein|Chroma|ZImage|QwenImage|LatentConsistencyModel|StableUnCLIP|FluxKontext)"
     r"(ControlNet|Control|Adapter|Img2Img|Inpaint|Legacy|InstructPix2Pix|Depth2Img|Upscale|Fill)*Pipeline"
     r"|AutoPipelineForText2Image|DiffusionPipeline|None"
 )
 
 
 def check_pipeline(place: str, index: Config, roles: Collection[str]) -> None:
-    """Warn of what a model_index.json asks for beyond the networks of these roles."""
+    """Warn of what a model_index.json asks for beyond the networks of these roles.
+
+    Raises ValueError for a pipeline whose networks look like another one's.
+    """
     name = str(index.get("_class_name"))
-    if not PIPELINES.fullmatch(name):
+    is_known = PIPELINES.fullmatch(name) is not None
+    if name.startswith("QwenImage") and not is_known:  # Edit and Layered have the weights' names of Qwen-Image
+        raise ValueError(f"{place}: is of {name}, which is not here: take Qwen-Image")
+    if not is_known:
         log.warning("%s: is of %s, which ldm_lite does not know: only its networks are used", place, _short(name))
     if index.get("force_zeros_for_empty_prompt") is False and {"text_encoder", "text_encoder_2"} <= set(roles):
         log.warning('%s: its unconditional text is the empty prompt: give `negative_prompt=""`', place)

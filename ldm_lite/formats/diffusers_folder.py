@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ldm_lite.checkpoint import hub
-from ldm_lite.checkpoint.reader import QWEN3, T5, joined, metadata_of, open_checkpoint, places_in, prefix, split
+from ldm_lite.checkpoint.reader import QWEN3, QWEN25, T5, joined, metadata_of, open_checkpoint, places_in, prefix, split
 from ldm_lite.checkpoint.vocabularies import T5_VOCABS
 from ldm_lite.cli.files import read_object
 from ldm_lite.core.files import Tensors
@@ -30,6 +30,8 @@ BESIDE = (
     *("tokenizer", "tokenizer_2", "tokenizer_3"),
 )
 TOKENIZER = ("special_tokens_map.json", "tokenizer_config.json")
+# Keys of text encoders that read plain text.
+PLAIN_TEXTS = {T5, *(before + key for before in ("", "model.", "model.language_model.") for key in (QWEN3, QWEN25))}
 IGNORED = ("safety_checker", "image_encoder", "depth_estimator", "image_normalizer")
 # Of files with weights, and of indices of their shards.
 WEIGHTS = re.compile(r"(diffusion_pytorch_model|model|pytorch_model)(\.fp16)?\.(safetensors|bin)")
@@ -58,7 +60,8 @@ def download(repository: str) -> Path:
     about = ["model_index.json", "scheduler/scheduler_config.json", *(f"{folder}config.json" for folder in folders)]
     about += [f"{folder}/{file}" for folder in ("tokenizer", "tokenizer_2") for file in TOKENIZER]
     about += [f"{folder}/{file}" for folder in ("tokenizer_2", "tokenizer_3") for file in T5_VOCABS]
-    about += [f"tokenizer/{file}" for file in T5_VOCABS if "unet/" not in folders]  # of Qwen3, or Chroma's T5
+    if "unet/" not in folders:  # of Qwen, or Chroma's T5
+        about += [f"tokenizer/{file}" for file in (*T5_VOCABS, "vocab.json", "merges.txt")]
     wanted = [name for name in about if name in names]
     for folder in folders:
         inside = [name.removeprefix(folder) for name in names if name.startswith(folder)]
@@ -99,7 +102,7 @@ def _open_pipeline(folder: Path, roles: Sequence[str]) -> Tensors:
         role = "unet" if name == "transformer" else role
         if name == "unet":
             linear = any(key.endswith(".proj_in.weight") and len(s) == 2 for key, s in network.shapes.items())
-        if name.startswith("text_encoder") and not {T5, QWEN3, f"model.{QWEN3}"} & network.shapes.keys():
+        if name.startswith("text_encoder") and not PLAIN_TEXTS & network.shapes.keys():
             open_clip = name == "text_encoder_2" or (linear and "text_encoder_2" not in roles)
             network = _text_encoder(folder, name, network, open_clip)
         parts = split(network)

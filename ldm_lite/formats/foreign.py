@@ -22,7 +22,11 @@ FOREIGN = {  # a pattern in a key -> the kind of file; the first match wins
     r"^controlnet_(single_)?blocks\.": "a ControlNet for Stable Diffusion 3, Flux or another diffusion transformer",
     r"^controlnet_\w+\.": "a ControlNet in the format of diffusers, of a kind that is not read",
     r"(^|\.)nerf_(blocks|image_embedder)\.": "Chroma1-Radiance, which is not read: take Chroma1-HD",
-    r"double_blocks\.0\.img_attn_qkv|^transformer_blocks\.": "another diffusion transformer than FLUX.1 and SD3",
+    r"(^|\.)time_text_embed\.addition_t_embedding\.": "Qwen-Image-Layered, which is not read: take Qwen-Image",
+    r"(^|\.)__index_timestep_zero__$": "Qwen-Image-Edit 2511, which is not read: take Qwen-Image",
+    r"double_blocks\.0\.img_attn_qkv|(?s:\A(?!.*^(\w+\.)*txt_norm\.weight$).*^transformer_blocks\.)": (
+        "another diffusion transformer than FLUX.1 and SD3"
+    ),
     r"(^|\.)siglip_embedder\.": "Z-Image Omni or Edit, which are not read: take Z-Image",
     r"^control_all_x_embedder\.": "a ControlNet for Z-Image, which is not read",
     r"\A(?![\s\S]*\bcap_pad_token$)[\s\S]*^(model\.diffusion_model\.)?cap_embedder\.": "Lumina, which is not read",

@@ -49,7 +49,7 @@ T5 = (
     (r"^enc\.blk\.(\d+)\.ffn_down\.", r"encoder.block.\1.layer.1.DenseReluDense.wo."),
     (r"^enc\.blk\.(\d+)\.ffn_norm\.", r"encoder.block.\1.layer.1.layer_norm."),
 )
-QWEN3 = (  # of Qwen3
+QWEN3 = (  # of Qwen3 and Qwen2.5
     (r"^token_embd\.", "embed_tokens."),
     (r"^output_norm\.", "norm."),
     (r"^output\.", "lm_head."),
@@ -116,7 +116,7 @@ def open_gguf(path: Path) -> BlockTensors:
         raise ValueError(f"{path}: is a truncated or damaged GGUF file ({reason}): download it again") from error
     if "token_embd.weight" in entries and "enc.output_norm.weight" in entries:
         entries = {_renamed(key, T5): entry for key, entry in entries.items()}
-    if "blk.0.attn_q_norm.weight" in entries:
+    if entries.keys() & {"blk.0.attn_q_norm.weight", "blk.0.attn_k.bias"}:
         entries = {_renamed(key, QWEN3): entry for key, entry in entries.items()}
 
     def stored(key: str) -> Blocks:

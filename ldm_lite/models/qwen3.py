@@ -1,14 +1,14 @@
-"""The language model Qwen3 with Hugging Face's key names, up to the last state that is read: a text encoder.
+"""The language models Qwen3 and Qwen2.5 with Hugging Face's key names, up to the last state read: text encoders.
 
 Shape letters: B batch, T tokens, D width, H heads of the queries, G of keys and values, C channels of a head.
 Source: Qwen Team 2025 (arXiv 2505.09388), sec. 2; Ainslie et al. 2023 (shared keys and values); Su et al. 2021, eq. 34;
-transformers Qwen3Model.
+transformers Qwen3Model; Qwen Team 2024 (arXiv 2412.15115), sec. 2, for Qwen2.5.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -34,30 +34,46 @@ class Qwen3Spec(Fitted):
     states: tuple[int, ...] = (-2,)  # those read, as transformers counts hidden_states: 0 enters the first layer
 
     untold: ClassVar[tuple[str, ...]] = ("states",)
+    is_biased: ClassVar[bool] = False  # of Qwen2.5: queries, keys and values have biases, and no norms
 
     @staticmethod
     def from_shapes(shapes: Shapes) -> Qwen3Spec:
         """Return the spec of a model whose weights have these shapes.  Raises ValueError if they make no sense."""
+        return Qwen3Spec(**Qwen3Spec.sizes(shapes, size(shapes, "layers.0.self_attn.q_norm.weight", 1)[0]))
+
+    @staticmethod
+    def sizes(shapes: Shapes, head_dim: int) -> dict[str, Any]:
+        """Return what shapes tell, if a head has so many channels."""
         vocab_size, width = size(shapes, "embed_tokens.weight", 2)
-        head_dim = size(shapes, "layers.0.self_attn.q_norm.weight", 1)[0]
         queries, keys = (size(shapes, f"layers.0.self_attn.{name}_proj.weight", 2)[0] for name in "qk")
         kv_heads = multiple(keys, head_dim, "the width of the keys")
         heads = multiple(queries, head_dim, "the width of the queries")
         multiple(heads, kv_heads, "the number of heads")
-        return Qwen3Spec(
-            vocab_size=vocab_size,
-            width=width,
-            mlp_width=size(shapes, "layers.0.mlp.gate_proj.weight", 2)[0],
-            layers=count(shapes, r"layers\.(\d+)\."),
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-        )
+        return {
+            "vocab_size": vocab_size,
+            "width": width,
+            "mlp_width": size(shapes, "layers.0.mlp.gate_proj.weight", 2)[0],
+            "layers": count(shapes, r"layers\.(\d+)\."),
+            "heads": heads,
+            "kv_heads": kv_heads,
+            "head_dim": head_dim,
+        }
 
     @property
     def output_width(self) -> int:
         """Channels of all states that are read."""
         return self.width * len(self.states)
+
+
+@dataclass(frozen=True)
+class Qwen25Spec(Qwen3Spec):
+    """Sizes of a Qwen2.5, whose heads' width weights do not tell."""
+
+    is_biased: ClassVar[bool] = True
+
+    def fitted(self, shapes: Shapes) -> Qwen25Spec:
+        """The same, where what weights do not tell is this spec's."""
+        return replace(self, **Qwen3Spec.sizes(shapes, self.head_dim))
 
 
 def rotate_halves(x: Tensor, rotation: Tensor) -> Tensor:
@@ -74,12 +90,12 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.spec = spec
         inner, shared = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-        self.q_proj = nn.Linear(spec.width, inner, bias=False)
-        self.k_proj = nn.Linear(spec.width, shared, bias=False)
-        self.v_proj = nn.Linear(spec.width, shared, bias=False)
+        self.q_proj = nn.Linear(spec.width, inner, spec.is_biased)
+        self.k_proj = nn.Linear(spec.width, shared, spec.is_biased)
+        self.v_proj = nn.Linear(spec.width, shared, spec.is_biased)
         self.o_proj = nn.Linear(inner, spec.width, bias=False)
-        self.q_norm = RMSNorm(spec.head_dim)
-        self.k_norm = RMSNorm(spec.head_dim)
+        self.q_norm = nn.Identity() if spec.is_biased else RMSNorm(spec.head_dim)
+        self.k_norm = nn.Identity() if spec.is_biased else RMSNorm(spec.head_dim)
 
     def forward(self, x: Tensor, rotation: Tensor, mask: Tensor | None) -> Tensor:
         q = split_heads(self.q_proj(x), self.spec.heads)  # (B, H, T, C)
@@ -106,9 +122,9 @@ class Layer(nn.Module):
 
 
 class Qwen3(nn.Module):
-    """Token ids -> one vector per token: the states that the spec names, side by side, not normalised.
+    """Token ids -> one vector per token: the states that the spec names, side by side.
 
-    The layers after them and the last norm are in files, and are not run.
+    The last of all is normalised, as transformers has it.  The layers after those read are in files, and are not run.
     """
 
     def __init__(self, spec: Qwen3Spec) -> None:
@@ -137,6 +153,7 @@ class Qwen3(nn.Module):
         states = {0: x}
         for i, layer in enumerate(self.layers[: max(wanted)], 1):
             x = layer(x, rotation, mask)
+            x = self.norm(x) if i == len(self.layers) else x
             states |= {i: x} if i in wanted else {}
         return torch.cat([states[i] for i in wanted], dim=2).to(embedded.dtype)
 
@@ -145,3 +162,6 @@ class Qwen3(nn.Module):
 
 PROBE = "layers.0.self_attn.q_norm.weight"  # a key that only these networks have
 QWEN3_4B = Qwen3Spec(vocab_size=151936, width=2560, mlp_width=9728, layers=36, heads=32, kv_heads=8, head_dim=128)
+QWEN25_7B = Qwen25Spec(
+    vocab_size=152064, width=3584, mlp_width=18944, layers=28, heads=28, kv_heads=4, head_dim=128, states=(-1,)
+)

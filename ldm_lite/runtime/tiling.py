@@ -114,7 +114,8 @@ class Strips:
         if type(layer) is ResnetBlock:
             return self.resnet(layer, x, device)
         if type(layer) is Upsample:
-            return self.run(lambda rows: layer.conv(_upsampled(x, rows).to(device)), x, x.shape[1], times=2)
+            channels = layer.conv.out_channels
+            return self.run(lambda rows: layer.conv(_upsampled(x, rows).to(device)), x, channels, times=2)
         if type(layer) is Downsample:  # it pads below and on the right only
             return self.run(lambda rows: layer(x[:, :, rows].to(device)), x, x.shape[1], over=2, before=0, after=2)
         return layer(x.to(device)).to(x.device)  # attention
@@ -168,6 +169,8 @@ class Strips:
 
 def _activation(norm: Any, x: Tensor, device: torch.device) -> Callable[[slice], Tensor]:
     """Return a function of rows of a map x (B,C,H,W): silu(norm(x)) of these, on the device, by statistics of all."""
+    if not isinstance(norm, nn.GroupNorm):  # each position is normalised alone
+        return lambda rows: F.silu(norm(x[:, :, rows].to(device)), inplace=True)
     mean, variance = _statistics(x, norm.num_groups, device)
     scale = (variance + norm.eps).rsqrt() * norm.weight.float().view(norm.num_groups, -1)  # (B, G, C/G)
     shift = norm.bias.float().view(norm.num_groups, -1) - mean * scale

@@ -1,4 +1,4 @@
-"""Tokenizers on the `tokenizers` library: CLIP's and Qwen3's byte-level BPE, BERT's WordPiece, T5's SentencePiece.
+"""Tokenizers on the `tokenizers` library: CLIP's and Qwen's byte-level BPE, BERT's WordPiece, T5's SentencePiece.
 
 Shapes: B texts, T = `length` tokens (77 for all of these).
 The vocabularies of CLIP and BERT are in this folder (made by `scripts/make_vocab.py`); T5's and Qwen3's are read from
@@ -219,14 +219,16 @@ class T5Tokenizer(TextTokenizer):
 
 @dataclass(frozen=True)
 class Qwen3Tokenizer(TextTokenizer):
-    """Qwen3's tokenizer, from its `tokenizer.json`, or `vocab.json` with `merges.txt` beside it.
+    """Qwen3's tokenizer and Qwen2.5's, from its `tokenizer.json`, or `vocab.json` with `merges.txt` beside it.
 
-    A text is put into the template of a chat, as what the user says, and truncated at the end of the whole, as
-    transformers does, with `enable_thinking` or without.  Raises ValueError, one line, for any other file.
+    A text is put into the template of a chat, as what the user says, perhaps after what the system says, and truncated
+    at the end of the whole, as transformers does, with `enable_thinking` or without.  Raises ValueError, one line, for
+    any other file.
     """
 
     path: Path | None = None
     thinks: bool = True
+    system: str = ""
 
     def _backend(self) -> Tokenizer:
         if self.path is None:
@@ -248,10 +250,21 @@ class Qwen3Tokenizer(TextTokenizer):
 
     def units(self, text: str) -> list[tuple[tuple[int, ...], int]]:
         """Return the tokens of a text in its template, and where in the text each begins."""
+        before = self.before_text
         whole = super().units(
-            f"{SAID}{text}{ANSWERED}{'' if self.thinks else WITHOUT_THINKING}" if isinstance(text, str) else text
+            f"{before}{text}{ANSWERED}{'' if self.thinks else WITHOUT_THINKING}" if isinstance(text, str) else text
         )
-        return [(tokens, min(max(start - len(SAID), 0), len(text))) for tokens, start in whole]
+        return [(tokens, min(max(start - len(before), 0), len(text))) for tokens, start in whole]
+
+    @property
+    def before_text(self) -> str:
+        """The template up to the text."""
+        return f"<|im_start|>system\n{self.system}<|im_end|>\n{SAID}" if self.system else SAID
+
+    @property
+    def num_before(self) -> int:
+        """Number of its tokens."""
+        return len(super().units(self.before_text))
 
 
 # ---- backends: shared by all tokenizers, never changed --------------------------------------------------------------

@@ -295,6 +295,7 @@ def kohya_file(lora: nn.Module, model: Pipeline) -> Content:
     versions = {
         "flux": "flux1", "chroma": "chroma", "flux2": "flux_2_klein_4b", "sd3": "sd3", "z_image": "zimage",
         "sdxl": "sdxl_base_v1-0", "clip": "sd_v2" + "_v" * (model.schedule.prediction == "v") if second else "sd_v1",
+        "qwen_image": "qwen_image",
     }  # fmt: skip
     metadata = {
         "ss_network_module": "networks.lora" if lora.kind == "lora" else "lycoris.kohya",

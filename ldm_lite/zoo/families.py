@@ -56,6 +56,7 @@ MODULES = {
     "flux2": Module(("flux2_klein", "flux2_klein_base")),
     "sd3": Module(("sd3_medium", "sd35_medium", "sd35_large", "sd35_large_turbo")),
     "z_image": Module(("z_image_turbo", "z_image")),
+    "qwen_image": Module(("qwen_image",)),
     "deepfloyd": Module(("if_I", "if_II")),
 }
 # A key of a network that is no UNet of latent diffusion -> (its shapes, metadata) -> its row, with its sizes.
@@ -65,6 +66,7 @@ DENOISERS = {
     "double_blocks.0.img_attn.norm.key_norm.scale": "ldm_lite.families.flux:row",
     "joint_blocks.0.context_block.attn.qkv.weight": "ldm_lite.families.sd3:row",
     "cap_pad_token": "ldm_lite.families.z_image:row",
+    "txt_norm.weight": "ldm_lite.families.qwen_image:row",
     "encoder_pooling.1.positional_embedding": "ldm_lite.families.deepfloyd:stage",
 }
 

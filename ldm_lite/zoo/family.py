@@ -46,8 +46,10 @@ NETWORKS = {  # the class of a spec -> its network's
     "Flux2Spec": "ldm_lite.models.flux2:Flux2",
     "MMDiTSpec": "ldm_lite.models.mmdit:MMDiT",
     "ZImageSpec": "ldm_lite.models.z_image:ZImage",
+    "QwenImageSpec": "ldm_lite.models.qwen_image:QwenImage",
     "VAESpec": "ldm_lite.core.vae:AutoencoderKL",
     "Flux2VAESpec": "ldm_lite.models.flux2:Flux2Autoencoder",
+    "WanVAESpec": "ldm_lite.models.wan_vae:WanAutoencoder",
     "VQSpec": "ldm_lite.models.vae_vq:VQModel",
     "TAESDSpec": "ldm_lite.models.taesd:TAESD",
     "PixelSpec": "ldm_lite.models.pixels:Pixels",
@@ -55,6 +57,7 @@ NETWORKS = {  # the class of a spec -> its network's
     "OpenCLIPTextSpec": "ldm_lite.models.open_clip:OpenCLIPTextEncoder",
     "T5Spec": "ldm_lite.models.t5:T5Encoder",
     "Qwen3Spec": "ldm_lite.models.qwen3:Qwen3",
+    "Qwen25Spec": "ldm_lite.models.qwen3:Qwen3",
     "BERTSpec": "ldm_lite.models.bert:BERTTextEncoder",
     "ClassSpec": "ldm_lite.models.embedders:ClassEmbedder",
     "LabelMapSpec": "ldm_lite.models.embedders:LabelMapRescaler",
@@ -64,6 +67,7 @@ AUTOENCODERS = {  # a key of an autoencoder that is not KL -> the class of its s
     "encoder.1.conv.0.weight": "ldm_lite.models.taesd:TAESDSpec",
     "decoder.1.weight": "ldm_lite.models.taesd:TAESDSpec",
     "bn.running_mean": "ldm_lite.models.flux2:Flux2VAESpec",
+    "decoder.norm_out.gamma": "ldm_lite.models.wan_vae:WanVAESpec",
     "quantize.embedding.weight": "ldm_lite.models.vae_vq:VQSpec",
 }
 KL_F8 = VAESpec(channels=128, channel_mult=(1, 2, 4, 4), num_res_blocks=2, z_channels=4, embed_dim=4)
@@ -189,6 +193,7 @@ class Family:
     original_ema: bool  # the original code samples with the EMA copy: `use_ema` of its config, and its ema_scope
     thinks: bool = True  # Qwen3's answer may begin with thoughts
     skip_layers: SkipLayers | None = None  # guidance by leaving blocks out
+    norm_patch: int | None = None  # guidance keeps the norm of the conditional output in patches of so many positions
     optional: tuple[Spec, ...] = ()  # text encoders that a model may lack
     dtype: str | None = None  # on a GPU, if not float16, which some values exceed
     vae_file: str = "FILE"  # one with the autoencoder, on the hub, for a file that lacks it

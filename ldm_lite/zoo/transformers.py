@@ -13,6 +13,7 @@ TEXTS = {  # a key of a text encoder -> the class of its spec
     "ln_final.weight": "OpenCLIPTextSpec",
     "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight": "T5Spec",
     "layers.0.self_attn.q_norm.weight": "Qwen3Spec",
+    "layers.0.self_attn.k_proj.bias": "Qwen25Spec",
 }
 CLIP = "CLIPTextSpec"
 FILES = {  # one with each released text encoder, on the hub
@@ -20,8 +21,15 @@ FILES = {  # one with each released text encoder, on the hub
     "OpenCLIPTextSpec": "Comfy-Org/stable-diffusion-3.5-fp8/text_encoders/clip_g.safetensors",
     "T5Spec": "comfyanonymous/flux_text_encoders/t5xxl_fp16.safetensors",
     "Qwen3Spec": "Comfy-Org/flux2-klein/split_files/text_encoders/qwen_3_4b.safetensors",
+    "Qwen25Spec": "Comfy-Org/Qwen-Image_ComfyUI/split_files/text_encoders/qwen_2.5_vl_7b_fp8_scaled.safetensors",
 }
-TITLES = {"CLIPTextSpec": "CLIP-L", "OpenCLIPTextSpec": "OpenCLIP bigG", "T5Spec": "T5 XXL", "Qwen3Spec": "Qwen3 4B"}
+TITLES = {
+    "CLIPTextSpec": "CLIP-L",
+    "OpenCLIPTextSpec": "OpenCLIP bigG",
+    "T5Spec": "T5 XXL",
+    "Qwen3Spec": "Qwen3 4B",
+    "Qwen25Spec": "Qwen2.5-VL 7B",
+}
 
 
 def placed(
@@ -93,6 +101,7 @@ def fitted(shapes: Mapping[str, Shapes], metadata: Mapping[str, str]) -> Family:
     for what, width, wanted in (
         ("T5's output is", widths.get("T5Spec"), row.unet.context_dim),
         ("Qwen3's output is", widths.get("Qwen3Spec"), row.unet.context_dim),
+        ("Qwen2.5's output is", widths.get("Qwen25Spec"), row.unet.context_dim),
         ("the pooled text is", sum(clips) or None, getattr(row.unet, "vector_dim", None)),
     ):
         if width not in (None, wanted):
@@ -106,7 +115,7 @@ def _instead(row: Family, kinds: Iterable[str] = ()) -> str:
     """Return the files that supply text encoders, or none and the autoencoder; '' if the released ones do not fit."""
     widths = {type(spec).__name__: getattr(spec, "output_width", spec.width) for spec in row.text_encoders}
     kinds = list(kinds)
-    reads = [kind for kind in ("T5Spec", "Qwen3Spec") if kind in widths]
+    reads = [kind for kind in ("T5Spec", "Qwen3Spec", "Qwen25Spec") if kind in widths]
     if any(widths[kind] != row.unet.context_dim for kind in reads) or (not kinds and row.vae_file == "FILE"):
         return ""
     files = [f"`text_encoder={FILES[kind]}`" for kind in kinds] or [f"`vae={row.vae_file}`"]

@@ -148,9 +148,11 @@ def test_every_value_of_every_table_is_checked() -> None:
             for value in (*values, "another"):
                 if kind == "scheduler":
                     read = partial(read_scheduler, "s", {"_class_name": "DDIMScheduler", key: value}, "")
-                elif kind == "flow":
+                elif kind in ("flow", "flow_qwen"):
                     config = {"_class_name": "FlowMatchEulerDiscreteScheduler", key: value}
-                    read = partial(read_scheduler, "s", config, "FluxPipeline")
+                    read = partial(
+                        read_scheduler, "s", config, "FluxPipeline" if kind == "flow" else "QwenImagePipeline"
+                    )
                 else:
                     read = partial(read_network, "n", {key: value}, shapes)
                 if value == "another":

@@ -94,6 +94,8 @@ def test_every_key_of_a_released_adapter_has_its_place(name: str) -> None:
 
 def test_the_original_layout_is_left_alone() -> None:
     for name, manifest in ORIGINAL.items():
+        if name == "vae_qwen_image":  # whose release is in diffusers' layout: see families/test_qwen_image.py
+            continue
         assert original_layout({key: tuple(shape) for key, shape in manifest["shapes"].items()}) is None, name
     assert original_layout(shapes_of("text_clip_l")) is None  # whose names transformers has from where we have them
 

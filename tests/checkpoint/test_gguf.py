@@ -1,5 +1,7 @@
 """GGUF files: values of every format (the goldens), weights that stay in blocks, and files that make no sense."""
 
+import json
+import re
 import struct
 import time
 import tracemalloc
@@ -15,6 +17,7 @@ import toy
 import toy_chroma
 import toy_flow
 import toy_flux2
+import toy_qwen_image
 import toy_z_image
 from flow_files import SPIECE
 from PIL import Image
@@ -360,6 +363,40 @@ def test_qwen3_has_the_names_of_llama_cpp(tmp_path: Path) -> None:
         network = build(toy_z_image.small().networks[role])
         network.load_state_dict(values)
         assert any(isinstance(layer, BlockLinear) for layer in linears(pipe.networks[role]))
+        assert torch.equal(pipe.networks[role](*inputs), network(*inputs))
+
+
+def test_qwen25_has_the_names_of_llama_cpp_and_qwen_image_its_own(tmp_path: Path) -> None:
+    shapes = json.loads(str(np.load(Path(__file__).parents[1] / "data" / "qwen_image.npz")["shapes"]))
+    files = toy_qwen_image.write(tmp_path, shapes)
+    whole = ldm_lite.load(files["ckpt"], **{name: value for name, value in files.items() if name != "ckpt"})
+    renamed = {}
+    text, worth = stored(whole.text_encoder.state_dict())
+    for key, value in text.items():
+        for pattern, theirs in (
+            (r"^norm\.", "output_norm."),
+            (r"^embed_tokens\.", "token_embd."),
+            (r"^layers\.", "blk."),
+            (r"self_attn\.([qkv])_proj", r"attn_\1"),
+            (r"self_attn\.o_proj", "attn_output"),
+            (r"input_layernorm", "attn_norm"),
+            (r"post_attention_layernorm", "ffn_norm"),
+            (r"mlp\.(\w+)_proj", r"ffn_\1"),
+        ):
+            key = re.sub(pattern, theirs, key)
+        renamed[key] = value
+    unet, unet_worth = stored(whole.unet.state_dict())
+    pipe = ldm_lite.load(
+        gguf(tmp_path / "qwen_image.gguf", unet, general__architecture="qwen_image"),
+        text_encoder=str(gguf(tmp_path / "qwen.gguf", renamed, general__architecture="qwen2vl")),
+        vae=files["vae"],
+        device="cpu",
+    )
+    ids = torch.arange(12)[None]
+    for role, values, inputs in (("text_encoder", worth, (ids,)), ("unet", unet_worth, toy_qwen_image.inputs())):
+        network = build(whole.family.networks[role])
+        network.load_state_dict(values)
+        assert sum(isinstance(layer, BlockLinear) for layer in linears(pipe.networks[role])) > 10
         assert torch.equal(pipe.networks[role](*inputs), network(*inputs))
 
 

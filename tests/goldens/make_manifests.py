@@ -26,6 +26,8 @@ RENAMED = {  # the file's name -> ours
     "chroma": "transformer_chroma",
     "flux2-klein": "transformer_flux2_klein",
     "flux2-vae": "vae_flux2",
+    "qwen-image": "transformer_qwen_image",
+    "qwen-image-vae": "vae_qwen_image",
 }
 
 

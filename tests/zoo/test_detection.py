@@ -14,7 +14,7 @@ from torch import nn
 from ldm_lite.checkpoint.reader import SGM, on_meta, split
 from ldm_lite.core.files import Tensors
 from ldm_lite.core.layers import Shapes
-from ldm_lite.models.qwen3 import QWEN3_4B
+from ldm_lite.models.qwen3 import QWEN3_4B, QWEN25_7B
 from ldm_lite.zoo.families import FAMILIES, check_complete, detect_family
 from ldm_lite.zoo.family import NETWORKS, Spec, build, infer_vae
 from ldm_lite.zoo.transformers import placed
@@ -68,10 +68,11 @@ FILES: dict[str, dict[str, str]] = {
     **{
         name: {UNET: f"transformer_{name}", **(SD3 if name.startswith("sd3") else FLUX)}
         for name in TRANSFORMERS
-        if name not in ("z_image", "flux2_klein")
+        if name not in ("z_image", "flux2_klein", "qwen_image")
     },
     "flux2_klein": {UNET: "transformer_flux2_klein", "vae.": "vae_flux2"},
     "z_image_turbo": {UNET: "transformer_z_image", "vae.": "vae_kl_f8_flux"},
+    "qwen_image": {UNET: "transformer_qwen_image", "vae.": "vae_qwen_image"},
     "if_I": {"": "unet_if_I_XL"},
     "if_II": {"": "unet_if_II_L"},
 }
@@ -109,6 +110,10 @@ BESIDE["flux2_klein"] = BESIDE["z_image_turbo"] = {
     f"text_encoders.qwen3_4b.transformer.model.{key}": tuple(value.shape)
     for key, value in built(QWEN3_4B).state_dict().items()
 }
+BESIDE["qwen_image"] = {
+    f"text_encoders.qwen25_7b.transformer.model.{key}": tuple(value.shape)
+    for key, value in built(QWEN25_7B).state_dict().items()
+} | {"text_encoders.qwen25_7b.transformer.visual.patch_embed.proj.weight": (1280, 3, 2, 14, 14)}
 
 
 def under(prefix: str, manifest: str) -> dict[str, tuple[int, ...]]:
@@ -134,6 +139,7 @@ def file_of(name: str) -> dict[str, tuple[int, ...]]:
         ("chroma", ["t5xxl_fp16.safetensors"], "FLUX.1-schnell/ae.safetensors"),
         ("flux2_klein", ["qwen_3_4b.safetensors"], "vae/flux2-vae.safetensors"),
         ("z_image", ["qwen_3_4b.safetensors"], "vae/ae.safetensors"),
+        ("qwen_image", ["qwen_2.5_vl_7b_fp8_scaled.safetensors"], "vae/qwen_image_vae.safetensors"),
     ],
 )
 def test_what_a_transformer_lacks_is_named_with_its_file(name: str, text: list[str], autoencoder: str) -> None:
@@ -255,6 +261,11 @@ LOOK_ALIKES: dict[str, tuple[dict[str, tuple[int, ...]], str]] = {
         under("", "transformer_flux2_klein") | {"guidance_in.in_layer.weight": (3072, 256)},
         r"is FLUX.2 \[dev\], which reads text with Mistral 3",
     ),
+    "qwen-image-layered": (
+        under("", "transformer_qwen_image") | {"time_text_embed.addition_t_embedding.weight": (2, 3072)},
+        "Qwen-Image-Layered",
+    ),
+    "qwen-image-edit 2511": (under("", "transformer_qwen_image") | {"__index_timestep_zero__": (0,)}, "Edit 2511"),
     "redux": ({"redux_up.weight": (12288, 1152), "redux_down.weight": (4096, 12288)}, "is FLUX.1 Redux, to be used"),
     "hunyuan": ({"double_blocks.0.img_attn_qkv.weight": (9216, 3072)}, "another diffusion transformer"),
     "pixart": ({"transformer_blocks.0.attn1.to_q.weight": (1152, 1152)}, "another diffusion transformer"),
