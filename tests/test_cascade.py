@@ -131,7 +131,7 @@ def test_both_stages_equal_the_original(stages: list[Pipeline]) -> None:
 def test_both_stages_equal_the_original_in_float64(stages: list[Pipeline]) -> None:
     """With what is float32 everywhere, whatever the networks' dtype, in float64 too."""
     double = [
-        replace(stage, unet=toy.network(spec).double(), vae=Pixels(PixelSpec()).double())  # type: ignore[arg-type]
+        stage.with_networks(unet=toy.network(spec).double(), vae=Pixels(PixelSpec()).double())
         for stage, spec in zip(stages, toy.CASCADE.values(), strict=True)
     ]
     single = torch.float32

@@ -258,7 +258,7 @@ def test_a_lora_is_added_to_blocks(name: str, kind: str, offload: str | None, tm
         encoders = {"lora_te1_": "text_encoder", "lora_te3_": f"text_encoder_{len(family.text_encoders)}"}
     merged = ldm_lite.load(plain, **about)
     for kind_of_file, file in ((kind, "a"), ("lora", "b")):
-        roles = {"lora_unet_": merged.unet} | {prefix: getattr(merged, role) for prefix, role in encoders.items()}
+        roles = {"lora_unet_": merged.unet} | {prefix: merged.networks[role] for prefix, role in encoders.items()}
         save(tmp_path / f"{file}.safetensors", adapters(roles, kind_of_file))
     ids = torch.tensor([[5, 6, 7, 1]])
 

@@ -9,7 +9,7 @@ pytest.importorskip("prometheus_client")
 pytestmark = [pytest.mark.extra, pytest.mark.slow]
 
 
-def test_no_wrong_answer_and_no_file_though_the_server_is_killed_and_started_again() -> None:
+def test_no_wrong_answer_and_no_file_though_the_server_is_killed_and_started_again(own_kernels: None) -> None:
     import load_serve  # starts processes: only here
 
     measured, load = load_serve.measure(clients=12, seconds=24, steps=2, kill=True)

@@ -384,11 +384,11 @@ def test_latents_kept_by_size_give_the_losses_of_the_images(
     more: dict[str, Any] = {"steps": 6, "lora_rank": 2, "buckets": True, "caption": "noise"}
     for name in ("kept", "images"):
         if name == "images":
-            monkeypatch.setattr(encoded, "encoded", lambda options, dataset, vae, name: dataset)
+            monkeypatch.setattr(encoded, "encoded", lambda options, dataset, vae, name: (dataset, dataset))
         train(options(tmp_path / "data", tmp_path / name, **more), load(files, "sdxl_base"))
     kept, images = ([sizes for dtype, sizes in seen if dtype == wanted] for wanted in (torch.float16, torch.uint8))
     assert kept == images
     assert len({sizes[0][4:] for sizes in kept}) == 3  # of each bucket
     assert len(set(losses(tmp_path / "kept"))) == 6
-    assert losses(tmp_path / "kept") == pytest.approx(losses(tmp_path / "images"), rel=1e-3)
+    assert losses(tmp_path / "kept") == pytest.approx(losses(tmp_path / "images"), rel=2e-3)
     assert not (tmp_path / "images" / "latents").exists()
