@@ -183,7 +183,7 @@ def write_shard(folder: Path, examples: Iterable[Row], count: int) -> None:
 def write_index(folder: Path, counts: Sequence[int], shard: int, about: Mapping[str, Any]) -> None:
     """Write the index of a folder whose shards are there.
 
-    counts: examples of each shard: `fsdp`, of the last perhaps less, but for those left out.  Raises OSError.
+    counts: examples of each shard: `shard`, of the last perhaps less, but for those left out.  Raises OSError.
     """
     first = next(number for number, count in enumerate(counts) if count)
     paths = {name: folder / f"{first:05}" / f"{name}.npy" for name in KINDS}
