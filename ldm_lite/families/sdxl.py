@@ -39,6 +39,7 @@ PLAIN = replace(
     resolution=1024,
     vae_overflows=True,
     scale=5.0,
+    ays="ays_sdxl",
 )
 SDXL = replace(PLAIN, hints=(Hint("turbo", "sdxl_turbo"),))
 ROWS = {
@@ -79,6 +80,7 @@ ROWS = {
         ),
         text_encoders=(OPEN_CLIP_G,),
         conditioner="refiner",
+        ays="ays",
     ),
 }
 

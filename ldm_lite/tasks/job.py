@@ -380,8 +380,8 @@ def plan_of(model: Model, options: Txt2imgOptions, last: int | None = None, step
     if options.compat:
         return original_plan(sampler, model.schedule, steps, eta=options.eta, last=last)
     spacing = resolve(sampler)[1] if options.spacing is None else options.spacing
-    if isinstance(spacing, str) and spacing.split(":")[0] == "ays" and model.family.conditioner == "sdxl":
-        spacing = spacing.replace("ays", "ays_sdxl", 1)
+    if isinstance(spacing, str) and spacing.split(":")[0] == "ays":
+        spacing = spacing.replace("ays", model.family.ays, 1)
     return make_plan(sampler, model.schedule, steps, eta=options.eta, churn=options.churn, spacing=spacing, last=last)
 
 

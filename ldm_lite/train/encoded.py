@@ -417,7 +417,8 @@ def check_encoded(options: TrainOptions, model: Pipeline, dataset: EncodedDatase
         log.info("%s: the text encoder cannot be compared in 8 bits: take the one that encoded", where)
     elif about.get("text_encoder") != digest(*model.text_encoders):
         raise ValueError(f"{where}: was encoded by another text encoder than this model's: encode the data again")
-    if (model.family.conditioner == "sdxl" or model.schedule.is_flow) and about.get("y") is None:
+    reads_y = model.schedule.is_flow or model.family.unet.vector_dim is not None
+    if reads_y and about.get("y") is None:
         raise ValueError(f"{where}: holds no y.npy, which {model.family.title} reads too: encode the data again")
 
 
@@ -425,6 +426,6 @@ def _no_caption(model: Pipeline, dataset: EncodedDataset) -> dict[str, Tensor]:
     """Return what the network reads without a caption, as inference does: SDXL reads zeros, others the empty text."""
     texts = {name: dataset.empty(name) for name in ("context", "y")}
     empty = {name: text[None].float() for name, text in texts.items() if text is not None}
-    if model.family.conditioner == "sdxl":
+    if dataset.about.get("y") is not None and not model.schedule.is_flow:
         return {"context": torch.zeros_like(empty["context"]), "y": torch.zeros(1, *dataset.about["y"])}
     return empty

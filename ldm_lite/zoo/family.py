@@ -193,6 +193,7 @@ class Family:
     original_ema: bool  # the original code samples with the EMA copy: `use_ema` of its config, and its ema_scope
     thinks: bool = True  # Qwen3's answer may begin with thoughts
     skip_layers: SkipLayers | None = None  # guidance by leaving blocks out
+    ays: str = "ays"  # the spacing that Align Your Steps found for its networks
     norm_patch: int | None = None  # guidance keeps the norm of the conditional output in patches of so many positions
     optional: tuple[Spec, ...] = ()  # text encoders that a model may lack
     dtype: str | None = None  # on a GPU, if not float16, which some values exceed
