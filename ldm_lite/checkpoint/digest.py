@@ -16,7 +16,9 @@ def sampled(network: nn.Module) -> Iterator[tuple[str, Tensor, bytes]]:
     for name, value in network.state_dict().items():
         places = np.linspace(0, value.numel() - 1, min(SAMPLED, value.numel())).astype(np.int64)
         index = tuple(torch.from_numpy(axis).to(value.device) for axis in np.unravel_index(places, value.shape))
-        yield name, value, value[index].float().cpu().numpy().tobytes()
+        # torch 2.6 cannot index numbers of 8 bits on a CPU, but bytes.
+        chosen = value.view(torch.uint8)[index].view(value.dtype) if value.dtype.itemsize == 1 else value[index]
+        yield name, value, chosen.float().cpu().numpy().tobytes()
 
 
 def digest(*networks: nn.Module) -> str:

