@@ -1,9 +1,11 @@
 """FLUX.2 [klein], and its base, whose weights do not tell them apart; Qwen3 reads the text."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
+from PIL import Image
 
 from ldm_lite.checkpoint.model import Model
 from ldm_lite.conditioning.plain import num_tokens
@@ -15,10 +17,29 @@ from ldm_lite.models.flux2 import KL_F16_128, RELEASED, Flux2Spec
 from ldm_lite.models.ops import inside
 from ldm_lite.models.qwen3 import QWEN3_4B
 from ldm_lite.zoo.families import chosen
-from ldm_lite.zoo.family import Family, Flow, Hint
+from ldm_lite.zoo.family import Family, Flow, Hint, References
 
 # Logarithms of the shift of 200 steps, which grow with the image's tokens: see flow_flux2.
 BY_SIZE = (0.00016927 * 256 + 0.45666666, 0.00016927 * 4096 + 0.45666666)
+
+MOST = 1024**2  # pixels of a reference
+
+
+def fitted(image: Image.Image, unit: int) -> Image.Image:
+    """Reduce an image to MOST pixels, and cut its edges to multiples of unit.
+
+    black-forest-labs/flux2 sampling.py, default_prep.  Raises ValueError if a side is shorter than unit.
+    """
+    ratio = math.sqrt(MOST / (image.width * image.height))
+    if ratio < 1:
+        size = max(1, int(image.width * ratio)), max(1, int(image.height * ratio))
+        image = image.resize(size, Image.Resampling.LANCZOS)
+    width, height = image.width // unit * unit, image.height // unit * unit
+    if not width or not height:
+        raise ValueError(f"got a reference of {image.width} x {image.height} pixels, wanted {unit} or more a side")
+    left, top = (image.width - width) // 2, (image.height - height) // 2
+    return image.crop((left, top, left + width, top + height))
+
 
 KLEIN = replace(
     SD1,
@@ -39,6 +60,7 @@ KLEIN = replace(
     vae_overflows=True,
     steps=4,
     scale=1.0,
+    references=References(fitted),
     hints=(Hint("base", "flux2_klein_base", like="its base"),),
 )
 ROWS = {

@@ -1,10 +1,11 @@
-"""reference: images that the network reads beside the noised one, and edits or combines by the prompt: FLUX.2."""
+"""reference: images that the network reads beside the noised one, and edits or combines by the prompt.
+
+How they are fitted is said by the family: FLUX.2, Qwen-Image-Edit.
+"""
 
 import dataclasses
-import math
 from typing import Any
 
-from PIL import Image
 from torch import Tensor
 
 from ldm_lite.cli.task_options import ImageOptions
@@ -12,25 +13,28 @@ from ldm_lite.image import to_pixels
 from ldm_lite.tasks.features import Feature
 from ldm_lite.tasks.image_inputs import open_source, side_unit, sources
 from ldm_lite.tasks.job import Job
-
-MOST = 1024**2  # pixels of a reference
+from ldm_lite.tasks.texts import PromptEncoder
 
 
 class References(Feature):
-    """Adds the latents of the references to what every branch of guidance reads."""
+    """Adds the latents of the references to what every branch of guidance reads, and shows them to the text encoder."""
 
     def change_options(self, model: Any, options: Any) -> tuple[Any, Any]:
-        """Read the images; the first one's size is the default of text to image.
+        """Read the images; the size of one of them is the default of text to image.
 
-        Raises ValueError, OSError for what is no image, and for a network that reads none.
+        Raises ValueError, OSError for what is no image, for more than the network reads, and if it reads none.
         """
-        if not getattr(model.family.unet, "reads_references", False):
+        rule = model.family.references
+        if rule is None:
             raise ValueError(f"{model.family.title} reads no reference images: leave out `reference`")
-        unit = side_unit(model)
-        self._images = [fitted(open_source(source).image, unit) for source in sources(options.reference, "reference")]
+        opened = [open_source(source).image for source in sources(options.reference, "reference")]
+        if rule.most is not None and len(opened) > rule.most:
+            raise ValueError(f"got {len(opened)} reference images, but {model.family.title} reads {rule.most}")
+        self._opened, self._images = opened, [rule.fit(image, side_unit(model)) for image in opened]
         self._latents: list[Tensor] = []
+        self._texts: dict[int, tuple[PromptEncoder, PromptEncoder]] = {}
         if not isinstance(options, ImageOptions) and options.height is options.width is None:
-            width, height = self._images[0].size
+            width, height = self._images[rule.sized_by].size
             options = dataclasses.replace(options, width=width, height=height)
         return model, options
 
@@ -39,20 +43,11 @@ class References(Feature):
         if not self._latents:
             self._latents = [job.model.encode_pixels(to_pixels(image)[None]) for image in self._images]
         latents = {f"reference_{i}": latent for i, latent in enumerate(self._latents, 1)}
-        return dataclasses.replace(job, channels={**job.channels, **latents})
+        return dataclasses.replace(job, channels={**job.channels, **latents}, texts=self._seeing(job.texts))
 
-
-def fitted(image: Image.Image, unit: int) -> Image.Image:
-    """Reduce an image to MOST pixels, and cut its edges to multiples of unit.
-
-    black-forest-labs/flux2 sampling.py, default_prep.  Raises ValueError if a side is shorter than unit.
-    """
-    ratio = math.sqrt(MOST / (image.width * image.height))
-    if ratio < 1:
-        size = max(1, int(image.width * ratio)), max(1, int(image.height * ratio))
-        image = image.resize(size, Image.Resampling.LANCZOS)
-    width, height = image.width // unit * unit, image.height // unit * unit
-    if not width or not height:
-        raise ValueError(f"got a reference of {image.width} x {image.height} pixels, wanted {unit} or more a side")
-    left, top = (image.width - width) // 2, (image.height - height) // 2
-    return image.crop((left, top, left + width, top + height))
+    def _seeing(self, texts: PromptEncoder) -> PromptEncoder:
+        """Return what encodes texts with the images; the same one for all jobs, since it keeps what it has encoded."""
+        if id(texts) not in self._texts:
+            options = dataclasses.replace(texts.options, reference=tuple(self._opened))
+            self._texts[id(texts)] = texts, dataclasses.replace(texts, options=options)
+        return self._texts[id(texts)][1]

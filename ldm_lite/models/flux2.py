@@ -38,7 +38,6 @@ class Flux2Spec(FluxSpec):
     patch: ClassVar[int] = 1
     theta: ClassVar[float] = 2000.0
     is_gated: ClassVar[bool] = True
-    reads_references: ClassVar[bool] = True
 
     @staticmethod
     def from_shapes(shapes: Shapes) -> Flux2Spec:

@@ -165,6 +165,14 @@ class Hint(NamedTuple):
         return f"its name says {self.word.title()}, {untold}: if it is, add `metadata=family={self.family}`"
 
 
+class References(NamedTuple):
+    """How a family takes the images that its network reads beside the noised one."""
+
+    fit: Callable[[Any, int], Any]  # (PIL image, multiple of its sides) -> the image of which latents are read
+    sized_by: int = 0  # which one's size is the default of a result
+    most: int | None = None
+
+
 Noise = Preserving | Flow
 
 
@@ -195,6 +203,7 @@ class Family:
     skip_layers: SkipLayers | None = None  # guidance by leaving blocks out
     ays: str = "ays"  # the spacing that Align Your Steps found for its networks
     norm_patch: int | None = None  # guidance keeps the norm of the conditional output in patches of so many positions
+    references: References | None = None  # None: it reads none
     optional: tuple[Spec, ...] = ()  # text encoders that a model may lack
     dtype: str | None = None  # on a GPU, if not float16, which some values exceed
     vae_file: str = "FILE"  # one with the autoencoder, on the hub, for a file that lacks it
@@ -211,8 +220,7 @@ class Family:
     @property
     def reads_images(self) -> bool:
         """Whether the network reads images besides the latents."""
-        reads = self.task == "edit" or getattr(self.unet, "reads_references", False)
-        return reads or self.unet.in_channels != self.vae.embed_dim
+        return self.task == "edit" or self.references is not None or self.unet.in_channels != self.vae.embed_dim
 
     @property
     def is_small(self) -> bool:

@@ -20,7 +20,7 @@ from ldm_lite import Pipeline, txt2img
 from ldm_lite.checkpoint.reader import on_meta, split
 from ldm_lite.core.files import Tensors
 from ldm_lite.diffusion.schedule import levels_of
-from ldm_lite.features.references import MOST, fitted
+from ldm_lite.families.flux2 import MOST, fitted
 from ldm_lite.models.flux2 import KL_F16_128, Flux2VAESpec
 from ldm_lite.runtime.tiling import tiled
 from ldm_lite.zoo.families import FAMILIES
