@@ -59,6 +59,7 @@ BLOCKS |= {"models.chroma": {"models.flux"}, "models.flux2": {"models.flux"}}
 BLOCKS |= {"models.controlnet": {"models.unet"}}
 BLOCKS |= {"models.ip_adapter": {"models.clip_vision", "models.unet"}}
 BLOCKS |= {"models.clip_vision": {"models.clip"}, "models.redux": {"models.clip_vision"}}
+BLOCKS |= {"models.qwen25_vl": {"models.clip_vision", "models.qwen3"}}
 BLOCKS |= {"models.open_clip": {"models.clip"}, "models.style_adapter": {"models.open_clip"}}
 FILES = sorted(PACKAGE.rglob("*.py"))
 

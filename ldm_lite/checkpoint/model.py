@@ -261,6 +261,7 @@ def load_model(options: LoadOptions, kind: type[M], check: Callable[[M], None] |
         is_told = "family" in (metadata if hint.lacks else options.added_metadata)
         if (hint.word in title.lower()) != hint.lacks and not is_told:
             log.warning("%s", hint.text(family.title))
+            break
     model = kind(
         name=title if path.is_dir() else path.stem,
         family=family,

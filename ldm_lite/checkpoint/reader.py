@@ -22,6 +22,7 @@ from ldm_lite.core import files
 from ldm_lite.core.files import Tensors, imported
 from ldm_lite.core.networks import WithoutInit
 from ldm_lite.core.pipeline import bundled
+from ldm_lite.models.qwen3 import VISION
 from ldm_lite.runtime.memory import MappedPages
 from ldm_lite.zoo.families import DENOISERS, stored_facts
 from ldm_lite.zoo.family import Spec, build
@@ -191,7 +192,8 @@ NO_WEIGHTS = re.compile(
     r"|^cond_stage_model\.(encoder|decoder|quantize|quant_conv|post_quant_conv)\."  # a second time in inpainting_big
     r"|position_ids$|logit_scale$|(text|visual)_projection(\.weight)?$|\bbn\.num_batches_tracked$|^(v_pred|ztsnr|difference)$|^encoder\.embed_tokens\."
     r"|(^|\.)lm_head\.weight$|^norm_final\.weight$|^head\.(probe$|\w+\.)"  # Qwen3's, Lumina's, SigLIP's, of no use
-    r"|^(text_encoders\.qwen25_7b\.transformer\.|model\.)?visual\."  # Qwen2.5-VL's, which read images
+    r"|^(text_encoders\.qwen25_7b\.transformer\.|model\.)?visual\."  # Qwen2.5-VL's, where it reads text alone
+    r"|(^|\.)__index_timestep_zero__$"  # a mark of Qwen-Image-Edit 2511
 )
 PROJECTIONS = {"text_encoder": "text_projection.weight", "vision": "visual_projection.weight"}  # beside CLIP's encoders
 EMA = "model_ema."
@@ -243,6 +245,9 @@ def split(tensors: Tensors) -> Parts:
         if role in PROJECTIONS:
             projection = re.sub(r"(text|vision)_model\.$", "", before) + PROJECTIONS[role]
             keys |= {PROJECTIONS[role]: projection} if projection in unused else {}
+        if probe == QWEN25:
+            seeing = re.sub(r"(language_model|model)\.$", "", before) + VISION
+            keys |= {VISION + key.removeprefix(seeing): key for key in unused if key.startswith(seeing)}
         unused -= set(keys.values())
         parts[role] = tensors.renamed(keys)
     if not parts:

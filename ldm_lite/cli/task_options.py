@@ -239,7 +239,9 @@ class ControlOptions(CheckedOptions):
         None, "depth map, lighter = nearer, for models that read one; for FLUX.1 Canny the edges", metavar="FILE"
     )
     reference: tuple[Any, ...] = option(
-        (), "image that FLUX.2 reads beside the prompt, to edit it or to combine several; repeatable", metavar="FILE"
+        (),
+        "image that FLUX.2 or Qwen-Image-Edit reads beside the prompt, to edit it or to combine several; repeatable",
+        metavar="FILE",
     )
 
 

@@ -1,9 +1,12 @@
-"""Qwen-Image; Qwen2.5-VL's language model reads the text."""
+"""Qwen-Image, whose text Qwen2.5-VL's language model reads; Qwen-Image-Edit, which shows it images too."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import sqrt
 
 import torch
+from PIL import Image
+from torch import Tensor
 
 from ldm_lite.checkpoint.model import Model
 from ldm_lite.conditioning.plain import num_tokens
@@ -11,12 +14,31 @@ from ldm_lite.conditioning.prompts import Conditioner, PromptOptions, Prompts
 from ldm_lite.core.denoise import Conditioning
 from ldm_lite.core.layers import Shapes
 from ldm_lite.families.sd1 import SD1
+from ldm_lite.image import to_pixels
 from ldm_lite.models.qwen3 import QWEN25_7B
+from ldm_lite.models.qwen25_vl import QWEN25_VL_7B
 from ldm_lite.models.qwen_image import RELEASED, QwenImageSpec
 from ldm_lite.models.wan_vae import WAN_VAE
 from ldm_lite.text.tokenizer import Qwen3Tokenizer
 from ldm_lite.zoo.families import chosen
-from ldm_lite.zoo.family import Family, Flow
+from ldm_lite.zoo.family import Family, Flow, Hint, References
+
+UNIT = 32  # of the sides of a reference
+AREA, SEEN_AREA = 1024**2, 384**2  # pixels of a reference, and of what the language model sees of it from 2509 on
+
+
+def fitted(image: Image.Image, unit: int, area: int | None = None) -> Image.Image:
+    """Resize an image to about `area` pixels, or AREA, with sides of multiples of UNIT.
+
+    diffusers pipeline_qwenimage_edit.py, which the makers release.  Raises ValueError for too long an image.
+    """
+    ratio = image.width / image.height
+    width = sqrt((area or AREA) * ratio)
+    size = round(width / UNIT) * UNIT, round(width / ratio / UNIT) * UNIT
+    if not all(size):
+        raise ValueError(f"got a reference of {image.width} x {image.height} pixels, wanted sides more alike")
+    return image.resize(size, Image.Resampling.LANCZOS)
+
 
 QWEN_IMAGE = replace(
     SD1,
@@ -37,13 +59,38 @@ QWEN_IMAGE = replace(
     steps=50,
     scale=4.0,
     norm_patch=2,
+    hints=(
+        Hint("2511", "qwen_image_edit_2511", like="Qwen-Image"),
+        Hint("2509", "qwen_image_edit_2509", like="Qwen-Image"),
+        Hint("edit", "qwen_image_edit", like="Qwen-Image"),
+    ),
 )
-ROWS = {"qwen_image": QWEN_IMAGE}
+EDIT = replace(
+    QWEN_IMAGE,
+    title="Qwen-Image-Edit",
+    text_encoders=(QWEN25_VL_7B,),
+    resolution=1024,
+    references=References(fitted, most=1),
+    hints=(),
+)
+EDIT_2509 = replace(EDIT, title="Qwen-Image-Edit 2509", references=References(fitted, sized_by=-1), steps=40)
+EDIT_2511 = replace(
+    EDIT_2509, title="Qwen-Image-Edit 2511", unet=replace(RELEASED["qwen_image"], clean_references=True)
+)
+ROWS = {
+    "qwen_image": QWEN_IMAGE,
+    "qwen_image_edit": EDIT,
+    "qwen_image_edit_2509": EDIT_2509,
+    "qwen_image_edit_2511": EDIT_2511,
+}
 
 
 def row(unet: Shapes, metadata: Mapping[str, str]) -> Family:
     """Return the row of a file, with the spec of its network.  Raises ValueError for other networks."""
-    return chosen(ROWS, QwenImageSpec.from_shapes(unet), metadata)
+    spec = QwenImageSpec.from_shapes(unet)
+    if metadata.get("family") == "qwen_image_edit_2511":  # of whose files only ComfyUI's tell themselves
+        spec = replace(spec, clean_references=True)
+    return chosen(ROWS, spec, metadata, variant=lambda spec: (spec.in_channels, spec.clean_references))
 
 
 MOST = 1024  # tokens of a text, with the end of its template
@@ -51,31 +98,68 @@ DESCRIBE = (
     "Describe the image by detailing the color, shape, size, texture, quantity, text, spatial relationships of the "
     "objects and background:"
 )
+DESCRIBE_EDIT = (
+    "Describe the key features of the input image (color, shape, size, texture, objects, background), then explain how "
+    "the user's text instruction should alter or modify the image. Generate a new image that meets the user's "
+    "requirements while maintaining consistency with the original input where appropriate."
+)
 
 
-def tokenizer(model: Model) -> Qwen3Tokenizer:
+def tokenizer(model: Model, system: str = DESCRIBE, images: Sequence[tuple[str, int]] = ()) -> Qwen3Tokenizer:
     """The tokenizer with the family's template, which says first what to do with a text."""
     assert isinstance(model.tokenizer, Qwen3Tokenizer)
-    longest = replace(model.tokenizer, system=DESCRIBE)
+    longest = replace(model.tokenizer, system=system, images=tuple(images))
     return replace(longest, length=longest.num_before + MOST)
 
 
 def length(model: Model, prompt: str | None) -> int:
     """Return the number of tokens of a prompt that the network reads."""
-    return num_tokens(tokenizer(model), prompt) - tokenizer(model).num_before
+    images = () if model.family.references is None else (("", 1),)  # line ends after one are tokens of their own
+    reader = tokenizer(model, images=images)
+    return num_tokens(reader, prompt) - reader.num_before
 
 
 def encode(model: Model, prompts: Prompts, options: PromptOptions) -> Conditioning:
-    """Qwen2.5's last hidden states (B,T,D) of a chat, from the text on, of which the first y (B,1) are read.
+    """Qwen2.5's last hidden states (B,T,D) of a chat, from the text or its images on, of which the first y (B,1) count.
 
-    diffusers pipeline_qwenimage.py, which the makers release.
+    diffusers pipeline_qwenimage.py, and those of Edit, which the makers release.
     """
-    counts = [length(model, prompt) for prompt in prompts]
-    reader = tokenizer(model)
-    ids = replace(reader, length=reader.num_before + max(*counts, options.num_chunks))([text or "" for text in prompts])
-    context = model.text_encoder(ids.to(model.device))[:, reader.num_before :]
-    text = {"context": context, "y": torch.tensor(counts, device=model.device)[:, None]}
-    return {**text, "full": torch.ones(len(prompts))} if options.alike else text
+    images = [] if model.family.references is None else seen(model, getattr(options.extra, "reference", ()))
+    system = DESCRIBE_EDIT if images else DESCRIBE
+    reader, first = tokenizer(model, system, told(model, images)), tokenizer(model, system).num_before
+    counts = [num_tokens(reader, prompt) - reader.num_before for prompt in prompts]
+    longest = reader.num_before + max(*counts, options.num_chunks)
+    ids = replace(reader, length=longest)([text or "" for text in prompts]).to(model.device)
+    places = list(zip(reader.image_starts, images, strict=True))
+    context = model.text_encoder(ids, images=places)[:, first:]
+    lengths = torch.tensor(counts, device=model.device)[:, None] + reader.num_before - first
+    text = {"context": context, "y": lengths}
+    alike = options.alike and model.family.references is None  # else texts may be shorter than `length`
+    return {**text, "full": torch.ones(len(prompts))} if alike else text
+
+
+def seen(model: Model, references: Sequence[Image.Image]) -> list[Tensor]:
+    """Return the references as the language model sees them, each (3,H,W) in [0,1]."""
+    images = []
+    for image in references:
+        side = model.text_encoder.spec.vision.side
+        image = fitted(image, UNIT, SEEN_AREA if is_numbered(model) else None)
+        width, height = (round(pixels / side) * side for pixels in image.size)
+        image = image.resize((width, height), Image.Resampling.BICUBIC)
+        images.append((to_pixels(image).to(model.device) + 1) / 2)
+    return images
+
+
+def told(model: Model, images: Sequence[Tensor]) -> list[tuple[str, int]]:
+    """Return what the text says of images, and the number of tokens of each."""
+    names = (f"Picture {number}: " * is_numbered(model) for number in range(1, len(images) + 1))
+    sides = [[pixels // model.text_encoder.spec.vision.side for pixels in image.shape[1:]] for image in images]
+    return [(name, rows * columns) for name, (rows, columns) in zip(names, sides, strict=True)]
+
+
+def is_numbered(model: Model) -> bool:
+    """Whether images have names in the text, as they do from 2509 on."""
+    return model.family.references is not None and model.family.references.most is None
 
 
 CONDITIONER = Conditioner(

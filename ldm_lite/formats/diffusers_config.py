@@ -258,7 +258,7 @@ def read_scheduler(place: str, config: Config, pipeline: str) -> dict[str, str]:
 # ---- pipelines and tokenizers ---------------------------------------------------------------------------------------
 
 PIPELINES = re.compile(
-    r"(StableDiffusion(3|XL)?|Flux|Flux2Klein|Chroma|ZImage|QwenImage|LatentConsistencyModel|StableUnCLIP|FluxKontext)"
+    r"(StableDiffusion(3|XL)?|Flux|Flux2Klein|Chroma|ZImage|QwenImage(Edit(Plus)?)?|LatentConsistencyModel|StableUnCLIP|FluxKontext)"
     r"(ControlNet|Control|Adapter|Img2Img|Inpaint|Legacy|InstructPix2Pix|Depth2Img|Upscale|Fill)*Pipeline"
     r"|AutoPipelineForText2Image|DiffusionPipeline|None"
 )
@@ -271,7 +271,7 @@ def check_pipeline(place: str, index: Config, roles: Collection[str]) -> None:
     """
     name = str(index.get("_class_name"))
     is_known = PIPELINES.fullmatch(name) is not None
-    if name.startswith("QwenImage") and not is_known:  # Edit and Layered have the weights' names of Qwen-Image
+    if name.startswith("QwenImage") and not is_known:  # Layered has the weights' names of Qwen-Image
         raise ValueError(f"{place}: is of {name}, which is not here: take Qwen-Image")
     if not is_known:
         log.warning("%s: is of %s, which ldm_lite does not know: only its networks are used", place, _short(name))

@@ -94,6 +94,10 @@ def _open_pipeline(folder: Path, roles: Sequence[str]) -> Tensors:
         metadata["family"] = "flux_kontext"  # its networks are those of FLUX.1 dev
     if name == "Flux2KleinPipeline" and index.get("is_distilled") is not True:
         metadata["family"] = "flux2_klein_base"
+    if name.startswith("QwenImageEdit"):
+        about = _read_json(folder / "transformer" / "config.json")
+        kind = "_2511" if about.get("zero_cond_t") else "_2509" if "Plus" in name else ""
+        metadata["family"] = f"qwen_image_edit{kind}"
     places: dict[str, tuple[Tensors, str]] = {}
     texts = iter(("text_encoder", "text_encoder_2", "text_encoder_3"))  # SDXL's refiner has only the base's second one
     linear = False  # Stable Diffusion 2's UNet, or XL's, whose projections are linears

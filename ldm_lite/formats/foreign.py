@@ -23,7 +23,6 @@ FOREIGN = {  # a pattern in a key -> the kind of file; the first match wins
     r"^controlnet_\w+\.": "a ControlNet in the format of diffusers, of a kind that is not read",
     r"(^|\.)nerf_(blocks|image_embedder)\.": "Chroma1-Radiance, which is not read: take Chroma1-HD",
     r"(^|\.)time_text_embed\.addition_t_embedding\.": "Qwen-Image-Layered, which is not read: take Qwen-Image",
-    r"(^|\.)__index_timestep_zero__$": "Qwen-Image-Edit 2511, which is not read: take Qwen-Image",
     r"double_blocks\.0\.img_attn_qkv|(?s:\A(?!.*^(\w+\.)*txt_norm\.weight$).*^transformer_blocks\.)": (
         "another diffusion transformer than FLUX.1 and SD3"
     ),

@@ -64,6 +64,8 @@ def to_images(tensors: Tensors) -> Tensors:
 
     def shape_of(key: str, third: int | None) -> tuple[int, ...]:
         shape = tensors.shapes[key]
+        if key not in names:  # of another network in the file
+            return shape
         if key.endswith(".gamma"):
             return shape[:1]
         shape = shape if third is None else (*(side // 3 for side in shape[:1]), *shape[1:])
@@ -73,6 +75,6 @@ def to_images(tensors: Tensors) -> Tensors:
         key, third = stored[ours]
         value = tensors.read(key)
         value = value if third is None else value.chunk(3)[third]
-        return (value[:, :, -1] if value.ndim == 5 else value).reshape(shape_of(key, third))
+        return (value[:, :, -1] if value.ndim == 5 and key in names else value).reshape(shape_of(key, third))
 
     return Tensors(tensors.path, {ours: shape_of(*where) for ours, where in stored.items()}, read, tensors.metadata)

@@ -104,12 +104,12 @@ def embedder(in_channels: int, hidden: int, out_channels: int) -> nn.Sequential:
 class GatedMLP(nn.Module):
     """down(silu(gate x) * up x), whose layers have other names in files.  Shazeer 2020."""
 
-    def __init__(self, width: int, hidden: int, gate: str, up: str, down: str) -> None:
+    def __init__(self, width: int, hidden: int, gate: str, up: str, down: str, bias: bool = False) -> None:
         super().__init__()
         self.names = gate, up, down
         for name in (gate, up):
-            self.add_module(name, nn.Linear(width, hidden, bias=False))
-        self.add_module(down, nn.Linear(hidden, width, bias=False))
+            self.add_module(name, nn.Linear(width, hidden, bias))
+        self.add_module(down, nn.Linear(hidden, width, bias))
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up, down = (getattr(self, name) for name in self.names)

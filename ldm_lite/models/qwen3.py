@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ldm_lite.core.layers import Shapes, count, merge_heads, size, split_heads
-from ldm_lite.models.ops import Fitted, GatedMLP, RMSNorm, axial_rotation, multiple
+from ldm_lite.models.ops import Fitted, GatedMLP, RMSNorm, axial_rotation, multiple, wide
 
 THETA = 1e6  # the slowest rotation turns by 1/THETA a position
+VISION = "visual."  # of the keys of what Qwen2.5-VL sees with
 
 
 @dataclass(frozen=True)
@@ -67,13 +68,17 @@ class Qwen3Spec(Fitted):
 
 @dataclass(frozen=True)
 class Qwen25Spec(Qwen3Spec):
-    """Sizes of a Qwen2.5, whose heads' width weights do not tell."""
+    """Sizes of a Qwen2.5, whose heads' width weights do not tell, and of what it sees with, a VisionSpec."""
+
+    vision: Any = None
 
     is_biased: ClassVar[bool] = True
 
     def fitted(self, shapes: Shapes) -> Qwen25Spec:
         """The same, where what weights do not tell is this spec's."""
-        return replace(self, **Qwen3Spec.sizes(shapes, self.head_dim))
+        seeing = {key.removeprefix(VISION): shape for key, shape in shapes.items() if key.startswith(VISION)}
+        vision = None if self.vision is None else self.vision.fitted(seeing)
+        return replace(self, vision=vision, **Qwen3Spec.sizes(shapes, self.head_dim))
 
 
 def rotate_halves(x: Tensor, rotation: Tensor) -> Tensor:
@@ -144,10 +149,13 @@ class Qwen3(nn.Module):
         """
         embedded = self.embed_tokens(token_ids)
         positions = torch.arange(token_ids.shape[1], device=token_ids.device)[None]
-        x = embedded.to(torch.promote_types(embedded.dtype, torch.float32))
-        rotation = axial_rotation(positions, (self.spec.head_dim,), THETA, x.dtype)
+        return self.read(embedded, axial_rotation(positions, (self.spec.head_dim,), THETA, wide(embedded.dtype)), mask)
+
+    def read(self, embedded: Tensor, rotation: Tensor, mask: Tensor | None) -> Tensor:
+        """The same of embedded tokens (B,T,D), whose positions rotate by rotation (2,T,C/2)."""
+        x = embedded.to(rotation.dtype)
         if mask is not None:
-            places = positions[0]
+            places = torch.arange(x.shape[1], device=x.device)
             mask = mask[:, None, None, :] & (places <= places[:, None])  # (B, 1, T, T)
         wanted = [state if state >= 0 else len(self.layers) + 1 + state for state in self.spec.states]
         states = {0: x}

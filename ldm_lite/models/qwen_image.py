@@ -3,8 +3,9 @@
 What is unusual about it:
 - attribute names are the keys of the makers' files, which are those of diffusers;
 - all blocks are double: text and image have weights of their own and attend to both, the text first;
-- each token has a position (0, row, column), which rotates queries and keys; rows and columns count from the middle of
-  the image, and the text follows on the diagonal from its edge on.
+- each token has a position (image, row, column), which rotates queries and keys; rows and columns count from the middle
+  of its image, and the text follows on the diagonal from the edge of the largest on.  The noised image is number 0;
+  those that are edited (Qwen-Image-Edit) follow it, in Edit 2511 as at time 0.
 
 Shape letters: B batch, h w latent size, N image tokens, T text tokens, D width, H heads.
 Source: Qwen Team 2025 (arXiv 2508.02324), sec. 2; diffusers transformer_qwenimage.py, which the makers release.
@@ -12,6 +13,7 @@ Source: Qwen Team 2025 (arXiv 2508.02324), sec. 2; diffusers transformer_qwenima
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,6 +41,7 @@ from ldm_lite.models.ops import (
 
 SINUSOIDS = 256
 THETA = 10000.0  # the slowest rotation turns by 1/THETA a position
+CLEAN = "__index_timestep_zero__"  # the key by which ComfyUI's files of Edit 2511 tell that references are at time 0
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,7 @@ class QwenImageSpec(TransformerSpec):
     heads: int
     mlp_width: int
     depth: int
+    clean_references: bool  # references are modulated as at time 0
 
     vector_dim: ClassVar[int] = 1  # y is the text's number of tokens
 
@@ -68,6 +72,7 @@ class QwenImageSpec(TransformerSpec):
             heads=multiple(width, head_dim, "the width"),
             mlp_width=size(shapes, "transformer_blocks.0.img_mlp.net.2.weight", 2)[1],
             depth=count(shapes, r"transformer_blocks\.(\d+)\."),
+            clean_references=CLEAN in shapes,
         )
 
     @property
@@ -123,17 +128,34 @@ class Block(nn.Module):
         self.txt_mlp = token_mlp(spec)
 
     def forward(
-        self, context: Tensor, x: Tensor, vec: Tensor, rotation: Tensor, mask: Tensor | None
+        self,
+        context: Tensor,
+        x: Tensor,
+        vec: Tensor,
+        rotation: Tensor,
+        mask: Tensor | None,
+        clean: tuple[Tensor, int] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Text (B,T,D), image (B,N,D), the time vec (B,D) -> text and image; rotation and mask as in the attention."""
+        """Text (B,T,D), image (B,N,D), the time vec (B,D) -> text and image; rotation and mask as in the attention.
+
+        `clean` is time 0 (B,D), and the number of image tokens before those that have it.
+        """
         # Shift, scale and gate (B,1,D) of the attention, then of the MLP.
         text_mods, image_mods = (mod(vec)[:, None].chunk(6, dim=2) for mod in (self.txt_mod, self.img_mod))
+        at_0 = None if clean is None else self.img_mod(clean[0])[:, None].chunk(6, dim=2)
+
+        def image_mod(number: int) -> Tensor:  # (B,N,D) with two times: made when it is needed, for its size
+            if at_0 is None or clean is None:
+                return image_mods[number]
+            first, rest = image_mods[number].expand(-1, clean[1], -1), at_0[number]
+            return torch.cat([first, rest.expand(-1, x.shape[1] - clean[1], -1)], dim=1)
+
         from_text, from_image = self.attn(
-            modulate(context, *text_mods[:2]), modulate(x, *image_mods[:2]), rotation, mask
+            modulate(context, *text_mods[:2]), modulate(x, image_mod(0), image_mod(1)), rotation, mask
         )
-        context, x = context + text_mods[2] * from_text, x + image_mods[2] * from_image
+        context, x = context + text_mods[2] * from_text, x + image_mod(2) * from_image
         context = context + text_mods[5] * self.txt_mlp(modulate(context, *text_mods[3:5]))
-        x = x + image_mods[5] * self.img_mlp(modulate(x, *image_mods[3:5]))
+        x = x + image_mod(5) * self.img_mlp(modulate(x, image_mod(3), image_mod(4)))
         return finite_half(context), finite_half(x)
 
 
@@ -153,40 +175,58 @@ class QwenImage(nn.Module):
         self.norm_out = nn.Sequential(OrderedDict(linear=nn.Linear(spec.width, 2 * spec.width)))
         self.proj_out = nn.Linear(spec.width, spec.patch**2 * spec.out_channels)
 
-    def forward(self, x: Tensor, t: Tensor, context: Tensor, y: Tensor, *, full: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, t: Tensor, context: Tensor, y: Tensor, *, full: Tensor | None = None, **references: Tensor
+    ) -> Tensor:
         """Latents x (B,in_channels,h,w) with even h and w, at s = t (B,) in [0,1] -> velocity (B,out_channels,h,w).
 
         context (B,T,context_dim) is the language model's output, of which the first y (B,1) tokens are attended to.
         `full` (B,), of any value, is for texts of T tokens: nothing is masked, so that every attention kernel can be
-        used.  context is in the weights' dtype; x and t may have any.
+        used.  References are latents (B,in_channels,h',w') of images of any sizes, in the order of the arguments.
+        context and they are in the weights' dtype; x and t may have any.
         """
-        patches = F.pixel_unshuffle(x.to(context.dtype), self.spec.patch)  # (B, C, h/2, w/2)
-        grid, num_text, mask = patches.shape[2:], context.shape[1], None
-        vec = F.silu(self.time_text_embed(sinusoids(1000 * t.float(), SINUSOIDS).to(context.dtype)))  # (B, D)
-        x = self.img_in(patches.flatten(2).transpose(1, 2))  # (B, N, D)
+        images = [F.pixel_unshuffle(image, self.spec.patch) for image in (x.to(context.dtype), *references.values())]
+        grids, num_text, mask, clean = [image.shape[2:] for image in images], context.shape[1], None, None
+        vec, num_noised = self.embed(t, context.dtype), math.prod(grids[0])
+        if references and self.spec.clean_references:
+            clean = self.embed(torch.zeros_like(t), context.dtype), num_noised
+        x = self.img_in(torch.cat([image.flatten(2) for image in images], dim=2).transpose(1, 2))  # (B, N, D)
         if full is None:
             mask = F.pad(inside(y, num_text), (0, x.shape[1]), value=True)[:, None, None, :]  # (B, 1, 1, T+N)
-        rotation = axial_rotation(places(num_text, grid, x.device), self.spec.axes, THETA, context.dtype)
+        rotation = axial_rotation(places(num_text, grids, x.device), self.spec.axes, THETA, context.dtype)
         context = self.txt_in(self.txt_norm(context))  # (B, T, D)
         for block in self.transformer_blocks:
-            context, x = block(context, x, vec, rotation, mask)
+            context, x = block(context, x, vec, rotation, mask, clean)
         scale, shift = self.norm_out(vec)[:, None].chunk(2, dim=2)
-        out = self.proj_out(modulate(x, shift, scale))
-        return F.pixel_shuffle(out.transpose(1, 2).unflatten(2, grid), self.spec.patch)
+        out = self.proj_out(modulate(x[:, :num_noised], shift, scale))
+        return F.pixel_shuffle(out.transpose(1, 2).unflatten(2, grids[0]), self.spec.patch)
+
+    def embed(self, t: Tensor, dtype: torch.dtype) -> Tensor:
+        """Embed the time (B,): (B,D)."""
+        return F.silu(self.time_text_embed(sinusoids(1000 * t.float(), SINUSOIDS).to(dtype)))
 
 
-def places(num_text: int, grid: Sequence[int], device: torch.device) -> Tensor:
-    """Return the positions (3,T+N) of T text tokens, then of an image of so many rows and columns of tokens."""
-    rows, columns = (torch.arange(side, device=device) - (side - side // 2) for side in grid)
-    image = torch.cartesian_prod(torch.zeros_like(rows[:1]), rows, columns)  # (N, 3)
-    text = max(grid) // 2 + torch.arange(num_text, device=device)
-    return torch.cat([text[:, None].expand(-1, 3), image]).T
+def places(num_text: int, grids: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """Return the positions (3,T+N) of T text tokens, then of images of so many rows and columns of tokens."""
+    text = max(map(max, grids)) // 2 + torch.arange(num_text, device=device)
+    positions = [text[:, None].expand(-1, 3)]
+    for number, grid in enumerate(grids):
+        rows, columns = (torch.arange(side, device=device) - (side - side // 2) for side in grid)
+        positions.append(torch.cartesian_prod(torch.full_like(rows[:1], number), rows, columns))
+    return torch.cat(positions).T
 
 
 # ---- released -------------------------------------------------------------------------------------------------------
 
 PROBE = "txt_norm.weight"  # a key that only these networks have
 QWEN_IMAGE = QwenImageSpec(
-    in_channels=16, out_channels=16, context_dim=3584, width=3072, heads=24, mlp_width=12288, depth=60
+    in_channels=16,
+    out_channels=16,
+    context_dim=3584,
+    width=3072,
+    heads=24,
+    mlp_width=12288,
+    depth=60,
+    clean_references=False,
 )
 RELEASED = {"qwen_image": QWEN_IMAGE}

@@ -35,7 +35,12 @@ _QWEN3_WORDS = (
 )
 SAID, ANSWERED = "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"
 WITHOUT_THINKING = "<think>\n\n</think>\n\n"
-QWEN3_SPECIAL = {"<|endoftext|>": 151643, "<|im_start|>": 151644, "<|im_end|>": 151645}
+QWEN3_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+QWEN3_FURTHER = (  # which follow in Qwen's vocabulary
+    *("<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>", "<|box_end|>", "<|quad_start|>", "<|quad_end|>"),
+    *("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"),
+)
+IMAGE = "<|image_pad|>"  # a token of an image
 
 
 def check_length(text: str, most: int = MOST_CHARACTERS) -> None:
@@ -221,20 +226,23 @@ class T5Tokenizer(TextTokenizer):
 class Qwen3Tokenizer(TextTokenizer):
     """Qwen3's tokenizer and Qwen2.5's, from its `tokenizer.json`, or `vocab.json` with `merges.txt` beside it.
 
-    A text is put into the template of a chat, as what the user says, perhaps after what the system says, and truncated
-    at the end of the whole, as transformers does, with `enable_thinking` or without.  Raises ValueError, one line, for
-    any other file.
+    A text is put into the template of a chat, as what the user says, perhaps after what the system says and after
+    images, and truncated at the end of the whole, as transformers does, with `enable_thinking` or without.  Raises
+    ValueError, one line, for any other file.
     """
 
     path: Path | None = None
     thinks: bool = True
     system: str = ""
+    images: tuple[tuple[str, int], ...] = ()  # that the user shows before the text: what is said of each, its tokens
 
     def _backend(self) -> Tokenizer:
         if self.path is None:
             raise ValueError("Qwen3 needs its vocabulary: wanted the path of a tokenizer.json")
         if not self.thinks and _qwen3(self.path).token_to_id("<think>") is None:
             raise ValueError(f"{self.path}: lacks <think>: wanted Qwen3's tokenizer.json")
+        if self.images and _qwen3(self.path).token_to_id(IMAGE) is None:
+            raise ValueError(f"{self.path}: lacks {IMAGE}: wanted the tokenizer.json of Qwen2.5-VL or Qwen3")
         return _qwen3(self.path)
 
     @property
@@ -251,7 +259,7 @@ class Qwen3Tokenizer(TextTokenizer):
     def units(self, text: str) -> list[tuple[tuple[int, ...], int]]:
         """Return the tokens of a text in its template, and where in the text each begins."""
         before = self.before_text
-        whole = super().units(
+        whole = self._with_images(
             f"{before}{text}{ANSWERED}{'' if self.thinks else WITHOUT_THINKING}" if isinstance(text, str) else text
         )
         return [(tokens, min(max(start - len(before), 0), len(text))) for tokens, start in whole]
@@ -259,12 +267,28 @@ class Qwen3Tokenizer(TextTokenizer):
     @property
     def before_text(self) -> str:
         """The template up to the text."""
-        return f"<|im_start|>system\n{self.system}<|im_end|>\n{SAID}" if self.system else SAID
+        said = f"<|im_start|>system\n{self.system}<|im_end|>\n{SAID}" if self.system else SAID
+        return said + "".join(f"{name}<|vision_start|>{IMAGE}<|vision_end|>" for name, _ in self.images)
+
+    def _with_images(self, text: str) -> list[tuple[tuple[int, ...], int]]:
+        """Return the tokens of a text that begins with the template, in which each image has all of its tokens."""
+        image, counts = self._backend().token_to_id(IMAGE), iter([count for _, count in self.images])
+        units: list[tuple[tuple[int, ...], int]] = []
+        for tokens, start in super().units(text):
+            units += [(tokens, start)] * (next(counts, 1) if tokens == (image,) else 1)
+        return units
 
     @property
     def num_before(self) -> int:
-        """Number of its tokens."""
-        return len(super().units(self.before_text))
+        """Number of the tokens of the template up to the text."""
+        return len(self._with_images(self.before_text))
+
+    @property
+    def image_starts(self) -> list[int]:
+        """The places of the first tokens of its images."""
+        tokens = [token for (token,), _ in self._with_images(self.before_text)]
+        image = self._backend().token_to_id(IMAGE) if self.images else None
+        return [i for i, token in enumerate(tokens) if token == image != tokens[i - 1]]
 
 
 # ---- backends: shared by all tokenizers, never changed --------------------------------------------------------------
@@ -326,7 +350,7 @@ def _byte_level(path: Path) -> Tokenizer:
         (left, right) for left, _, right in (line.partition(" ") for line in lines) if right and left != "#version:"
     ]
     tokenizer = Tokenizer(BPE(vocab=vocab, merges=merges))
-    tokenizer.add_special_tokens([token for token, _ in sorted(QWEN3_SPECIAL.items(), key=lambda item: item[1])])
+    tokenizer.add_special_tokens([*QWEN3_SPECIAL, *QWEN3_FURTHER])
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

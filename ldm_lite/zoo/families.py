@@ -56,7 +56,7 @@ MODULES = {
     "flux2": Module(("flux2_klein", "flux2_klein_base")),
     "sd3": Module(("sd3_medium", "sd35_medium", "sd35_large", "sd35_large_turbo")),
     "z_image": Module(("z_image_turbo", "z_image")),
-    "qwen_image": Module(("qwen_image",)),
+    "qwen_image": Module(("qwen_image", "qwen_image_edit", "qwen_image_edit_2509", "qwen_image_edit_2511")),
     "deepfloyd": Module(("if_I", "if_II")),
 }
 # A key of a network that is no UNet of latent diffusion -> (its shapes, metadata) -> its row, with its sizes.

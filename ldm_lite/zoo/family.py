@@ -57,7 +57,7 @@ NETWORKS = {  # the class of a spec -> its network's
     "OpenCLIPTextSpec": "ldm_lite.models.open_clip:OpenCLIPTextEncoder",
     "T5Spec": "ldm_lite.models.t5:T5Encoder",
     "Qwen3Spec": "ldm_lite.models.qwen3:Qwen3",
-    "Qwen25Spec": "ldm_lite.models.qwen3:Qwen3",
+    "Qwen25Spec": "ldm_lite.models.qwen25_vl:Qwen25VL",
     "BERTSpec": "ldm_lite.models.bert:BERTTextEncoder",
     "ClassSpec": "ldm_lite.models.embedders:ClassEmbedder",
     "LabelMapSpec": "ldm_lite.models.embedders:LabelMapRescaler",

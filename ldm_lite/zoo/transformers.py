@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from ldm_lite.core.files import Tensors, imported
 from ldm_lite.core.layers import Shapes
+from ldm_lite.models.qwen3 import VISION
 from ldm_lite.zoo.families import DENOISERS
 from ldm_lite.zoo.family import Family, infer_vae, scale_of
 
@@ -80,6 +81,14 @@ def fitted(shapes: Mapping[str, Shapes], metadata: Mapping[str, str]) -> Family:
         return row
     kinds = [type(spec).__name__ for spec in row.text_encoders]
     texts = {type(like).__name__: like.fitted(shapes[role]) for role, like in row.texts.items() if role in shapes}
+    for role, like in row.texts.items():
+        sees = getattr(like, "vision", None) is not None
+        if sees and role in shapes and not any(key.startswith(VISION) for key in shapes[role]):
+            kind = type(like).__name__
+            raise ValueError(
+                f"is {row.title}, which shows images to {TITLES[kind]}, but this one lacks the part that reads them, "
+                f"{VISION}*: name a whole file with `text_encoder=FILE`{_instead(row, [kind])}"
+            )
     optional = {type(spec).__name__ for spec in row.optional}
     if missing := [kind for kind in kinds if kind not in texts.keys() | optional]:
         raise ValueError(

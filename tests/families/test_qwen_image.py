@@ -98,7 +98,7 @@ def test_a_block_of_the_released_width_equals_diffusers() -> None:
         block = Block(QWEN_IMAGE)
     toy.fill(block.to_empty(device="cpu"))
     x, context, vec = (toy.normal(i, 1, n, QWEN_IMAGE.width) for i, n in ((1, 8), (2, 4), (3, 1)))
-    positions = places(4, (2, 4), torch.device("cpu"))
+    positions = places(4, [(2, 4)], torch.device("cpu"))
     rotation = axial_rotation(positions, QWEN_IMAGE.axes, THETA, torch.float32)
     text, image = block(context, x, torch.nn.functional.silu(vec[:, 0]), rotation, None)
     assert toy.relative_error(torch.cat([text, image], dim=1)[..., ::48], GOLDEN["wide"]) < 1e-5
@@ -246,8 +246,8 @@ def test_a_folder_of_diffusers_is_the_same(pipe: Pipeline, tmp_path: Path, caplo
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert np.array_equal(pixels(loaded.txt2img("a cat", **SIZE)), pixels(pipe.txt2img("a cat", **SIZE)))
     index = folder / "model_index.json"
-    index.write_text(index.read_text().replace("QwenImagePipeline", "QwenImageEditPlusPipeline"))
-    with pytest.raises(ValueError, match="is of QwenImageEditPlusPipeline, which is not here: take Qwen-Image"):
+    index.write_text(index.read_text().replace("QwenImagePipeline", "QwenImageLayeredPipeline"))
+    with pytest.raises(ValueError, match="is of QwenImageLayeredPipeline, which is not here: take Qwen-Image"):
         ldm_lite.load(folder, device="cpu")
 
 
@@ -279,13 +279,11 @@ def test_no_warning_for_what_is_known(files: dict[str, Any], caplog: pytest.LogC
 def test_what_does_not_fit_is_named(files: dict[str, Any], tmp_path: Path) -> None:
     transformer, vae = load_file(files["ckpt"]), load_file(files["vae"])
     layered = transformer | {"time_text_embed.addition_t_embedding.weight": torch.zeros(2, 64)}
-    edit = transformer | {"__index_timestep_zero__": torch.zeros(0)}
     narrow = {key: value[:8] if key == "conv2.bias" else value for key, value in vae.items()}
     narrow["conv2.weight"] = vae["conv2.weight"][:8, :8]
     narrow["decoder.conv1.weight"] = vae["decoder.conv1.weight"][:, :8]
     for changes, message in (
         ({"ckpt": save(tmp_path / "layered.safetensors", layered)}, "Qwen-Image-Layered, which is not read"),
-        ({"ckpt": save(tmp_path / "2511.safetensors", edit)}, "Qwen-Image-Edit 2511, which is not read"),
         (
             {"text_encoder": ()},
             "reads text with Qwen2.5-VL 7B: name the file of Qwen2.5-VL 7B with `text_encoder=FILE`",

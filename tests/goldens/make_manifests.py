@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 TARGET = Path(__file__).resolve().parents[1] / "data" / "manifests.json.gz"
-KEPT = ("unet_", "control_", "t2i_adapter_", "vae_", "taesd_", "text_", "t5_")
+KEPT = ("unet_", "control_", "t2i_adapter_", "vae_", "taesd_", "text_", "t5_", "vision_")
 RENAMED = {  # the file's name -> ours
     "flux-dev": "transformer_flux_dev",
     "flux-schnell": "transformer_flux_schnell",

@@ -15,6 +15,7 @@ from ldm_lite.checkpoint.reader import SGM, on_meta, split
 from ldm_lite.core.files import Tensors
 from ldm_lite.core.layers import Shapes
 from ldm_lite.models.qwen3 import QWEN3_4B, QWEN25_7B
+from ldm_lite.models.qwen_image import CLEAN
 from ldm_lite.zoo.families import FAMILIES, check_complete, detect_family
 from ldm_lite.zoo.family import NETWORKS, Spec, build, infer_vae
 from ldm_lite.zoo.transformers import placed
@@ -73,6 +74,11 @@ FILES: dict[str, dict[str, str]] = {
     "flux2_klein": {UNET: "transformer_flux2_klein", "vae.": "vae_flux2"},
     "z_image_turbo": {UNET: "transformer_z_image", "vae.": "vae_kl_f8_flux"},
     "qwen_image": {UNET: "transformer_qwen_image", "vae.": "vae_qwen_image"},
+    "qwen_image_edit_2511": {
+        UNET: "transformer_qwen_image",
+        "vae.": "vae_qwen_image",
+        "text_encoders.qwen25_7b.transformer.visual.": "vision_qwen25_vl",
+    },
     "if_I": {"": "unet_if_I_XL"},
     "if_II": {"": "unet_if_II_L"},
 }
@@ -110,10 +116,12 @@ BESIDE["flux2_klein"] = BESIDE["z_image_turbo"] = {
     f"text_encoders.qwen3_4b.transformer.model.{key}": tuple(value.shape)
     for key, value in built(QWEN3_4B).state_dict().items()
 }
-BESIDE["qwen_image"] = {
+BESIDE["qwen_image_edit_2511"] = {
     f"text_encoders.qwen25_7b.transformer.model.{key}": tuple(value.shape)
     for key, value in built(QWEN25_7B).state_dict().items()
-} | {"text_encoders.qwen25_7b.transformer.visual.patch_embed.proj.weight": (1280, 3, 2, 14, 14)}
+} | {f"{UNET}{CLEAN}": (0,)}
+BESIDE["qwen_image"] = {key: shape for key, shape in BESIDE["qwen_image_edit_2511"].items() if CLEAN not in key}
+BESIDE["qwen_image"] |= {"text_encoders.qwen25_7b.transformer.visual.patch_embed.proj.weight": (1280, 3, 2, 14, 14)}
 
 
 def under(prefix: str, manifest: str) -> dict[str, tuple[int, ...]]:
@@ -200,6 +208,8 @@ PARAMETERS = {  # of whole models, counted from the original code
     "ldm_cin256_v2": 456_755_873,
     "ldm_cin256": 463_213_491,
     "ldm_celeba_ffhq_beds256": 329_378_945,
+        "qwen_image_edit",
+        "qwen_image_edit_2509",
     "ldm_lsun_churches256": 378_620_779,
     "ldm_inpainting_big": 440_465_313,
     "ldm_bsr_sr": 168_945_345,
@@ -265,7 +275,6 @@ LOOK_ALIKES: dict[str, tuple[dict[str, tuple[int, ...]], str]] = {
         under("", "transformer_qwen_image") | {"time_text_embed.addition_t_embedding.weight": (2, 3072)},
         "Qwen-Image-Layered",
     ),
-    "qwen-image-edit 2511": (under("", "transformer_qwen_image") | {"__index_timestep_zero__": (0,)}, "Edit 2511"),
     "redux": ({"redux_up.weight": (12288, 1152), "redux_down.weight": (4096, 12288)}, "is FLUX.1 Redux, to be used"),
     "hunyuan": ({"double_blocks.0.img_attn_qkv.weight": (9216, 3072)}, "another diffusion transformer"),
     "pixart": ({"transformer_blocks.0.attn1.to_q.weight": (1152, 1152)}, "another diffusion transformer"),
