@@ -19,6 +19,7 @@ import toy
 import toy_chroma
 import toy_flow
 import toy_flux2
+import toy_qwen_image
 import toy_z_image
 from random_checkpoint import SMALL
 from random_checkpoint import small as miniature
@@ -57,6 +58,20 @@ FLUX_SINGLE = {
     "double_blocks.1.txt_mlp.2": "transformer_blocks.1.ff_context.net.2",
     "img_in": "x_embedder",
 }
+QWEN_IMAGE = (
+    "transformer_blocks.1.attn.to_q",
+    "transformer_blocks.1.attn.add_k_proj",
+    "transformer_blocks.0.attn.to_out.0",
+    "transformer_blocks.0.attn.to_add_out",
+    "transformer_blocks.1.img_mlp.net.0.proj",
+    "transformer_blocks.0.txt_mlp.net.2",
+    "transformer_blocks.1.img_mod.1",
+    "transformer_blocks.0.txt_mod.1",
+    "img_in",
+    "proj_out",
+    "norm_out.linear",
+    "time_text_embed.timestep_embedder.linear_1",
+)
 LAYERS: dict[str, dict[str, str | list[str]]] = {
     "sd1": {**UNET},
     "sd2": {**UNET},
@@ -103,6 +118,7 @@ LAYERS: dict[str, dict[str, str | list[str]]] = {
         **FLUX_SINGLE,
         "distilled_guidance_layer.layers.1.in_layer": "distilled_guidance_layer.layers.1.linear_1",
     },
+    "qwen_image": {name: name for name in QWEN_IMAGE},  # whose makers' names are those of diffusers
 }
 TEXT: dict[str, dict[str, str | list[str]]] = {  # by the class of the encoder
     "CLIPTextEncoder": {
@@ -129,13 +145,15 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "flux2": toy_flux2.small,
     "z_image": lambda: replace(toy_z_image.small(), unet=replace(toy_z_image.SPEC, mlp_width=176)),
     "chroma": toy_chroma.small,
+    "qwen_image": toy_qwen_image.small,
 }
+READ_ALONE = ("Qwen3Spec", "Qwen25Spec")  # language models, of which nobody trains a LoRA for these families
 
 
 @cache
 def networks(family: str) -> dict[str, nn.Module]:
     specs = FAMILIES[family]().networks.items()
-    return {role: toy.network(spec) for role, spec in specs if role != "vae" and type(spec).__name__ != "Qwen3Spec"}
+    return {role: toy.network(spec) for role, spec in specs if role != "vae" and type(spec).__name__ not in READ_ALONE}
 
 
 # ---- what the files mean --------------------------------------------------------------------------------------------
@@ -356,7 +374,7 @@ class Dialect(NamedTuple):
         return f"{prefix}{name}.{self.ends.get(part, part)}"
 
 
-FLOW = "sd3 flux flux2 z_image chroma"
+FLOW = "sd3 flux flux2 z_image chroma qwen_image"
 DIFFUSERS_TEXTS = "text_encoder. text_encoder_2. text_encoder_3."
 CLIPS = "text_encoders.clip_l.transformer. text_encoders.clip_g.transformer."
 T5XXL = "text_encoders.t5xxl.transformer."
@@ -370,7 +388,7 @@ DIALECTS = [
     Dialect("kohya, OFT", "sd1 sd2", "oft_unet_", kinds=(oft,)),
     Dialect("kohya, OFT", "sdxl", "oft_unet_", names="original", kinds=(oft,)),
     Dialect("musubi-tuner", "flux flux2", "lora_unet_", names="original", kinds=(lora, loha, lokr, lokr_whole)),
-    Dialect("musubi-tuner", "z_image", "lora_unet_", kinds=(lora, loha, lokr, lokr_whole)),
+    Dialect("musubi-tuner", "z_image qwen_image", "lora_unet_", kinds=(lora, loha, lokr, lokr_whole)),
     # OneTrainer writes four layouts, and the ones of its older versions.
     Dialect("OneTrainer, as kohya", "sd1 sd2", "lora_unet_", "lora_te_", kinds=ONE_TRAINER),
     Dialect("OneTrainer, as kohya", "sdxl", "lora_unet_", "lora_te1_ lora_te2_", "original", kinds=ONE_TRAINER),
@@ -380,11 +398,11 @@ DIALECTS = [
     Dialect("OneTrainer, as kohya", "flux", "lora_unet_", "lora_te1_ lora_te2_", "original", kinds=ONE_TRAINER),
     Dialect("OneTrainer, as kohya", "chroma", "lora_unet_", "lora_te1_", "original", kinds=ONE_TRAINER),
     Dialect("OneTrainer, as kohya", "flux2", "lora_unet_", names="original", kinds=ONE_TRAINER),
-    Dialect("OneTrainer, as kohya", "z_image", "lora_unet_", kinds=ONE_TRAINER),
+    Dialect("OneTrainer, as kohya", "z_image qwen_image", "lora_unet_", kinds=ONE_TRAINER),
     Dialect("OneTrainer, old", "sdxl", "lora_unet_", "lora_te1_ lora_te2_"),
     Dialect("OneTrainer, old", "sd3 flux", "lora_transformer_", "lora_te1_ lora_te2_ lora_te3_"),
     Dialect("OneTrainer, old", "chroma", "lora_transformer_", "lora_te_"),
-    Dialect("OneTrainer, old", "flux2 z_image", "transformer."),
+    Dialect("OneTrainer, old", "flux2 z_image qwen_image", "transformer."),
     Dialect("OneTrainer, as diffusers", "sd1 sd2 sdxl", "unet.", DIFFUSERS_TEXTS, ends=AB, kinds=PEFT, alpha="folded"),
     Dialect("OneTrainer, as diffusers", FLOW, "transformer.", DIFFUSERS_TEXTS, ends=AB, kinds=PEFT, alpha="folded"),
     Dialect("OneTrainer, as ComfyUI", "sd1 sdxl", "diffusion_model.", CLIPS, "original", AB, ONE_TRAINER),
@@ -393,30 +411,31 @@ DIALECTS = [
     Dialect("OneTrainer, as ComfyUI", "flux", "diffusion_model.", f"{CLIPS.split()[0]} {T5XXL}", "original", AB),
     Dialect("OneTrainer, as ComfyUI", "chroma", "diffusion_model.", T5XXL, "original", AB, ONE_TRAINER),
     Dialect("OneTrainer, as ComfyUI", "flux2", "diffusion_model.", "", "original", AB, ONE_TRAINER),
-    Dialect("OneTrainer, as ComfyUI", "z_image", "diffusion_model.", ends=AB, kinds=ONE_TRAINER),
+    Dialect("OneTrainer, as ComfyUI", "z_image qwen_image", "diffusion_model.", ends=AB, kinds=ONE_TRAINER),
     Dialect("OneTrainer, original", "sd1 sd2 sdxl sd3 flux flux2 chroma", "", "", "original", AB, ONE_TRAINER),
     Dialect("ai-toolkit", "sd1 sd2", "lora_unet_", "lora_te_"),
     Dialect("ai-toolkit", "sdxl", "lora_unet_", "lora_te1_ lora_te2_"),
     Dialect("ai-toolkit", "sd3 flux", "transformer.", ends=AB, alpha="folded"),
     Dialect("ai-toolkit", "flux2 chroma", "diffusion_model.", names="original", ends=AB, alpha="folded"),
-    Dialect("ai-toolkit", "z_image", "diffusion_model.", ends=AB, alpha="folded"),
+    Dialect("ai-toolkit", "z_image qwen_image", "diffusion_model.", ends=AB, alpha="folded"),
     Dialect("ai-toolkit, others", "sd3 flux", "transformer.", ends=AB, kinds=(lokr, lokr_whole, full)),
     Dialect("ai-toolkit, others", "flux2 chroma", "diffusion_model.", "", "original", AB, (lokr, lokr_whole, full)),
-    Dialect("ai-toolkit, others", "z_image", "diffusion_model.", ends=AB, kinds=(lokr, lokr_whole, full)),
+    Dialect("ai-toolkit, others", "z_image qwen_image", "diffusion_model.", ends=AB, kinds=(lokr, lokr_whole, full)),
     Dialect("ai-toolkit, old LoKr", "sd3 flux", "lycoris_", kinds=(lokr, lokr_whole)),
     Dialect("SimpleTuner", "sd1 sd2 sdxl", "unet.", DIFFUSERS_TEXTS, ends=OLD, alpha="folded"),
     Dialect("SimpleTuner", FLOW, "transformer.", DIFFUSERS_TEXTS, ends=AB, alpha="folded"),
     Dialect("SimpleTuner, as ComfyUI", "sd1 sd2", "lora_unet_", "lora_te_"),
     Dialect("SimpleTuner, as ComfyUI", "sdxl", "lora_unet_", "lora_te1_ lora_te2_"),
-    Dialect("SimpleTuner, as ComfyUI", "sd3 flux z_image chroma", "diffusion_model.", ends=AB),
+    Dialect("SimpleTuner, as ComfyUI", "sd3 flux z_image chroma qwen_image", "diffusion_model.", ends=AB),
     Dialect("SimpleTuner, as ComfyUI", "flux2", "diffusion_model.", names="original", ends=AB),
     Dialect("diffusers", "sd1 sd2 sdxl", "unet.", DIFFUSERS_TEXTS, ends=OLD, alpha="metadata"),
     Dialect("diffusers", FLOW, "transformer.", DIFFUSERS_TEXTS, ends=AB, kinds=PEFT, alpha="metadata"),
     Dialect("PEFT", "sd1 sd2 sdxl " + FLOW, "base_model.model.", ends=AB, kinds=PEFT, alpha="adapter_config.json"),
-    Dialect("ComfyUI", "sd1 sd2 sdxl sd3 flux flux2 z_image chroma", "diffusion_model.", names="original",
+    Dialect("ComfyUI", "sd1 sd2 sdxl " + FLOW, "diffusion_model.", names="original",
             kinds=(lora, loha, lokr, lokr_whole, oft_of_comfyui, full)),
     Dialect("LyCORIS, in sd-scripts", "sd1 sd2", "lora_unet_", "lora_te_", kinds=LYCORIS),
     Dialect("LyCORIS, in sd-scripts", "sdxl", "lora_unet_", "lora_te1_ lora_te2_", "original", kinds=LYCORIS),
+    Dialect("lightx2v", "qwen_image", ""),  # Qwen-Image-Lightning
     Dialect("LyCORIS, alone and in SimpleTuner", "sd1 sd2 sdxl " + FLOW, "lycoris_", kinds=LYCORIS),
 ]  # fmt: skip
 
