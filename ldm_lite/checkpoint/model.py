@@ -373,7 +373,7 @@ def recognise(file: Tensors, options: LoadOptions) -> tuple[Family, dict[str, Te
         if told:
             untitled = {key: text for key, text in metadata.items() if key not in ONLY_OF_UNKNOWN}
             family = as_told(family, detect_family(shapes, untitled, sgm), told)
-        check_complete(parts, family.networks)
+        check_complete(parts, family.networks, family)
         if "unet" in replaced and "vae" not in replaced and "unet" in networks:
             _check_latents(networks, family)
     family = family if "scale_factor" in options.added_metadata else _scaled(family, main)

@@ -1,5 +1,7 @@
 """Stable Diffusion 1.x: the row from which those of other families are made."""
 
+from dataclasses import replace
+
 from ldm_lite.models.clip import CLIP_L
 from ldm_lite.models.unet import UNetSpec
 from ldm_lite.zoo.family import KL_F8, Family, Preserving
@@ -43,4 +45,5 @@ SD1 = Family(
     threshold=None,
     original_ema=False,
 )
-ROWS = {"sd1": SD1}
+VAE_FILE = "stabilityai/sd-vae-ft-mse-original/vae-ft-mse-840000-ema-pruned.safetensors"  # of 1.x and 2.x
+ROWS = {"sd1": replace(SD1, vae_file=VAE_FILE)}

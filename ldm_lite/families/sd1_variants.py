@@ -2,8 +2,9 @@
 
 from dataclasses import replace
 
-from ldm_lite.families.sd1 import SD1
+from ldm_lite.families.sd1 import ROWS as PLAIN
 
+SD1 = PLAIN["sd1"]
 ROWS = {
     "sd1_inpaint": replace(
         SD1, title="Stable Diffusion 1.x inpainting", unet=replace(SD1.unet, in_channels=9), task="inpaint"

@@ -10,7 +10,7 @@ from ldm_lite.core.denoise import Conditioning
 from ldm_lite.core.files import Tensors
 from ldm_lite.core.layers import sinusoids
 from ldm_lite.diffusion.schedule import Prediction, cosine_betas
-from ldm_lite.families.sd1 import SD1
+from ldm_lite.families.sd1 import SD1, VAE_FILE
 from ldm_lite.models.open_clip import OPEN_CLIP_H
 from ldm_lite.zoo.family import Hint
 
@@ -36,6 +36,7 @@ PLAIN = replace(
     title="Stable Diffusion 2.x",
     unet=replace(SD1.unet, num_heads=None, head_dim=64, context_dim=1024, linear_proj=True),
     text_encoders=(OPEN_CLIP_H,),
+    vae_file=VAE_FILE,
     scale=9.0,
 )
 SD2 = replace(PLAIN, v_resolution=768, predicts=predicts, hints=(Hint("turbo", "sd_turbo"),))

@@ -38,6 +38,7 @@ PLAIN = replace(
     scale_factor=0.13025,
     resolution=1024,
     vae_overflows=True,
+    vae_file="stabilityai/sdxl-vae/sdxl_vae.safetensors",
     scale=5.0,
     ays="ays_sdxl",
 )

