@@ -139,6 +139,11 @@ def tasks_of(model: Pipeline) -> tuple[str, ...]:
     return TASKS[model.family.task]
 
 
+def reads_references(model: Pipeline) -> bool:
+    """Return whether a model reads images beside the prompt, as `reference`."""
+    return model.family.references is not None
+
+
 def prompt_kind(model: Pipeline) -> str:
     """Return what a model's prompts are: "text" (or a class), "files" (names of files), or "none" if it reads none."""
     return conditioner_of(model).reads

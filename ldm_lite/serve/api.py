@@ -75,6 +75,7 @@ class ImagesRequest(Body):
     loras: list[Lora] = Field([], max_length=16)
     control: ControlNet | None = None
     init_img: str | None = Field(None, description="the image to start from, in base64")
+    reference: list[str] = Field([], max_length=16, description="images that the model reads beside the prompt")
     mask: str | None = Field(None, description="white is repainted")
     x: Axis | None = Field(None, description="makes an X/Y plot")
     y: Axis | None = None

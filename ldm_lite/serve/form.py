@@ -212,6 +212,8 @@ def _options(task: str, values: Mapping[str, Any], engine: Engine) -> Txt2imgOpt
         options |= {"hires_upscaler": "Latent", "hires_esrgan": library.upscaler(str(network))}
     if task != "txt2img":
         options["init_img"] = (_picture(values, "init_img", "an image to start from", engine),)
+    if task != "upscale" and (texts := values.get("reference")):
+        options["reference"] = tuple(_picture({"reference": text}, "reference", "an image", engine) for text in texts)
     if task == "inpaint" and (values.get("mask") or not values.get("extend")):
         options["mask"] = (_picture(values, "mask", "a mask: paint over what is to be repainted", engine),)
     if (control := values.get("control")) and task != "upscale":

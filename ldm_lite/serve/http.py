@@ -44,7 +44,7 @@ MOST_TEXT = 2**16  # characters of a text
 MOST_NAME = 200  # characters of a field's name
 # The fields that hold pictures, which are longer, at any depth.
 PICTURES = {"image", "images", "init_images", "init_img", "mask", "data", "input_image", "mask_image"}
-PICTURES |= {"controlnet_input_images", "controlnet_images", "controlnet_masks"}
+PICTURES |= {"controlnet_input_images", "controlnet_images", "controlnet_masks", "reference"}
 STATUS = {Full: 429, Stopping: 503, TimeoutError: 504, ValueError: 422, TypeError: 422}
 LOOK = 0.5  # seconds between two looks at whether the client has gone
 KEEP_ALIVE = 15  # seconds of silence after which a stream of events gets a comment

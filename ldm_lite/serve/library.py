@@ -39,6 +39,7 @@ class Facts(NamedTuple):
     steps: int
     tasks: tuple[str, ...]
     widths: set[int]  # of its text encoders, which embeddings fit
+    references: bool  # it reads images beside the prompt
 
 
 class Library:
@@ -228,7 +229,8 @@ class Library:
         self.together = toolkit.with_exact_batches(model) if self._options.batching == "exact" else None
         encoders: tuple[Any, ...] = model.text_encoders
         widths = {encoder.spec.width for encoder in encoders if hasattr(encoder, "spec")}
-        self._facts[name] = Facts(model.family.resolution, model.family.steps, toolkit.tasks_of(model), widths)
+        tasks, references = toolkit.tasks_of(model), toolkit.reads_references(model)
+        self._facts[name] = Facts(model.family.resolution, model.family.steps, tasks, widths, references)
         self._model = self.together or model
 
     @property

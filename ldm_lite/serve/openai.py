@@ -54,7 +54,10 @@ class ImageRequest(Body):
 
 
 class EditRequest(ImageRequest):
-    """The fields of /v1/images/edits, besides the files `image` and `mask`."""
+    """The fields of /v1/images/edits, besides the files `image` and `mask`.
+
+    A model that reads reference images gets all files `image` as these; without them it takes one, to start from.
+    """
 
     strength: float | None = Field(None, description="0 keeps the image, 1 forgets it")
 
@@ -87,7 +90,10 @@ def router(engine: Engine) -> APIRouter:
 
     @routes.post("/images/edits", openapi_extra=EditRequest.docs("multipart/form-data"))
     async def edits(request: Request) -> Response:
-        """Image to image; with a mask, or transparency, only the transparent part is repainted."""
+        """Image to image; with a mask, or transparency, only the transparent part is repainted.
+
+        Models that read reference images (FLUX.2, Qwen-Image-Edit) edit the image by the prompt, or combine several.
+        """
         fields, files = await http.read_form(request)
         asked = http.validated(EditRequest, fields)
         ticket = await reading(request, _submit, engine, asked, files)
@@ -125,6 +131,9 @@ def _submit(engine: Engine, asked: ImageRequest, files: dict[str, list[bytes]]) 
         return submit("txt2img", Txt2imgOptions(**options))
     most = engine.limits.max_pixels
     contents = files.get("image", []) + files.get("image[]", [])
+    if engine.library.facts(model).references and contents and "mask" not in files and asked.strength is None:
+        images = tuple(to_rgb(open_bytes(content, "image", most)) for content in contents)
+        return submit("txt2img", Txt2imgOptions(**options, reference=images))
     if len(contents) != 1:
         raise Refused(422, f"got {len(contents)} files as image, wanted one")
     image, mask = open_bytes(contents[0], "image", most), None
@@ -132,7 +141,7 @@ def _submit(engine: Engine, asked: ImageRequest, files: dict[str, list[bytes]]) 
         mask = _hole(open_bytes(files["mask"][0], "mask", most))
         if mask is None:
             raise Refused(422, "mask has no transparent part: transparent is repainted")
-    elif engine.library.facts(model).tasks != ("img2img",):  # a model that follows instructions needs no mask
+    elif engine.library.facts(model).tasks[0] != "img2img":  # a model that follows instructions needs no mask
         mask = _hole(image)
     options |= {"init_img": (to_rgb(image),), "strength": asked.strength}
     if mask is None:

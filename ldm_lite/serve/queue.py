@@ -312,7 +312,7 @@ class Engine:
             )
         self.check_work(ticket, *self._size(ticket, facts.side))
         ticket.options = dataclasses.replace(options, embedding=self.library.embeddings_in(options, ticket.model))
-        if (model := self.library.ready(ticket.model)) is not None and not options.control:
+        if (model := self.library.ready(ticket.model)) is not None and not options.control + options.reference:
             prepare(model, ticket.options)
 
     def _size(self, ticket: Ticket, side: int) -> tuple[int, int]:
@@ -346,6 +346,9 @@ class Engine:
         self.check_size(*last)
         steps = options.steps or self.library.facts(ticket.model).steps
         pixels, text = width * height * steps, f"{width} x {height} pixels x {steps} steps"
+        if options.reference:  # which the network reads in every step, each reduced to about the model's own size
+            pixels += len(options.reference) * self.library.facts(ticket.model).side ** 2 * steps
+            text += f" and {len(options.reference)} references"
         if options.hires is not None:
             second = options.hires_steps or steps
             pixels += math.prod(last) * second

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import toy_flux2
 from PIL import Image
 from serving import Running, engine_of, library_of, submit
 
@@ -268,6 +269,51 @@ def test_what_is_transparent_is_white_as_for_the_command(server: Running, small_
     white, mask = Image.new("RGB", (32, 32), "white"), Image.new("L", (32, 32), 255)
     [wanted] = pipe.inpaint("x", white, mask, steps=4, seed=1, strength=0.3)
     assert opened(answer["data"][0]["b64_json"]).tobytes() == wanted.tobytes()
+
+
+@pytest.fixture(scope="module")
+def editor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A server with FLUX.2 [klein] in miniature, which reads reference images."""
+    made = Running(library_of(toy_flux2.write_whole(tmp_path_factory.mktemp("klein"))))
+    yield made
+    made.close()
+
+
+def png(image: Image.Image) -> bytes:
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()
+
+
+def test_a_model_that_reads_references_gets_all_images(editor: Running) -> None:
+    """Of OpenAI's edits, and of the page's interface; the size is the first one's."""
+    pictures = toy_flux2.pictures()
+    parts = [("prompt", b"x"), ("steps", b"1"), ("seed", b"1"), *(("image[]", png(picture)) for picture in pictures)]
+    body = b"".join(
+        b'--x\r\nContent-Disposition: form-data; name="%s"%s\r\n\r\n%s\r\n'
+        % (name.encode(), b'; filename="a.png"' * (name == "image[]"), content)
+        for name, content in parts
+    )
+    head = {"Content-Type": "multipart/form-data; boundary=x"}
+    status, answer = editor.ask("/v1/images/edits", body + b"--x--", **head)
+    assert status == 200, answer
+    [wanted] = editor.engine.library.model.txt2img("x", reference=pictures, steps=1, seed=1)
+    assert wanted.size == pictures[0].size
+    assert opened(answer["data"][0]["b64_json"]).tobytes() == wanted.tobytes()
+    texts = [base64.b64encode(png(picture)).decode() for picture in pictures]
+    fields = {"prompt": "x", "steps": "1", "seed": "1", "reference": texts}
+    status, stream = editor.ask("/api/images", fields)
+    assert status == 200, stream
+    [content] = re.findall(r'"image": ?"([^"]{100,})"', stream)
+    assert opened(content).tobytes() == wanted.tobytes()
+
+
+def test_references_are_work(editor: Running) -> None:
+    """As much as an image of the model's size, in every step; a model that reads none refuses them."""
+    works = []
+    for pictures in ((), toy_flux2.pictures()):
+        works.append(submit(editor.engine, "txt2img", {"prompt": "x", "steps": 2, "reference": tuple(pictures)}).work)
+    assert works[1] == 3 * works[0]
 
 
 # ---- what is refused ------------------------------------------------------------------------------------------------
