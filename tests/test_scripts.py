@@ -59,6 +59,18 @@ def test_the_benchmarks_of_the_stages_on_a_gpu_parse() -> None:
             assert configuration(name)
 
 
+def test_a_command_on_a_gpu_is_done_once_and_one_that_lacked_time_is_not(tmp_path: Path) -> None:
+    output, whole, short = (
+        tmp_path / "stage.part",
+        ["-c", "print('| 1 | max | 4 ms |')"],
+        ["-c", "print('| 1 | max | - |')"],
+    )
+    output.touch()
+    statuses = [gpu.run(command, output, 60) for command in (whole, short, whole, short)]
+    assert statuses == [0, 1, 0, 1]
+    assert output.read_text().count("$ python -c") == 3
+
+
 @pytest.mark.slow
 def test_a_stage_is_done_once_and_one_that_was_cut_off_is_not(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT)}

@@ -5,8 +5,9 @@ alg. 1.
 """
 
 import dataclasses
-import logging
+import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,15 +15,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ldm_lite.core.denoise import InputSource, Outputs, weighted
+from ldm_lite.core.denoise import Combine, InputSource, Outputs, weighted
 from ldm_lite.diffusion.adaptive import AdaptivePlan
-from ldm_lite.diffusion.guidance import check_classifier_free
+from ldm_lite.diffusion.guidance import check_classifier_free, stateless
 from ldm_lite.diffusion.schedule import number
-from ldm_lite.runtime.compile import is_compiled
 from ldm_lite.tasks.features import Feature
 from ldm_lite.tasks.job import Job
-
-log = logging.getLogger("ldm_lite")
 
 
 class AdaptiveProjectedGuidance(Feature):
@@ -33,12 +31,6 @@ class AdaptiveProjectedGuidance(Feature):
         self.projection = read_projection(options.apg)
         return options
 
-    def change_options(self, model: Any, options: Any) -> tuple[Any, Any]:
-        """Log that compiled steps do not run it."""
-        if is_compiled(model.step):
-            log.warning("APG runs uncompiled steps: `compile` has no effect with it")
-        return model, options
-
     def change_job(self, job: Job) -> Job:
         """Raises ValueError for an adaptive sampler."""
         if isinstance(job.plan, AdaptivePlan):
@@ -47,7 +39,7 @@ class AdaptiveProjectedGuidance(Feature):
         def wrap(source: InputSource, job: Job) -> InputSource:
             assert job.plan is not None
             check_classifier_free(job.plain, job.plan)
-            combine = self.projection.begin()
+            combine = self.projection.begin(job.model.device)
             return lambda call: source(call).combined_by(combine)
 
         return dataclasses.replace(job, guiding=(*job.guiding, wrap))
@@ -65,37 +57,56 @@ class Projection:
     threshold: float = 0.0
     momentum: float = 0.0
 
-    def begin(self) -> "Projected":
-        """Return what guides one run: it remembers the differences of the steps before."""
-        return Projected(self)
+    def begin(self, device: torch.device | None = None) -> Combine:
+        """Return what guides one run; with momentum it remembers the differences of the steps before."""
+        settings = self.parallel, self.threshold or math.inf
+        return projecting(*settings, device) if self.momentum == 0 else Remembering(*settings, self.momentum)
 
 
-class Projected:
-    """APG in one run."""
+# The same function for the same numbers, which are tensors: one compiled step serves all.
+@functools.lru_cache(maxsize=64)
+def projecting(parallel: float, threshold: float, device: torch.device | None) -> Combine:
+    """Return APG without momentum, whose result depends on the outputs alone."""
+    values = torch.tensor([parallel, threshold], dtype=torch.float64, device=device)
 
-    def __init__(self, settings: Projection) -> None:
-        self.settings = settings
+    @stateless
+    def project(outputs: Outputs) -> Tensor:
+        return projected(outputs, lambda difference: difference, *values.to(outputs.outs.dtype))
+
+    return project
+
+
+class Remembering:
+    """APG with momentum, in one run."""
+
+    def __init__(self, parallel: float, threshold: float, momentum: float) -> None:
+        self._settings, self._momentum = (parallel, threshold), momentum
         self._average: Tensor | None = None  # (B,C,h,w)
 
     def __call__(self, outputs: Outputs) -> Tensor:
-        """Return the guided output (B,C,h,w) of uncond and cond.  As in the paper it is x0 that is guided."""
-        if len(outputs.outs) == 1:
-            return weighted(outputs)
-        uncond, cond = (outputs.to_x0(out) for out in outputs.outs)
-        update = self._update(cond, cond - uncond)
-        return outputs.from_x0(cond + (outputs.weights[-1] - 1) * update)
+        """Return the guided output, as `projected`."""
+        return projected(outputs, self._averaged, *self._settings)
 
-    def _update(self, cond: Tensor, difference: Tensor) -> Tensor:
-        parallel, threshold, momentum = self.settings.parallel, self.settings.threshold, self.settings.momentum
-        if momentum:
-            difference = difference if self._average is None else difference + momentum * self._average
-            self._average = difference
-        if threshold > 0:
-            norm = difference.flatten(1).norm(dim=1)[:, None, None, None]  # (B, 1, 1, 1)
-            difference = difference * torch.clamp(threshold / norm, max=1)
-        direction = F.normalize(cond.flatten(1), dim=1).view_as(cond)
-        along = (difference * direction).sum(dim=(1, 2, 3), keepdim=True) * direction
-        return difference + (parallel - 1) * along
+    def _averaged(self, difference: Tensor) -> Tensor:
+        earlier = 0 if self._average is None else self._momentum * self._average
+        self._average = difference + earlier
+        return self._average
+
+
+def projected(
+    outputs: Outputs, averaged: Callable[[Tensor], Tensor], parallel: float | Tensor, threshold: float | Tensor
+) -> Tensor:
+    """Return the guided output (B,C,h,w) of uncond and cond.  As in the paper it is x0 that is guided."""
+    if len(outputs.outs) == 1:
+        return weighted(outputs)
+    uncond, cond = (outputs.to_x0(out) for out in outputs.outs)
+    difference = averaged(cond - uncond)
+    norm = difference.flatten(1).norm(dim=1)[:, None, None, None]  # (B, 1, 1, 1)
+    difference = difference * torch.clamp(threshold / norm, max=1)
+    direction = F.normalize(cond.flatten(1), dim=1).view_as(cond)
+    along = (difference * direction).sum(dim=(1, 2, 3), keepdim=True) * direction
+    update = difference + (parallel - 1) * along
+    return outputs.from_x0(cond + (outputs.weights[-1] - 1) * update)
 
 
 def read_projection(text: str) -> Projection:

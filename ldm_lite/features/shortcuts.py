@@ -8,8 +8,8 @@ from ldm_lite.core.denoise import InputSource
 from ldm_lite.diffusion.guidance import Changing, gated
 from ldm_lite.diffusion.schedule import number
 from ldm_lite.runtime.compile import is_compiled
+from ldm_lite.runtime.shortened import Run
 from ldm_lite.runtime.shortened import Shortcuts as Settings
-from ldm_lite.runtime.shortened import ShortenedUNet
 from ldm_lite.tasks.features import Feature
 from ldm_lite.tasks.job import Job
 
@@ -27,9 +27,9 @@ class Shortcuts(Feature):
 
     def change_options(self, model: Any, options: Any) -> tuple[Any, Any]:
         """Raises ValueError for a network that it does not fit."""
-        ShortenedUNet(model.unet, self.settings)
-        if is_compiled(model.step):
-            log.warning("DeepCache, T-GATE and FreeU run uncompiled steps: `compile` has no effect with them")
+        Run(model.unet, self.settings)
+        if self.settings.gate is not None and is_compiled(model.step):
+            log.warning("T-GATE runs uncompiled steps: `compile` has no effect with it")
         return model, options
 
     def change_job(self, job: Job) -> Job:
@@ -43,7 +43,7 @@ class Shortcuts(Feature):
 
         def wrap(source: InputSource, job: Job) -> InputSource:
             assert job.plan is not None
-            return ShortenedUNet(job.model.unet, self.settings, job.plan).wrapped(source)
+            return Run(job.model.unet, self.settings, job.plan).wrapped(source)
 
         job = dataclasses.replace(job, wrappers=(*job.wrappers, wrap))
         return job if gate is None else dataclasses.replace(job, guiding=(*job.guiding, self._gated))

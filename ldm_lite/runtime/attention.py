@@ -10,6 +10,7 @@ PyTorch's kernels for scaled dot-product attention are called as the operators t
 import contextlib
 import fnmatch
 import functools
+import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -58,6 +59,23 @@ def _cudnn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, _trains(q, k, v))[0]
 
 
+@torch.library.custom_op("ldm_lite::flash3", mutates_args=())
+def _flash3(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Compute it by FlashAttention 3, for Hopper, if its package is installed.
+
+    An operator of our own: torch's `activate_flash_attention_impl("FA3")` calls the same package, but in place of flash
+    attention in the whole process.
+    """
+    function = importlib.import_module("flash_attn_interface").flash_attn_func
+    out = function(*(x.transpose(1, 2) for x in (q, k, v)))  # (B, N, H, D)
+    return (out[0] if isinstance(out, tuple) else out).transpose(1, 2).contiguous()
+
+
+@_flash3.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return q.new_empty(q.shape)
+
+
 def _trains(*tensors: Tensor) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
@@ -69,6 +87,7 @@ _FUNCTIONS: dict[str, AttentionFn] = {
     "flash": _flash,
     "efficient": _efficient,
     "cudnn": _cudnn,
+    "flash3": _flash3,
     "sliced": sliced,
     "blocked": blocked,
 }
@@ -96,7 +115,7 @@ def names() -> tuple[str, ...]:
 
 # ---- chosen by timing -----------------------------------------------------------------------------------------------
 
-CANDIDATES = ("sdpa", "flash", "efficient", "cudnn", "math", "blocked")  # the last is for CPUs
+CANDIDATES = ("sdpa", "flash", "efficient", "cudnn", "flash3", "math", "blocked")  # the last is for CPUs
 
 
 class Fastest:
@@ -219,7 +238,12 @@ def _runs(function: AttentionFn, device: torch.device, dtype: torch.dtype, head_
     q = torch.zeros(1, 1, 16, head_dim, device=device, dtype=dtype)
     try:
         function(q, q, q)
-    except (RuntimeError, NotImplementedError, AttributeError):  # AttributeError: this torch lacks the operator
+    except (
+        RuntimeError,
+        NotImplementedError,
+        AttributeError,
+        ImportError,
+    ):  # the last two: not in this torch, no package
         return False
     return True
 

@@ -10,10 +10,13 @@
 On CUDA the whole step is then captured in CUDA graphs, one for each shape, each with its own buffers.  Inductor's graph
 trees are not used: they fail in a loop whose output is its next input.
 Weights may change in place (LoRA): compiled code and graphs read them at their address.  A graph repeats kernels, so a
-step whose Python code has a say in each call (hooks, attention or guidance of the user's own) runs without one.
+step of a network with hooks or attention of the user's own runs without one.  Guidance that remembers, or is the
+user's own, and what a shortened UNet stores, stay outside: only the network of such a step is compiled or captured.
 """
 
 import contextlib
+import copy
+import functools
 import importlib
 import inspect
 import logging
@@ -31,7 +34,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
-from ldm_lite.core.denoise import Guided, denoise_step
+from ldm_lite.core.denoise import Guided, denoise_step, weighted
 from ldm_lite.diffusion.guidance import STATELESS
 from ldm_lite.runtime import attention, joined
 from ldm_lite.runtime.blocks import BlockLinear
@@ -74,6 +77,25 @@ def is_compiled(step: Step) -> bool:
     return inner is not denoise_step and not (isinstance(inner, CompiledStep) and inner.tier == "graph")
 
 
+def predict(model: Any, registers: Tensor, row: Any, noise: Tensor, guided: Guided, *how: Any) -> Any:
+    """Return what the network of a step returns: the first part of denoise_step, of the same arguments."""
+    num_branches, arguments = len(guided.positive), how[2] if len(how) > 2 else None
+    batch = registers[0] if num_branches == 1 else registers[0].repeat(num_branches, 1, 1, 1)
+    return model(batch, row.t.expand(len(batch)), **guided.conditioning, **(arguments or {}))
+
+
+def in_two_parts(step: Step, model: Any, *args: Any) -> tuple[Tensor, Any]:
+    """Run a step as two: the network, compiled if the step is, and what mixes and adds its outputs, as Python has it.
+
+    Returns the registers, and what the network returned besides the prediction, or None.
+    """
+    inner, (inputs, how) = inspect.unwrap(step), (args[:4], args[4:])
+    first = inner.of_network if isinstance(inner, CompiledStep) else predict
+    out = first(model, *inputs, weighted, (), *how[2:])
+    out, more = out if isinstance(out, tuple) else (out, None)
+    return denoise_step(lambda *x, **conditioning: out, *inputs, *how[:2]), more
+
+
 def compiling() -> str:
     """Return "compiling" or "capturing" (a CUDA graph) while a step of this process waits for that, else ""."""
     return next(iter(_under_way[-1:]), "")
@@ -91,9 +113,18 @@ def _as_under_way(what: str) -> Iterator[None]:
 class CompiledStep:
     """denoise_step, compiled at its first call; the log tells how long that took and when it pays, or why it failed."""
 
-    def __init__(self, tier: str, network: nn.Module, backend: str, settings: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        tier: str,
+        network: nn.Module,
+        backend: str,
+        settings: Mapping[str, Any] | None = None,
+        plain: Step = denoise_step,
+    ) -> None:
+        """plain is what is compiled."""
         self.tier = "step" if tier == "auto" else tier
-        self._network, self._backend, self._settings = network, backend, settings or {}
+        self._network, self._backend, self._settings, self._plain = network, backend, settings or {}, plain
+        self._graphs = _Graphs(plain, measured=tier == "max", plain_calls=PLAIN_CALLS if tier == "graph" else 0)
         self._wait_s = COLD_START_S if tier == "auto" else 0.0  # from the first call on
         self._first_call: float | None = None
         self._step: Step | None = None  # compiled
@@ -103,17 +134,27 @@ class CompiledStep:
         self._lock = threading.Lock()
         self.failure: str | None = None  # why compilation failed, so that plain steps run, in one line
 
-    def __call__(self, model: Any, *args: Any) -> Tensor:
+    @functools.cached_property
+    def of_network(self) -> "CompiledStep":
+        """The same for `predict`: the network of a step alone, in graphs of its own that share the memory."""
+        tier = "auto" if self._wait_s else self.tier
+        part = CompiledStep(tier, self._network, self._backend, self._settings, predict)
+        part._graphs = self._graphs.of(predict)
+        return part
+
+    def __call__(self, model: Any, *args: Any) -> Any:
         """Compute one row like denoise_step."""
+        if is_stateful(args):
+            return in_two_parts(self, model, *args)[0]
         now = time.perf_counter()
         self._first_call = now if self._first_call is None else self._first_call
         if self.failure is not None or now - self._first_call < self._wait_s:
-            return denoise_step(model, *args)
+            return self._plain(model, *args)
         if not isinstance(model, nn.Module) and self.tier != "regional":
             if not self._told:
                 log.info("the model is a function, not a module: its steps are not compiled")
                 self._told = True
-            return denoise_step(model, *args)
+            return self._plain(model, *args)
         try:
             with self._lock:  # one thread compiles, the others wait
                 if isinstance(model, nn.Module):
@@ -131,7 +172,7 @@ class CompiledStep:
             for module in blocks:
                 module._compiled_call_impl = None
             try:
-                out = denoise_step(model, *args)
+                out = self._plain(model, *args)
             except Exception:  # the call was the cause, so what is compiled stays for others
                 for module, compiled in blocks.items():
                     module._compiled_call_impl = compiled
@@ -146,23 +187,23 @@ class CompiledStep:
     def _compile(self, model: Any, *args: Any) -> Step:
         """Return the compiled step, and log the times of plain and compiled calls."""
         if self.tier == "graph":
-            return _Graphs(denoise_step, plain_calls=PLAIN_CALLS)
+            return self._graphs
         _set_up(self._backend)
         device = args[0].device
         for _ in range(2):  # the first call lays weights out and warms kernels up
-            plain_s = _timed(denoise_step, device, model, *args)
+            plain_s = _timed(self._plain, device, model, *args)
         more: dict[str, Any] = {"backend": self._backend}
         if self._backend == "inductor":
             more["options"] = _options(self.tier, next(self._network.parameters()).device.type, self._settings)
         if self.tier == "regional":
             self._compile_blocks(model)
-            step: Step = denoise_step
+            step: Step = self._plain
         elif self.tier == "max":
-            step = torch.compile(denoise_step, fullgraph=True, dynamic=False, **more)
+            step = torch.compile(self._plain, fullgraph=True, dynamic=False, **more)
         else:
-            step = _for_all_sizes(torch.compile(_unfolded_step, fullgraph=True, **more))
+            step = _for_all_sizes(torch.compile(_unfolding(self._plain), fullgraph=True, **more))
         if device.type == "cuda":
-            step = _Graphs(step, measured=self.tier == "max")
+            step = self._graphs.of(step)
         cold_s, compiled_s = (_timed(step, device, model, *args) for _ in range(2))
         log.info("%s", _verdict(cold_s, plain_s, compiled_s))
         return step
@@ -225,7 +266,7 @@ def _verdict(cold_s: float, plain_s: float, compiled_s: float) -> str:
 
 
 def _for_all_sizes(compiled: Step) -> Step:
-    """Return a compiled _unfolded_step, to be called as denoise_step."""
+    """Return a compiled step that unfolds, to be called as denoise_step."""
 
     def step(model: nn.Module, *args: Any) -> Tensor:
         folded = fold(*args)
@@ -247,19 +288,22 @@ def fold(registers: Tensor, row: Any, noise: Tensor, guided: Guided, *others: An
     return folded(registers), row, folded(noise), guided._replace(conditioning=conditioning), *others
 
 
-def _unfolded_step(model: Any, registers: Tensor, row: Any, noise: Tensor, guided: Guided, *others: Any) -> Tensor:
-    """Run denoise_step on arguments that may be folded."""
+def _unfolding(plain: Step) -> Step:
+    """Return denoise_step or predict for arguments that may be folded."""
 
     def unfolded(x: Tensor) -> Tensor:
         return x.flatten(-2).flatten(-3, -2)
 
-    if registers.ndim == 7:
-        registers, noise = unfolded(registers), unfolded(noise)
-        # Field by field: torch 2.6 compiles no _replace and no slice of them.
-        conditioning, weights, positive = guided
-        parts = {name: unfolded(part) if name == "concat" else part for name, part in conditioning.items()}
-        guided = Guided(parts, weights, positive)
-    return denoise_step(model, registers, row, noise, guided, *others)
+    def step(model: Any, registers: Tensor, row: Any, noise: Tensor, guided: Guided, *others: Any) -> Any:
+        if registers.ndim == 7:
+            registers, noise = unfolded(registers), unfolded(noise)
+            # Field by field: torch 2.6 compiles no _replace and no slice of them.
+            conditioning, weights, positive = guided
+            parts = {name: unfolded(part) if name == "concat" else part for name, part in conditioning.items()}
+            guided = Guided(parts, weights, positive)
+        return plain(model, registers, row, noise, guided, *others)
+
+    return step
 
 
 def mark_sizes(
@@ -280,7 +324,7 @@ def mark_sizes(
     axes_of = {"concat": (0, *sides), "context": (0, 1)}  # of the other conditioning: that of images alone
     marks += [(part, axes_of.get(name, (0,))) for name, part in guided.conditioning.items()]
     marks.append((guided.weights, (-2, -1)))
-    marks += [(tensor, (2, 3)) for tensor in _tensors(arguments) if tensor.ndim == 4]  # (1,C,h,w)
+    marks += [(tensor, (0, 2, 3)) for tensor in _tensors(arguments) if tensor.ndim == 4]  # (B or 1,C,h,w)
     marks += [(tensor, (0,)) for tensor in _tensors(arguments) if tensor.ndim == 3]  # (B,T,C)
     for tensor, axes in marks:
         for axis in axes:
@@ -366,18 +410,23 @@ class _Graphs:
         self._streams: dict[torch.device, Any] = {}  # of all captures: only those on one stream can share memory
         self._copied: dict[torch.device, Any] = {}  # the event when the last result was copied
 
-    def __call__(self, model: Any, *args: Any) -> Tensor:
+    def of(self, step: Step) -> "_Graphs":
+        """Return the same for another step: what both capture shares memory, and waits for one another."""
+        graphs = copy.copy(self)
+        graphs._step = step
+        return graphs
+
+    def __call__(self, model: Any, *args: Any) -> Any:
         # A function may read tensors that are not among the arguments.
         code = code_of(model) if isinstance(model, nn.Module) else None
         leaves, tensors = list(_leaves(args)), list(_tensors(args))
         device = tensors[0].device
-        stateful = any(callable(leaf) and leaf not in STATELESS for leaf in leaves if not isinstance(leaf, Tensor))
-        if code is None or stateful or (device.type == "cuda" and torch.is_autocast_enabled("cuda")):
+        if code is None or is_stateful(args) or (device.type == "cuda" and torch.is_autocast_enabled("cuda")):
             return self._step(model, *args)
         # A graph is fixed to the address of the weights, and to which arguments are None.
         kinds = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
         functions, weights = code
-        key = device, weights[0].data_ptr(), kinds, functions, tuple(map(id, weights))
+        key = self._step, device, weights[0].data_ptr(), kinds, functions, tuple(map(id, weights))
         with self._lock, torch.cuda.device_of(tensors[0]):  # type: ignore[no-untyped-call]  # streams are its own
             graphs = self._graphs.setdefault(weights[0], OrderedDict())
             if key not in graphs or graphs[key].is_stale:
@@ -431,7 +480,7 @@ class _Graphs:
         stream, graph = self._streams[device], torch.cuda.CUDAGraph()
         # One graph runs at a time, and its result is copied at once, so all graphs of a device can share their memory.
         others = (other for graphs in self._graphs.values() for other in graphs.values())
-        pool = next((other.graph.pool() for other in others if other.out.device == device), None)
+        pool = next((other.graph.pool() for other in others if next(_tensors(other.out)).device == device), None)
         stream.wait_stream(outside)
         # Around the capture too, which does not restore the stream if it fails.
         with torch.cuda.device_of(tensor), torch.cuda.stream(stream):  # type: ignore[no-untyped-call]
@@ -463,7 +512,7 @@ def _own_workspace() -> Iterator[None]:
 class _Captured:
     """A CUDA graph with its input buffers and its output."""
 
-    def __init__(self, graph: Any, static: tuple[Any, ...], out: Tensor) -> None:
+    def __init__(self, graph: Any, static: tuple[Any, ...], out: Any) -> None:
         self.graph, self.out = graph, out
         self._buffers = list(_tensors(static))
         # The tensor, and its version, that each buffer holds a copy of.
@@ -478,7 +527,7 @@ class _Captured:
 
         self._weights = [weakref.ref(weight, forget) for weight in weights]
 
-    def run(self, values: list[Tensor]) -> Tensor:
+    def run(self, values: list[Tensor]) -> Any:
         """Replay for these values; tensors that have not changed since the last call are not copied again."""
         for i, (buffer, value) in enumerate(zip(self._buffers, values, strict=True)):
             last, version = self._held[i]
@@ -488,7 +537,7 @@ class _Captured:
                 buffer.copy_(value)
                 self._held[i] = TensorWeakRef(value), value._version
         self.graph.replay()
-        return self.out.clone()  # the next replay overwrites it
+        return _map(self.out, lambda x: x.clone())  # the next replay overwrites it
 
 
 # The arguments of a step are nested tuples and mappings of tensors and other values.
@@ -506,6 +555,11 @@ def _leaves(value: Any) -> Iterator[Any]:
             yield from _leaves(item)
     else:
         yield value
+
+
+def is_stateful(args: Any) -> bool:
+    """Whether a function among the arguments of a step may depend on more than its own: Python calls it every time."""
+    return any(callable(leaf) and leaf not in STATELESS for leaf in _leaves(args) if not isinstance(leaf, Tensor))
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -8,8 +8,13 @@
   that runs on: with the mean of its own result and the unconditional one.
 - FreeU (Si et al. 2024) saves nothing but changes the image: features that come up are amplified, and the low
   frequencies of the skips weakened.
+
+A `Run` remembers what later calls use again.  Its networks are functions of tensors, so that they are compiled as any
+other: that of DeepCache with all blocks, that with few, and FreeU's.  T-GATE's steps run uncompiled.
 """
 
+import inspect
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -24,6 +29,7 @@ from ldm_lite.diffusion.plan import Plan, rises_before
 from ldm_lite.models.controlnet import ControlledUNet
 from ldm_lite.models.ip_adapter import UNetWithImages, cross_attentions
 from ldm_lite.models.unet import UNet, plus
+from ldm_lite.runtime.compile import CompiledStep, Step, in_two_parts
 from ldm_lite.runtime.patching import patch, patch_of, twin
 
 
@@ -48,67 +54,11 @@ class _Now(NamedTuple):
 
 
 class ShortenedUNet(nn.Module):
-    """A UNet with shortcuts in one run: `wrapped` gives its inputs.  It remembers features of the run."""
+    """A UNet that runs few blocks, or whose features are weighted, as its further inputs say."""
 
-    def __init__(self, unet: nn.Module, shortcuts: Shortcuts, plan: Plan | None = None) -> None:
-        """Raises ValueError for another network than a UNet, a branch that it does not have, and an adaptive plan."""
+    def __init__(self, unet: nn.Module) -> None:
         super().__init__()
-        if type(unet) is not UNet:
-            raise ValueError(f"DeepCache, T-GATE and FreeU are for UNets, not for {type(unet).__name__}")
-        if isinstance(plan, AdaptivePlan):
-            raise ValueError("DPM adaptive has no fixed steps for DeepCache, T-GATE or FreeU: take another sampler")
-        if not 0 <= shortcuts.branch < len(unet.input_blocks) - 1:
-            raise ValueError(f"got branch {shortcuts.branch}, wanted 0 to {len(unet.input_blocks) - 2}")
-        if shortcuts.gate is not None and unet.spec.context_dim is None:
-            raise ValueError("T-GATE needs cross-attention, and this UNet reads no text")
         self.unet: Any = unet
-        self.shortcuts, self.plan = shortcuts, plan
-        self.now = _Now(0, 0, [], (0,), 0)
-        self._deep: tuple[Tensor, _Now] | None = None  # DeepCache: what the first of the last output blocks read
-        self._mode = ""  # of T-GATE: "record", "reuse" or neither
-        self._crossed: dict[int, Tensor] = {}  # results of the cross-attentions (K*B,N,C), in their order
-        self._crossed_branches: tuple[int, ...] = ()  # which ones these are of
-        self._units: dict[nn.Module, nn.Module] = {}  # UNet -> the one that runs in its place
-        self._stacks: dict[nn.Module, nn.Module] = {}  # network -> the same with this one in place of its UNet
-
-    # ---- the inputs of a run ----------------------------------------------------------------------------------------
-
-    def wrapped(self, source: InputSource) -> InputSource:
-        """Return the inputs of a run with this network in place of its UNet; controls stay around it."""
-
-        def inputs_of(call: Call) -> Inputs:
-            inputs = source(call)
-            assert self.plan is not None
-            texts = [branch.conditioning for branch in inputs.branches]
-            if {id(text) for text in texts} <= {id(text) for text in self.now.texts}:
-                texts = self.now.texts  # after T-GATE's step there is only the last branch
-            places = {id(text): place for place, text in enumerate(texts)}
-            used = tuple(places[id(branch.conditioning)] for branch in running(inputs.branches, inputs.scale))
-            self.now = _Now(call.number, call.step, texts, used, rises_before(self.plan, call.number))
-            return inputs._replace(network=self._in(inputs.network), step=denoise_step)
-
-        return inputs_of
-
-    def _in(self, network: Any) -> nn.Module:
-        """Return a network with this one in place of its UNet."""
-        unet = network
-        while type(unet) in (ControlledUNet, UNetWithImages):
-            unet = unet.unet
-        with_images = type(network) is UNetWithImages  # whose UNet is a copy
-        if unet not in self._units:
-            self._units[unet] = (
-                unet if self.shortcuts.gate is None else self._recording(unet, is_shared=not with_images)
-            )
-        self.unet = self._units[unet]
-        if network is unet:
-            return self
-        if network not in self._stacks:
-            inner = network.unet if with_images else network
-            controlled = ControlledUNet(self, inner.nets) if type(inner) is ControlledUNet else self
-            self._stacks[network] = UNetWithImages(controlled) if with_images else controlled
-        return self._stacks[network]
-
-    # ---- a call -----------------------------------------------------------------------------------------------------
 
     def forward(
         self,
@@ -119,38 +69,142 @@ class ShortenedUNet(nn.Module):
         concat: Tensor | None = None,
         residuals: Sequence[Tensor] | None = None,
         features: Sequence[Tensor | None] | None = None,
-    ) -> Tensor:
-        """Run as UNet.forward."""
-        self._mode = self._gate_mode()
+        kept: int = 0,
+        deep: Tensor | None = None,
+        free: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Run as UNet.forward.
+
+        kept, if not 0, is how many of the first input blocks and of the last output blocks always run.  deep is what
+        the first of the latter reads: only these run.  Without it all run, and it is returned beside the prediction.
+        free (4,) are b1, b2, s1, s2 of FreeU.
+        """
         unet = self.unet
         emb = unet.embed(t, y)  # (B, E)
         text = None if context is None else context.to(emb.dtype)
         x = x if concat is None else torch.cat([x, concat.to(x.dtype)], dim=1)
-        x, skips = channels_last(x.to(emb.dtype)), list[Tensor]()
-        kept = 1 + self.shortcuts.branch  # so many of the first input blocks and of the last output blocks always run
-        deep = self._remembered()
+        x = channels_last(x.to(emb.dtype))
+        skips: list[Tensor] = []
+        runs_all, first = deep is None, len(unet.output_blocks) - kept
 
-        for i, block in enumerate(unet.input_blocks if deep is None else unet.input_blocks[:kept]):
-            x = plus(block(x, emb, text), None if features is None else features[i])
-            skips.append(x if residuals is None else x + residuals[i])
-        if deep is None:
+        for i, block in enumerate(unet.input_blocks):
+            if runs_all or i < kept:
+                x = plus(block(x, emb, text), None if features is None else features[i])
+                skips.append(x if residuals is None else x + residuals[i])
+        if runs_all:
             x = plus(unet.middle_block(x, emb, text), None if features is None else features[-1])
             x = x if residuals is None else x + residuals[-1]
 
-        first = len(unet.output_blocks) - kept
         for i, block in enumerate(unet.output_blocks):
-            if i < first and deep is not None:
-                continue
             if i == first:
-                x = x if deep is None else deep
-                self._deep = (x, self.now) if deep is None and self.shortcuts.every > 1 else self._deep
-            skip = skips.pop()
-            if self.shortcuts.free is not None:
-                x, skip = self._freed(x, skip, i)
-            x = block(torch.cat([x, skip], dim=1), emb, text, skips[-1].shape[2:] if skips else None)
-        return unet.out(x)
+                deep = x = x if deep is None else deep
+            if runs_all or i >= first:
+                skip = skips.pop()
+                if free is not None:
+                    x, skip = self._freed(x, skip, i, free)
+                x = block(torch.cat([x, skip], dim=1), emb, text, skips[-1].shape[2:] if skips else None)
+        out = unet.out(x)
+        return (out, deep) if runs_all and deep is not None else out
+
+    def _freed(self, x: Tensor, skip: Tensor, block: int, free: Tensor) -> tuple[Tensor, Tensor]:
+        """Change what an output block on one of the two lowest resolutions reads, as in diffusers.
+
+        Half of the channels of x times b; of the skip the lowest frequencies, 0 and -1 of each side, times s.
+        """
+        counts = [count + 1 for count in reversed(self.unet.spec.num_res_blocks)][:2]  # of blocks of these two
+        if block >= sum(counts):
+            return x, skip
+        level = int(block >= counts[0])
+        half, kept = x.shape[1] // 2, skip.float()
+        # The real part of a Fourier transform back and forth, as products with the two frequencies' waves of each side.
+        (cos_h, sin_h), (cos_w, sin_w) = (_low_frequencies(side, kept.device) for side in kept.shape[2:])
+        low = cos_h @ kept @ cos_w + sin_h @ kept @ sin_w
+        skip = (kept + (free[2 + level] - 1) * low).to(skip.dtype)
+        return torch.cat([x[:, :half] * free[level], x[:, half:]], dim=1), skip
+
+
+def _low_frequencies(side: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the projection of `side` values onto the frequencies 0 and -1: its real and its imaginary part."""
+    places = torch.arange(side, dtype=torch.float32, device=device)
+    angles = (places[:, None] - places) * (2 * math.pi / side)
+    first = 1 if side > 1 else 0  # of one value both are the same
+    return (first + angles.cos()) / side, angles.sin() / side
+
+
+# ---- a run ----------------------------------------------------------------------------------------------------------
+
+
+class Run:
+    """Shortcuts in one run of a UNet: `wrapped` gives its inputs."""
+
+    def __init__(self, unet: nn.Module, shortcuts: Shortcuts, plan: Plan | None = None) -> None:
+        """Raises ValueError for another network than a UNet, a branch that it does not have, and an adaptive plan."""
+        if type(unet) is not UNet:
+            raise ValueError(f"DeepCache, T-GATE and FreeU are for UNets, not for {type(unet).__name__}")
+        if isinstance(plan, AdaptivePlan):
+            raise ValueError("DPM adaptive has no fixed steps for DeepCache, T-GATE or FreeU: take another sampler")
+        if not 0 <= shortcuts.branch < len(unet.input_blocks) - 1:
+            raise ValueError(f"got branch {shortcuts.branch}, wanted 0 to {len(unet.input_blocks) - 2}")
+        if shortcuts.gate is not None and unet.spec.context_dim is None:
+            raise ValueError("T-GATE needs cross-attention, and this UNet reads no text")
+        self.shortcuts, self.plan = shortcuts, plan
+        self.now = _Now(0, 0, [], (0,), 0)
+        device = next(unet.parameters()).device
+        self._free = (
+            None if shortcuts.free is None else torch.tensor(shortcuts.free, dtype=torch.float32, device=device)
+        )
+        self._deep: tuple[Tensor, _Now] | None = None  # DeepCache: what the first of the last output blocks read
+        self._mode = ""  # of T-GATE: "record", "reuse" or neither
+        self._crossed: dict[int, Tensor] = {}  # results of the cross-attentions (K*B,N,C), in their order
+        self._crossed_branches: tuple[int, ...] = ()  # which ones these are of
+        self._shortened: dict[Any, nn.Module] = {}  # network -> the same of a shortened UNet
+
+    def wrapped(self, source: InputSource) -> InputSource:
+        """Return the inputs of a run with a shortened UNet in place of its UNet; controls stay around it."""
+
+        def inputs_of(call: Call) -> Inputs:
+            inputs = source(call)
+            assert self.plan is not None
+            texts = [branch.conditioning for branch in inputs.branches]
+            if {id(text) for text in texts} <= {id(text) for text in self.now.texts}:
+                texts = self.now.texts  # after T-GATE's step there is only the last branch
+            places = {id(text): place for place, text in enumerate(texts)}
+            used = tuple(places[id(branch.conditioning)] for branch in running(inputs.branches, inputs.scale))
+            self.now = _Now(call.number, call.step, texts, used, rises_before(self.plan, call.number))
+            self._mode = self._gate_mode()
+            if inputs.network not in self._shortened:
+                self._shortened[inputs.network] = self._around(inputs.network)
+            network, step = self._shortened[inputs.network], inspect.unwrap(inputs.step)
+            if self.shortcuts.gate is not None or not isinstance(step, CompiledStep):
+                step = denoise_step
+            more: dict[str, Any] = {"free": self._free}
+            if self.shortcuts.every > 1:
+                more |= {"deep": self._remembered(), "kept": 1 + self.shortcuts.branch}
+                step = self._remembering(step) if more["deep"] is None else step
+            return inputs._replace(network=network, step=step, arguments={**(inputs.arguments or {}), **more})
+
+        return inputs_of
+
+    def _around(self, network: Any) -> nn.Module:
+        """Return a network with a shortened UNet in place of its UNet."""
+        if type(network) is ControlledUNet:
+            return ControlledUNet(self._around(network.unet), network.nets)
+        if type(network) is UNetWithImages:
+            return UNetWithImages(self._around(network.unet))
+        return ShortenedUNet(network if self.shortcuts.gate is None else self._recording(network))
 
     # ---- DeepCache --------------------------------------------------------------------------------------------------
+
+    def _remembering(self, step: Step) -> Step:
+        """Return a step that keeps the deep features."""
+        now = self.now
+
+        def run(*args: Any) -> Tensor:
+            registers, deep = in_two_parts(step, *args)
+            self._deep = deep, now
+            return registers
+
+        return run
 
     def _remembered(self) -> Tensor | None:
         """Return the deep features of the branches that run now; None if the deep blocks have to run."""
@@ -176,9 +230,9 @@ class ShortenedUNet(nn.Module):
         self._crossed_branches = self.now.used
         return "record"
 
-    def _recording(self, unet: nn.Module, is_shared: bool) -> nn.Module:
-        """Return a UNet, or a copy if others use it, whose cross-attentions record their results, and use them."""
-        unet = twin(unet) if is_shared else unet
+    def _recording(self, unet: nn.Module) -> nn.Module:
+        """Return a copy of a UNet whose cross-attentions record their results, and use them."""
+        unet = twin(unet)
         for place, layer in enumerate(cross_attentions(unet)):
             inner = patch_of(layer) or type(layer).forward
 
@@ -206,23 +260,3 @@ class ShortenedUNet(nn.Module):
             return parts.mean(dim=0)
         alone = parts[[then.index(branch) for branch in now]]
         return ((alone + parts[:1]) / 2).flatten(0, 1)
-
-    # ---- FreeU ------------------------------------------------------------------------------------------------------
-
-    def _freed(self, x: Tensor, skip: Tensor, block: int) -> tuple[Tensor, Tensor]:
-        """Change what an output block on one of the two lowest resolutions reads, as in diffusers.
-
-        Half of the channels of x times b; of the skip the lowest frequencies, 0 and -1 of each side, times s.
-        """
-        counts = [count + 1 for count in reversed(self.unet.spec.num_res_blocks)][:2]  # of blocks of these two
-        if self.shortcuts.free is None or block >= sum(counts):
-            return x, skip
-        level = int(block >= counts[0])
-        b, s = self.shortcuts.free[level], self.shortcuts.free[2 + level]
-        half = x.shape[1] // 2
-        frequencies = torch.fft.fftn(skip.float(), dim=(-2, -1))
-        rows, columns = (torch.zeros(side, device=x.device) for side in skip.shape[2:])
-        rows[[0, -1]], columns[[0, -1]] = 1, 1
-        weights = 1 + (s - 1) * rows[:, None] * columns
-        skip = torch.fft.ifftn(frequencies * weights, dim=(-2, -1)).real.to(skip.dtype)
-        return torch.cat([x[:, :half] * b, x[:, half:]], dim=1), skip

@@ -35,16 +35,16 @@ from ldm_lite.cli.options import LoadOptions, SaveOptions
 from ldm_lite.cli.output import Saver
 from ldm_lite.cli.task_options import Txt2imgOptions
 from ldm_lite.cli.writing import write_whole
-from ldm_lite.core.denoise import Branch, Call, Constraint, Draw, Inputs, InputSource, running, unconstrained
+from ldm_lite.core.denoise import Branch, Call, Constraint, Draw, Inputs, InputSource, join, running, unconstrained
 from ldm_lite.core.job import Item, Latents, start
 from ldm_lite.core.job import run as run_batches
+from ldm_lite.core.plan import NUM_REGISTERS, Plan, Row
 from ldm_lite.diffusion.adaptive import AdaptivePlan
 from ldm_lite.diffusion.names import SAMPLERS, make_plan, resolve
-from ldm_lite.diffusion.plan import Plan
 from ldm_lite.diffusion.schedule import SPACINGS
 from ldm_lite.families.sd1 import SD1
 from ldm_lite.models.unet import UNet, UNetSpec
-from ldm_lite.runtime.shortened import Shortcuts, ShortenedUNet
+from ldm_lite.runtime.shortened import Run, Shortcuts
 from ldm_lite.tasks import txt2img
 from ldm_lite.tasks.job import Job
 
@@ -204,33 +204,36 @@ class Cost:
     def __init__(self, spec: UNetSpec, side: int) -> None:
         with on_meta():
             self._unet = UNet(spec)
-        self._x = torch.empty(1, spec.in_channels, side, side, device="meta")
+        self._x = torch.empty(NUM_REGISTERS, 1, spec.in_channels, side, side, device="meta")
         self._text: dict[str, Tensor] = {}
         if spec.context_dim is not None:
             self._text["context"] = torch.empty(1, 77, spec.context_dim, device="meta")
         self._kinds: dict[object, int] = {}
-        self._whole = self._flops(self._unet)
+        self._inputs = Inputs(self._unet, (Branch(self._text),))
+        self._whole = self._flops(self._inputs)
 
     def of(self, plan: Plan, source: InputSource, shortcuts: Shortcuts | None) -> float:
         """Return the cost of a plan's calls for one image, which run the branches that `source` gives."""
         changed, total = dataclasses.replace(shortcuts or Shortcuts(), free=None), 0
-        run = ShortenedUNet(self._unet, changed, plan).wrapped(lambda call: Inputs(self._unet, (Branch(self._text),)))
+        run = Run(self._unet, changed, plan).wrapped(lambda call: self._inputs)
         for number, step in enumerate(plan.step):
             gate = 0 if changed.gate is None else int(step) - changed.gate + 1
             kind = changed.every, changed.branch, number % changed.every > 0, changed.gate and max(-1, min(1, gate))
             call = Call(number, int(step), plan.num_steps)
             if kind not in self._kinds:
                 for before in range(number):  # the calls that fill what this one reads
-                    self._flops(run(Call(before, int(plan.step[before]), plan.num_steps)).network)
-                self._kinds[kind] = self._flops(run(call).network)
+                    self._flops(run(Call(before, int(plan.step[before]), plan.num_steps)))
+                self._kinds[kind] = self._flops(run(call))
             inputs = source(call)
             total += self._kinds[kind] * len(running(inputs.branches, inputs.scale))
         return total / self._whole
 
     @torch.no_grad()
-    def _flops(self, network: Any) -> int:
+    def _flops(self, inputs: Inputs) -> int:
+        x, row = self._x, Row(*(torch.empty(shape, device="meta") for shape in ((), 2, 2, 2, (1, NUM_REGISTERS + 2))))
+        guided = join(inputs.branches, 1.0, x.device)
         with FlopCounterMode(display=False) as counter:
-            network(self._x, torch.zeros(1, device="meta"), **self._text)
+            inputs.step(inputs.network, x, row, x[0], guided, inputs.combine, inputs.adjust, inputs.arguments)
         return int(counter.get_total_flops())
 
 

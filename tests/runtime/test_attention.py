@@ -4,9 +4,11 @@ import copy
 import functools
 import itertools
 import logging
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -280,3 +282,24 @@ def test_a_map_is_that_of_the_layers_own_queries_and_keys(pipe: Pipeline) -> Non
 def test_recording_nothing_is_an_error(pipe: Pipeline) -> None:
     with pytest.raises(ValueError, match=r"no attention layer matches '\*attn3': they are input_blocks\.1\.1"):
         pipe.attention_maps("*attn3").__enter__()
+
+
+# ---- FlashAttention 3 -----------------------------------------------------------------------------------------------
+
+
+def test_flash3_is_called_as_its_package_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With heads after tokens; compiled code has it as one operator.  No CPU runs the package itself."""
+    q, k, v = qkv((2, 8, 63, 77, 40), torch.float32)
+    with pytest.raises(ValueError, match="attention 'flash3' is not available on cpu in fp32 for heads of 40 channels"):
+        resolve("flash3", CPU, torch.float32, 40)
+
+    def flash_attn_func(*heads: Tensor) -> Tensor:
+        return attention.vanilla(*(x.transpose(1, 2) for x in heads)).transpose(1, 2)
+
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", SimpleNamespace(flash_attn_func=flash_attn_func))
+    flash3, counter = resolve("flash3", CPU, torch.float32, 40), CompileCounter()
+    for function in (flash3, torch.compile(lambda *qkv: flash3(*qkv), backend=counter, fullgraph=True)):
+        torch.testing.assert_close(function(q, k, v), attention.vanilla(q, k, v))
+    assert (counter.frame_count, counter.op_count) == (1, 1)
+    assert attention.is_stateless(flash3), "a CUDA graph may hold it"
+    assert "flash3" in attention.CANDIDATES[:-1], "timed on CUDA"

@@ -24,19 +24,21 @@ from torch._dynamo.testing import CompileCounter
 import ldm_lite
 from ldm_lite.checkpoint.model import Model, load_model
 from ldm_lite.cli.options import LoadOptions, RuntimeOptions
-from ldm_lite.core.denoise import Outputs, denoise_step, weighted
+from ldm_lite.core.denoise import Branch, Combine, Inputs, Outputs, denoise_step, run_plan, weighted
 from ldm_lite.core.plan import rows_of
 from ldm_lite.core.unet import ResBlock, SpatialTransformer
 from ldm_lite.diffusion.guidance import rescaling
 from ldm_lite.diffusion.names import make_plan
 from ldm_lite.diffusion.plan import NUM_REGISTERS
 from ldm_lite.diffusion.schedule import Schedule, scaled_linear_betas
+from ldm_lite.features.apg import read_projection
 from ldm_lite.models.controlnet import ControlInput, ControlInputs, ControlledUNet, ControlNet
 from ldm_lite.models.unet import UNet, UNetSpec
 from ldm_lite.runtime import attention, cpu, setup
 from ldm_lite.runtime import compile as tiers
 from ldm_lite.runtime.compile import TIERS, CompiledStep, compiled_step, regions
 from ldm_lite.runtime.patching import patch, unpatch
+from ldm_lite.runtime.shortened import Run, Shortcuts
 
 CPU = torch.device("cpu")
 MIDDLE = replace(SMALL.unet, transformer_depth=(0, 0))  # a transformer in the middle
@@ -200,11 +202,13 @@ def test_a_step_with_controls_is_one_graph_for_weights_steps_and_images(spec: UN
 class Replayed:
     """A CUDA graph as the CPU can have it: computes again, from the same buffers into the same tensor."""
 
-    def __init__(self, step: tiers.Step, model: nn.Module, static: tuple[Any, ...], out: Tensor) -> None:
+    def __init__(self, step: tiers.Step, model: nn.Module, static: tuple[Any, ...], out: Any) -> None:
         self.step, self.model, self.static, self.out = step, weakref.ref(model), static, out
 
     def replay(self) -> None:
-        self.out.copy_(self.step(self.model(), *self.static))
+        fresh = self.step(self.model(), *self.static)
+        for buffer, value in zip(tiers._tensors(self.out), tiers._tensors(fresh), strict=True):
+            buffer.copy_(value)
 
 
 def test_captured_steps_are_those_of_one_network_and_go_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -670,3 +674,78 @@ def test_the_default_is_a_graph_where_launches_bound_a_step(small_path: Path, mo
     setup.prepare({"unet": unet}, RuntimeOptions(), cuda)
     assert asked == ["graph"]
     assert compiled_step("graph", unet) is denoise_step, "without CUDA"
+
+
+# ---- what remembers, and what changes the network -------------------------------------------------------------------
+
+LEVELS = replace(PLAIN, channel_mult=(1, 1), num_res_blocks=(1, 1), transformer_depth=(0, 0), cross_only=(False, False))
+APG, MOMENTUM = "parallel=0:threshold=5", "parallel=0.5:momentum=-0.5"
+# Two jobs of the same kind, and the number of networks that they run.
+KINDS: dict[str, tuple[tuple[dict[str, Any], dict[str, Any]], int]] = {
+    "deep_cache": (({"every": 2}, {"every": 3}), 2),
+    "freeu": (({"free": (1.5, 1.6, 0.9, 0.2)}, {"free": (1.2, 1.3, 0.8, 0.4)}), 1),
+    "apg": (({"combine": APG}, {"combine": "parallel=0.5"}), 1),
+    "apg with momentum": (({"combine": MOMENTUM}, {"combine": "parallel=0:momentum=0.3"}), 1),
+    "guidance of one's own": (({"combine": 4.0}, {"combine": 2.0}), 1),
+    "all": (({"every": 2, "free": (1.5, 1.6, 0.9, 0.2), "combine": MOMENTUM}, {"every": 3, "free": (1, 1, 0, 0)}), 3),
+}
+
+
+def job(unet: Any, step: tiers.Step, seed: int, combine: str | float | None = None, **shortcuts: Any) -> Tensor:
+    """The latents of a guided run of eight steps."""
+    plan = make_plan("ddim", SCHEDULE, 8)
+    context = toy.normal(seed, 2, 2, 5, SMALL.unet.context_dim)
+    branches = Branch({"context": context[0]}, positive=False), Branch({"context": context[1]})
+    mix: Combine = weighted
+    if isinstance(combine, str):
+        mix = read_projection(combine).begin()
+    elif combine is not None:
+        mix = lambda outputs: torch.lerp(*outputs.outs, combine)  # noqa: E731
+    inputs = Inputs(unet, branches, 4.0, mix, step=step)
+    source = Run(unet, Shortcuts(**shortcuts), plan).wrapped(lambda call: inputs) if shortcuts else lambda call: inputs
+    *_, last = run_plan(toy.normal(seed + 1, 2, 4, 8, 8), plan, source, lambda: torch.zeros(2, 4, 8, 8))
+    return last.latents
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tier", ["step", pytest.param("max", marks=pytest.mark.slow)])
+def test_each_network_of_a_trick_is_one_graph_for_all_steps_and_jobs(tier: str, kind: str) -> None:
+    (jobs, networks), unet, counter = KINDS[kind], toy.network(LEVELS), CompileCounter()
+    step, counts = CompiledStep(tier, unet, counter), []  # type: ignore[arg-type]
+    for seed, settings in enumerate((*jobs, *jobs)):
+        wanted = job(unet, denoise_step, seed, **settings)
+        torch.testing.assert_close(job(unet, step, seed, **settings), wanted, rtol=1e-4, atol=1e-4)
+        assert not torch.allclose(job(unet, denoise_step, seed), wanted, atol=1e-3)
+        counts.append(counter.frame_count)
+    assert counts[-1] == counts[1] == networks
+    assert step.failure is None
+
+
+def test_regional_compiles_the_blocks_of_what_is_shortened() -> None:
+    unet, settings = toy.network(LEVELS), {"every": 2, "free": (1.5, 1.6, 0.9, 0.2)}
+    step = CompiledStep("regional", unet, "eager")
+    found, wanted = (job(unet, how, 3, **settings) for how in (step, denoise_step))  # type: ignore[arg-type]
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    assert step.of_network.failure is None
+    assert all(block._compiled_call_impl is not None for block in regions(unet))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_network_of_a_trick_is_captured_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    captured: list[Replayed] = []
+    Pretended(monkeypatch)
+
+    def capture(self: tiers._Graphs, model: nn.Module, args: tuple[Any, ...]) -> tiers._Captured:
+        static = tiers._map(args, lambda x: x.clone())
+        out = self._step(model, *static)
+        captured.append(Replayed(self._step, model, static, out))
+        captured[-1].model = lambda: model  # type: ignore[assignment]  # of a job that is over
+        return tiers._Captured(captured[-1], static, out)
+
+    monkeypatch.setattr(tiers._Graphs, "_capture", capture)
+    (jobs, networks), unet = KINDS[kind], toy.network(LEVELS)
+    step = CompiledStep("graph", unet, "eager")
+    for seed, settings in enumerate((*jobs, *jobs)):
+        assert torch.equal(job(unet, step, seed, **settings), job(unet, denoise_step, seed, **settings))
+    assert len(captured) == networks
+    assert step.failure is None
