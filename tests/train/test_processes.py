@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from training import load_options, losses, options, train
+from waiting import wait_for
 
 STEPS = 6
 CODE = """
@@ -98,9 +98,7 @@ def test_a_killed_process_ends_the_run_which_goes_on_in_one_process_or_in_three(
     one, two = tmp_path / "one", tmp_path / "two"
     pair = torchrun(2, folder, small_path, two, "--lora-rank=2")
     train(options(folder, one, **SETTINGS, lora_rank=2), load_options(small_path, dtype="fp32"))
-    while not (two / "state.pt").exists():
-        assert pair.poll() is None
-        time.sleep(0.02)
+    wait_for((two / "state.pt").exists, "a first state", process=pair, seconds=300)
     os.kill(children(pair.pid)[1], signal.SIGKILL)
     _, errors = pair.communicate(timeout=300)
     assert pair.returncode != 0
