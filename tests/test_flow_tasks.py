@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import texts
 import torch
 import toy
 import toy_flow
@@ -75,7 +76,7 @@ def test_the_commands_make_the_images_of_the_functions(
     assert txt2img.main(["a cat", *size, "--sampler", "heun", "--out", str(out)]) == 0
     ours = pipes[name].txt2img("a cat", height=32, width=48, steps=2, sampler="heun")
     assert np.array_equal(pixels(ours)[0], pixels([Image.open(out)])[0])
-    text = Image.open(out).info["parameters"]
+    text = texts.load(out).info["parameters"]
     assert f"Steps: 2, Sampler: Heun (ldm_lite), Schedule type: {pipes[name].schedule.spacing}, CFG scale:" in text
     again = pipes[name].txt2img(from_png=out)
     assert np.array_equal(pixels(again), pixels(ours))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import texts
 import torch
 import toy
 from PIL import Image
@@ -103,7 +104,7 @@ def test_the_command_and_its_mistakes(
     common = ["a cat", "--ckpt", str(small_path), "--device", "cpu", "--steps", "2", "--out", str(tmp_path / "a.png")]
     clip = ["--clip-vision", str(folder / "clip.safetensors")]
     assert main([*common, "--control", asked(folder), *clip, "--H", "64", "--W", "64"]) == 0
-    assert "Control: " in Image.open(tmp_path / "a.png").info["parameters"]
+    assert "Control: " in texts.load(tmp_path / "a.png").info["parameters"]
     wide = {key: value[..., :32] if key == "proj" else value for key, value in toy.style().items()}
     torch.save(wide, folder / "narrow.pth")
     for arguments, message in (

@@ -44,6 +44,8 @@ def _flatten(source: Any, background: str) -> Image.Image:
     if not isinstance(image, Image.Image):
         raise ValueError(f"got {type(source).__name__} as an image, wanted a path, PIL, an array or a tensor")
     if not 0 < image.width * image.height <= MOST_PIXELS:
+        if image is not source:  # else the caller closes it
+            image.close()
         raise ValueError(f"got an image of {image.width} x {image.height} pixels, wanted at most {MOST_PIXELS} in all")
     image = ImageOps.exif_transpose(image)
     if image.has_transparency_data:

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import texts
 import torch
 import toy
 from PIL import Image
@@ -209,7 +210,7 @@ def test_openclips_names_of_the_image_encoder(pipe: Pipeline, folder: Path, tmp_
     for kind in ("linear", "mlp"):  # which read the pooled output, and the layer before the last
         given = control(folder, f"{kind}.safetensors")
         renamed = latents(pipe, **given | {"clip_vision": tmp_path / "open_clip.safetensors"})
-        assert toy.relative_error(renamed, latents(pipe, **given).double().numpy()) < 1e-6
+        assert toy.relative_error(renamed, latents(pipe, **given).double().numpy()) < 1e-5  # a transposed weight
 
 
 def test_a_folder_of_the_image_encoder_tells_its_heads(pipe: Pipeline, folder: Path, tmp_path: Path) -> None:
@@ -235,7 +236,7 @@ def test_the_command_and_its_mistakes(
     linear = control(folder, "linear.bin")["control"][0]
     clip = ["--clip-vision", str(folder / "seer.safetensors")]
     assert main([*common, "--control", linear, *clip]) == 0
-    assert "linear.bin" in Image.open(out).info["parameters"]
+    assert "linear.bin" in texts.load(out).info["parameters"]
     weights = toy.ip_adapter(toy.IP_ADAPTERS["linear"], SMALL.unet)
     save_file(weights | {"ip_adapter.0.to_q_lora.down.weight": torch.ones(2, 2)}, tmp_path / "face.safetensors")
     portrait = {key.replace("proj.weight", "proj.0.weight"): value for key, value in weights.items()}

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import texts
 import torch
 import train_emoji
 from fast_group_norm import use_fast_backward
@@ -141,7 +142,7 @@ def test_reconstructions_are_measured_and_drawn(
     assert edges == pytest.approx(
         float((y.diff(dim=2) - x.diff(dim=2)).abs().mean() + y.diff(dim=3).abs().mean()), abs=1e-3
     )
-    assert Image.open(sheet).height > 32
+    assert texts.load(sheet).height > 32
 
 
 def test_the_edge_error_is_that_of_differences_not_of_colours() -> None:

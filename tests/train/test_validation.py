@@ -174,7 +174,7 @@ def test_nothing_is_learned_where_the_mask_is_black(small_path: Path) -> None:
     assert grad[..., 4:].abs().min() > 0
     with torch.no_grad():
         right = DiffusionLoss(pipe, {})._noised(batch(), Draws(0, (0, 1))).target[..., 4:] - kept[0][..., 4:]
-    assert float(value) == pytest.approx(float(right.square().mean()) / 2, rel=1e-5)
+    assert value.item() == pytest.approx(float(right.square().mean()) / 2, rel=1e-5)
 
 
 @pytest.mark.slow
