@@ -65,7 +65,7 @@ def test_what_is_held_out_is_not_learned(tmp_path: Path, folder: Path, small_pat
         train(options(folder, tmp_path / "parts", minutes=0.0, resume=i > 0, **extra), load_options(small_path))
     assert validations(tmp_path / "whole") == validations(tmp_path / "parts")
     assert len(validations(tmp_path / "whole")) == 4
-    with pytest.raises(ValueError, match="wanted a folder, or a share between 0 and 1"):
+    with pytest.raises(ValueError, match="wanted a folder, or a fraction between 0 and 1"):
         train(options(folder, tmp_path / "no", validation="1.5"), load_options(small_path))
 
 
