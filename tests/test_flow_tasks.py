@@ -1,7 +1,6 @@
 """FLUX.1 and Stable Diffusion 3 in miniature: every task, by the commands, from files."""
 
 import shutil
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,11 @@ import torch
 import toy
 import toy_flow
 from flow_files import of_diffusers
-from numpy.typing import NDArray
 from PIL import Image
 from runs import decoded_latents, run_latents, unet_calls
 from safetensors.torch import load_file
 from torch import nn
+from toy_families import pixels
 
 import ldm_lite
 from ldm_lite import Pipeline, samplers, txt2img
@@ -57,10 +56,6 @@ def skipping(pipe: Pipeline, end: float) -> Pipeline:
     """The pipeline with toy_flow.SKIP's skip-layer guidance up to a share of the steps."""
     skip = {"layers": tuple(toy_flow.SKIP["layers"]), "scale": toy_flow.SKIP["scale"], "start": toy_flow.SKIP["start"]}
     return replace(pipe, family=replace(pipe.family, skip_layers=replace(pipe.family.skip_layers, **skip, end=end)))
-
-
-def pixels(images: Sequence[Image.Image]) -> NDArray[np.float64]:
-    return np.stack([np.asarray(image, dtype=np.float64) for image in images])
 
 
 # ---- tasks ----------------------------------------------------------------------------------------------------------

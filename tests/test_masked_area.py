@@ -9,7 +9,6 @@ import torch
 from PIL import Image
 from runs import decoded_latents, encoded_pixels, unet_calls
 
-import ldm_lite
 from ldm_lite import Pipeline
 from ldm_lite.tasks.masked_area import covering
 
@@ -22,11 +21,6 @@ def masked(*box: int, size: tuple[int, int] = PICTURE.size) -> Image.Image:
     mask = Image.new("L", size)
     mask.paste(255, box)
     return mask
-
-
-@pytest.fixture(scope="module")
-def pipe(small_path: Path) -> Pipeline:
-    return ldm_lite.load(small_path, device="cpu")
 
 
 def repainted(pipe: Pipeline, picture: Image.Image, mask: Image.Image, **options: Any) -> list[int]:

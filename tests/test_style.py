@@ -13,7 +13,6 @@ from PIL import Image
 from runs import run_latents, unet_calls
 from safetensors.torch import save_file
 
-import ldm_lite
 from ldm_lite import Pipeline
 from ldm_lite.checkpoint.reader import on_meta
 from ldm_lite.image import clip_crop, to_pixels
@@ -23,11 +22,6 @@ from ldm_lite.txt2img import main
 
 GOLDEN = np.load(Path(__file__).parent / "data" / "style.npz")
 NOISE = toy.normal(9, 1, 4, 8, 8)
-
-
-@pytest.fixture(scope="module")
-def pipe(small_path: Path) -> Pipeline:
-    return ldm_lite.load(small_path, device="cpu")
 
 
 @pytest.fixture(scope="module")

@@ -280,6 +280,7 @@ def test_killed_at_any_moment(
             )
         assert process.poll() is None
         process.kill()
+        process.stderr.close()
         process.wait()
         killed += 1
     there = made()

@@ -29,11 +29,6 @@ NOISE = toy.normal(9, 1, 4, 8, 8)
 
 
 @pytest.fixture(scope="module")
-def pipe(small_path: Path) -> Pipeline:
-    return ldm_lite.load(small_path, device="cpu")
-
-
-@pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A photo, the adapters, once as a pickle of two dictionaries, and the image encoder."""
     path = tmp_path_factory.mktemp("ip")

@@ -1,9 +1,7 @@
 """The API of the page, over a real socket: streams of events, interrupting, settings, hints."""
 
-import base64
 import contextlib
 import http.client
-import io
 import itertools
 import json
 import re
@@ -14,7 +12,7 @@ from typing import Any
 
 import pytest
 from PIL import Image, ImageDraw
-from serving import Running, wait
+from serving import Running, b64, opened, wait
 
 pytestmark = pytest.mark.extra
 pytest.importorskip("uvicorn")
@@ -42,16 +40,6 @@ def make(server: Running, **values: Any) -> Events:
     status, text = server.ask("/api/images", SMALL | values)
     assert status == 200, text
     return events(text)
-
-
-def opened(content: str) -> Image.Image:
-    return Image.open(io.BytesIO(base64.b64decode(content)))
-
-
-def b64(image: Image.Image, **more: Any) -> str:
-    file = io.BytesIO()
-    image.save(file, "PNG", **more)
-    return base64.b64encode(file.getvalue()).decode()
 
 
 class Stream:

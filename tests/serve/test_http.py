@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from PIL import Image
-from serving import Running, engine_of, library_of, submit
+from serving import Running, b64, engine_of, library_of, opened, submit
 from waiting import wait_for
 
 import ldm_lite
@@ -36,19 +36,6 @@ KEY = "a-key-of-the-test"
 Start = Callable[..., Running]
 
 
-@pytest.fixture
-def start(library: Any) -> Iterator[Start]:
-    made = []
-
-    def run(**given: Any) -> Running:
-        made.append(Running(library, **given))
-        return made[-1]
-
-    yield run
-    for each in made:
-        each.close()
-
-
 @pytest.fixture(scope="module")
 def server(library: Any) -> Iterator[Running]:
     made = Running(library)
@@ -60,14 +47,6 @@ def picture(color: Any = "red", mode: str = "RGB", side: int = 32) -> bytes:
     file = io.BytesIO()
     Image.new(mode, (side, side), color).save(file, "PNG")
     return file.getvalue()
-
-
-def b64(content: bytes) -> str:
-    return base64.b64encode(content).decode()
-
-
-def opened(text: str) -> Image.Image:
-    return Image.open(io.BytesIO(base64.b64decode(text)))
 
 
 SMALL = {"seed": 3, "steps": 3, "width": 32, "height": 32}

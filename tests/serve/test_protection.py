@@ -1,6 +1,5 @@
 """What the server is protected against: bodies, pictures, prompts and clients that cost more than they should."""
 
-import base64
 import io
 import json
 import logging
@@ -38,19 +37,6 @@ def running(library: Any) -> Iterator[Running]:
 
 
 @pytest.fixture
-def start(library: Any) -> Iterator[Callable[..., Running]]:
-    made: list[Running] = []
-
-    def run(**given: Any) -> Running:
-        made.append(Running(library, **given))
-        return made[-1]
-
-    yield run
-    for each in made:
-        each.close()
-
-
-@pytest.fixture
 def as_client() -> Iterator[Callable[[str], Any]]:
     token = CLIENT.set("")
     yield CLIENT.set
@@ -61,10 +47,6 @@ def picture(side: int = 32, kind: str = "PNG", mode: str = "RGB", **more: Any) -
     file = io.BytesIO()
     Image.new(mode, (side, side)).save(file, kind, **more)
     return file.getvalue()
-
-
-def b64(content: bytes) -> str:
-    return base64.b64encode(content).decode()
 
 
 # ---- bodies ---------------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 import copy
 import importlib.util
-import json
 import os
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import torch
 import train_emoji
 from fast_group_norm import use_fast_backward
 from PIL import Image
+from training import losses
 
 import ldm_lite
 from ldm_lite.checkpoint import hub
@@ -46,10 +46,6 @@ def run(command: str, renderer: Path, out: Path, *more: str) -> Path:
     small_run = () if command == "new" else SMALL_RUN
     assert train_emoji.main([command, "--renderer", str(renderer), "--out", str(out), *small_run, *more]) == 0
     return out if command == "new" else out / "model.safetensors"
-
-
-def losses(out: Path) -> list[float]:
-    return [json.loads(line)["loss"] for line in (out / "log.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
