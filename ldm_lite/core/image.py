@@ -30,10 +30,8 @@ def open_mask(source: Any) -> Image.Image:
 
 def _flatten(source: Any, background: str) -> Image.Image:
     """Open an image, rotated by its EXIF tag, and fill its transparent parts."""
-    image = source
-    if isinstance(source, Tensor):
-        image = to_pil(source.detach().cpu())
-    elif isinstance(source, np.ndarray):
+    image = to_pil(source.detach().cpu()) if isinstance(source, Tensor) else source
+    if isinstance(source, np.ndarray):
         image = Image.fromarray(source)
     elif isinstance(source, (str, os.PathLike)):
         open(source, "rb").close()  # a missing file raises OSError
