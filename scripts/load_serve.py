@@ -178,6 +178,8 @@ class Load:
                 held[-1].sendall(choice.choice(UNFINISHED).encode())
             if len(held) > MOST_HELD:
                 held.pop(0).close()
+        for connection in held:
+            connection.close()
 
     def watch(self, until: float) -> None:
         """Ask how the server is, and look at its memory."""

@@ -139,7 +139,8 @@ def main() -> None:
         mutants += random.Random(options.seed).sample(every, round(options.count * fraction))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        for file in subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).splitlines():
+        listing = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]  # new files too, which tests import
+        for file in subprocess.check_output(listing, cwd=ROOT, text=True).splitlines():
             (folder / file).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / file, folder / file)
         os.environ["PYTHONPATH"] = name

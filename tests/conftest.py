@@ -103,6 +103,18 @@ def small_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def pipe(small_path: Path) -> Pipeline:
+    """small_path's pipeline, for the tests of a file."""
+    return ldm_lite.load(small_path, device="cpu")
+
+
+@pytest.fixture
+def small(small_path: Path) -> Pipeline:
+    """small_path's pipeline, for a test that changes it."""
+    return ldm_lite.load(small_path, device="cpu")
+
+
 @pytest.fixture(scope="session")
 def predicting(small_path: Path) -> Callable[..., Pipeline]:
     """-> a function: "eps", "v" or "x0" -> small_path's pipeline with this prediction, whose schedule is SD 1's."""

@@ -10,6 +10,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import random_checkpoint
+import texts
 import torch
 import toy
 import toy_zoo
@@ -352,7 +353,7 @@ def test_the_command_makes_an_image_from_ready_embeddings(
     assert np.array_equal(np.asarray(Image.open(tmp_path / "a.png")), to_array(wanted))
     third = ["--stage-3", str(upscaler), "--steps", "4,3,1", "--noise-level-3", "30", "--out", str(tmp_path / "b.png")]
     assert main([*arguments, *embeds, *third]) == 0
-    assert Image.open(tmp_path / "b.png").size == (128, 128)
+    assert texts.load(tmp_path / "b.png").size == (128, 128)
     assert main([*arguments[:2], *arguments[4:], *embeds, *third]) == 2
     assert "got --stage-3 without --stage-2" in capsys.readouterr().err
     assert main(arguments) == 2

@@ -1,22 +1,22 @@
 """FLUX.1 and Stable Diffusion 3 in miniature: every task, by the commands, from files."""
 
 import shutil
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import texts
 import torch
 import toy
 import toy_flow
 from flow_files import of_diffusers
-from numpy.typing import NDArray
 from PIL import Image
 from runs import decoded_latents, run_latents, unet_calls
 from safetensors.torch import load_file
 from torch import nn
+from toy_families import pixels
 
 import ldm_lite
 from ldm_lite import Pipeline, samplers, txt2img
@@ -58,10 +58,6 @@ def skipping(pipe: Pipeline, end: float) -> Pipeline:
     return replace(pipe, family=replace(pipe.family, skip_layers=replace(pipe.family.skip_layers, **skip, end=end)))
 
 
-def pixels(images: Sequence[Image.Image]) -> NDArray[np.float64]:
-    return np.stack([np.asarray(image, dtype=np.float64) for image in images])
-
-
 # ---- tasks ----------------------------------------------------------------------------------------------------------
 
 
@@ -75,7 +71,7 @@ def test_the_commands_make_the_images_of_the_functions(
     assert txt2img.main(["a cat", *size, "--sampler", "heun", "--out", str(out)]) == 0
     ours = pipes[name].txt2img("a cat", height=32, width=48, steps=2, sampler="heun")
     assert np.array_equal(pixels(ours)[0], pixels([Image.open(out)])[0])
-    text = Image.open(out).info["parameters"]
+    text = texts.load(out).info["parameters"]
     assert f"Steps: 2, Sampler: Heun (ldm_lite), Schedule type: {pipes[name].schedule.spacing}, CFG scale:" in text
     again = pipes[name].txt2img(from_png=out)
     assert np.array_equal(pixels(again), pixels(ours))

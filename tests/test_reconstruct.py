@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import texts
 import torch
 import toy
 from PIL import Image
@@ -138,7 +139,7 @@ def test_the_command(tmp_path: Path, picture: Image.Image, capsys: pytest.Captur
         assert main([str(tmp_path / "in.png"), *ckpt, "--out", str(out), "--device", "cpu"]) == 0
         path, psnr = capsys.readouterr().out.splitlines()
         assert path == str(out)
-        assert Image.open(out).size == picture.size
+        assert texts.load(out).size == picture.size
         assert re.fullmatch(r"PSNR \d+\.\d\d dB", psnr)
     assert float(psnr.split()[1]) > 15  # the bundled one is trained
 

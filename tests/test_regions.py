@@ -18,11 +18,6 @@ from ldm_lite.features.regions import read_regions, shares
 SMALL: dict[str, Any] = {"height": 32, "width": 64, "steps": 2}
 
 
-@pytest.fixture(scope="module")
-def pipe(small_path: Path) -> Pipeline:
-    return ldm_lite.load(small_path, device="cpu")
-
-
 def comfy(outs: Tensor, boxes: list[tuple[int, int, int, int]], strengths: list[float], scale: float) -> Tensor:
     """What comfy/samplers.py makes of the outputs (P+1,B,C,h,w), the first of the negative prompt."""
     cond, count = torch.zeros_like(outs[0]), torch.ones_like(outs[0]) * 1e-37

@@ -14,17 +14,11 @@ from runs import run_latents
 from safetensors.torch import save_file
 from torch import nn
 
-import ldm_lite
 from ldm_lite import Control, Pipeline
 from ldm_lite.runtime import tiling
 from ldm_lite.runtime.seamless import is_seamless, seamless
 
 SMALL: dict[str, Any] = {"seed": 3, "steps": 2, "height": 64, "width": 64}
-
-
-@pytest.fixture(scope="module")
-def pipe(small_path: Path) -> Pipeline:
-    return ldm_lite.load(small_path, device="cpu")
 
 
 def one_step(pipe: Pipeline, roll: tuple[int, int] = (0, 0), **options: Any) -> list[torch.Tensor]:

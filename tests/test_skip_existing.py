@@ -15,10 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 import random_checkpoint
+import texts
 import torch
 import toy_zoo
 from PIL import Image
 from safetensors.torch import save_file
+from waiting import wait_for
 
 import ldm_lite
 from ldm_lite import Pipeline
@@ -250,14 +252,16 @@ def test_a_job_that_is_killed_at_any_moment_and_restarted_has_every_image_once(
     file.write_text("\n".join(f"picture {i}" for i in range(30)))
     argv = ["--from-file", file, "--ckpt", small_path, "--device", "cpu", "--out", tmp_path / "out", "--steps", "1"]
     argv += ["--skip-existing", "--batch-size", "4"]
+    saved = lambda: len(list(samples.glob("[!.]*.png")))  # noqa: E731
     for _ in range(4):
         process = subprocess.Popen([sys.executable, "-m", "ldm_lite.txt2img", *map(os.fspath, argv)])
-        begun = len(list(samples.glob("[!.]*.png"))) if samples.exists() else 0
-        while (not samples.exists() or len(list(samples.glob("[!.]*.png"))) == begun) and process.poll() is None:
-            time.sleep(0.01)
+        begun = saved()
+        wait_for(
+            lambda begun=begun, process=process: saved() > begun or process.poll() is not None, "an image", seconds=300
+        )
         time.sleep(chance.uniform(0, 0.3))
         process.kill()
         process.wait()
     job("--from-file", file, "--batch-size", 4)
-    texts = [Image.open(path).info["parameters"] for path in samples.glob("[!.]*.png")]
-    assert len(texts) == len(set(texts)) == 30
+    parameters = [texts.load(path).info["parameters"] for path in samples.glob("[!.]*.png")]
+    assert len(parameters) == len(set(parameters)) == 30

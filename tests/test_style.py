@@ -6,13 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import texts
 import torch
 import toy
 from PIL import Image
 from runs import run_latents, unet_calls
 from safetensors.torch import save_file
 
-import ldm_lite
 from ldm_lite import Pipeline
 from ldm_lite.checkpoint.reader import on_meta
 from ldm_lite.image import clip_crop, to_pixels
@@ -22,11 +22,6 @@ from ldm_lite.txt2img import main
 
 GOLDEN = np.load(Path(__file__).parent / "data" / "style.npz")
 NOISE = toy.normal(9, 1, 4, 8, 8)
-
-
-@pytest.fixture(scope="module")
-def pipe(small_path: Path) -> Pipeline:
-    return ldm_lite.load(small_path, device="cpu")
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +98,7 @@ def test_the_command_and_its_mistakes(
     common = ["a cat", "--ckpt", str(small_path), "--device", "cpu", "--steps", "2", "--out", str(tmp_path / "a.png")]
     clip = ["--clip-vision", str(folder / "clip.safetensors")]
     assert main([*common, "--control", asked(folder), *clip, "--H", "64", "--W", "64"]) == 0
-    assert "Control: " in Image.open(tmp_path / "a.png").info["parameters"]
+    assert "Control: " in texts.load(tmp_path / "a.png").info["parameters"]
     wide = {key: value[..., :32] if key == "proj" else value for key, value in toy.style().items()}
     torch.save(wide, folder / "narrow.pth")
     for arguments, message in (

@@ -1,19 +1,11 @@
 """The options that save evaluations, through the tasks."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
-import ldm_lite
 from ldm_lite import Pipeline
 
 RUN = {"sampler": "ddim", "steps": 5, "seed": 3, "scale": 4.0, "output": "numpy"}
-
-
-@pytest.fixture(scope="module")
-def pipe(small_path: Path) -> Pipeline:
-    return ldm_lite.load(small_path, device="cpu")
 
 
 @pytest.mark.parametrize(

@@ -199,7 +199,7 @@ def test_a_plot_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert len(list((tmp_path / "samples").glob("*.png"))) == 8
     plots = sorted(tmp_path.glob("grid-*.png"))
     assert len(plots) == 2
-    text = parse_parameters(Image.open(plots[1]).info["parameters"])
+    text = parse_parameters(texts.load(plots[1]).info["parameters"])
     wanted = {"Script": "X/Y/Z plot", "X Type": "scale", "X Values": "1, 3", "Y Type": "replace", "Z Values": "2"}
     assert text.settings.items() >= wanted.items()
     assert text.settings["Seed"] == "2"

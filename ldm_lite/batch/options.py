@@ -49,7 +49,9 @@ class BatchOptions(CheckedOptions):
     out: str | None = option(None, "folder of the results; the same command continues it (default: outputs/batch)")
     format: str = option("shards", "shards: tar files as WebDataset reads them", choices=("shards", "folder"))
     manifest: str = option("parquet", "format of the list of all images", choices=("parquet", "jsonl"))
-    shard_size: int = option(1000, "rows of a shard, which one process makes; it is kept when whole", within=(1, MOST))
+    shard_size: int = option(
+        1000, "rows of a shard, which one process makes; only complete ones are kept", within=(1, MOST)
+    )
     batch_size: int = option(8, "images at a time, of rows with the same settings", within=(1, 4096))
     most_pixels: int | None = option(
         None, "rows of more pixels fail (default: 16 times those of the model, or 2048 x 2048)", within=(1, MOST)

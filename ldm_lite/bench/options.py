@@ -33,7 +33,9 @@ class Options(CheckedOptions):
         "compiled, compiled-sdpa, max; max+pdl or efficient+cudnn adds a kernel or takes another attention",
         parse=words,
     )
-    peer: tuple[str, ...] = option("", "other programs, separated by commas", parse=words, choices=tuple(PEERS))
+    peer: tuple[str, ...] = option(
+        "", "other programs to compare with, separated by commas", parse=words, choices=tuple(PEERS)
+    )
     sections: tuple[str, ...] = option(
         "step,decode,image", "what is measured, separated by commas", parse=words, choices=tuple(SECTIONS)
     )
@@ -47,7 +49,7 @@ class Options(CheckedOptions):
     scale: float = option(7.5, "classifier-free guidance", within=SCALES)
     seed: int = option(1, "seed of all inputs", within=SEEDS)
     memory: bool = option(False, "measure the options that save memory instead")
-    rounds: int = option(10, "most rounds of timing in a cell", within=(1, MOST))
+    rounds: int = option(10, "rounds of timing in a cell, at most", within=(1, MOST))
     minutes: float = option(9.0, "stop after this many minutes; what was measured is kept", within=(0, MOST))
     threads: int | None = option(None, "CPU threads (default: torch's choice)", within=(1, 4096))
     out: str = option("outputs/bench", "folder for results.json, results.md and results.png")

@@ -12,7 +12,7 @@ class CascadeOptions(CheckedOptions):
 
     prompt: str | None = option(None, "what to make", positional=True, common=True)
     negative_prompt: str = option("", "what to avoid", common=True)
-    sampler: tuple[str, ...] = option("", "of the first two stages, or of each", parse=words, common=True)
+    sampler: tuple[str, ...] = option("", "sampler of the first two stages, or of each", parse=words, common=True)
     steps: tuple[int, ...] = option(
         "", "denoising steps, of the first two stages or of each", within=(1, 1000), parse=numbers, common=True
     )

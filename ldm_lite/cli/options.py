@@ -209,7 +209,8 @@ class RuntimeOptions(CheckedOptions):
     )
     matmul_precision: str | None = option(
         None,
-        "of float32 products on a GPU, in this process: high is TF32 (default: PyTorch's, TF32 in convolutions alone)",
+        "precision of float32 matmuls on a GPU, in this process: high is TF32 "
+        "(default: PyTorch's, TF32 only in convolutions)",
         choices=("highest", "high", "medium"),
     )
     offload: str | None = option(

@@ -30,10 +30,8 @@ def open_mask(source: Any) -> Image.Image:
 
 def _flatten(source: Any, background: str) -> Image.Image:
     """Open an image, rotated by its EXIF tag, and fill its transparent parts."""
-    image = source
-    if isinstance(source, Tensor):
-        image = to_pil(source.detach().cpu())
-    elif isinstance(source, np.ndarray):
+    image = to_pil(source.detach().cpu()) if isinstance(source, Tensor) else source
+    if isinstance(source, np.ndarray):
         image = Image.fromarray(source)
     elif isinstance(source, (str, os.PathLike)):
         open(source, "rb").close()  # a missing file raises OSError
@@ -44,6 +42,8 @@ def _flatten(source: Any, background: str) -> Image.Image:
     if not isinstance(image, Image.Image):
         raise ValueError(f"got {type(source).__name__} as an image, wanted a path, PIL, an array or a tensor")
     if not 0 < image.width * image.height <= MOST_PIXELS:
+        if image is not source:  # else the caller closes it
+            image.close()
         raise ValueError(f"got an image of {image.width} x {image.height} pixels, wanted at most {MOST_PIXELS} in all")
     image = ImageOps.exif_transpose(image)
     if image.has_transparency_data:

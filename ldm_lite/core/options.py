@@ -28,7 +28,7 @@ class Options:
     steps: int | None = option(None, "denoising steps, 1 to 1000")
     eta: float | None = option(None, "noise added at every step, 0 to 1, for samplers that have it")
     scale: float | None = option(None, "classifier-free guidance scale; 1 is none, and twice as fast")
-    seed: int | Sequence[int] = option(42, "of the first image, the next ones count up; or one for each image")
+    seed: int | Sequence[int] = option(42, "seed of the first image, the next ones count up; or one for each image")
     batch_size: int = option(1, "images at a time; of a single prompt, so many are made")
     width: int | None = option(None, "pixels, a multiple of 8")
     height: int | None = option(None, "pixels, a multiple of 8")

@@ -24,15 +24,19 @@ class LimitOptions(CheckedOptions):
     max_steps: int = option(150, "of an image", within=(1, 1000))
     max_images: int = option(16, "of a request", within=(1, 1000))
     max_branches: int = option(
-        10, "of a step: the parts of a prompt, which AND joins, the negative prompt, ControlNets", within=(2, 1000)
+        10,
+        "most branches of a step: parts of a prompt that AND joins, the negative prompt, ControlNets",
+        within=(2, 1000),
     )
     max_work: int = option(
-        2000, "of a request: millions of pixels x steps x images x branches, of both passes", within=(1, MOST)
+        2000, "most work of a request: millions of pixels x steps x images x branches, of both passes", within=(1, MOST)
     )
-    max_queue: int = option(256, "images that wait; then requests get status 429", within=(1, MOST))
-    max_waiting: int = option(256, "MiB of pictures that wait with their requests; then 429", within=(1, MOST))
-    max_body: int = option(32, "MiB of a request", within=(1, 1024))
-    timeout: float = option(600.0, "seconds until a request that is not finished gives up", within=(0.1, DAY))
+    max_queue: int = option(256, "images that may wait; further requests get status 429", within=(1, MOST))
+    max_waiting: int = option(
+        256, "MiB of pictures that may wait with their requests; further ones get 429", within=(1, MOST)
+    )
+    max_body: int = option(32, "largest request, in MiB", within=(1, 1024))
+    timeout: float = option(600.0, "seconds after which an unfinished request is given up", within=(0.1, DAY))
     grace: float = option(
         30.0,
         "seconds that running images have when the server is stopped; then it returns what is there",
@@ -62,11 +66,11 @@ class ServeOptions(LimitOptions):
     proxy: str | None = option(
         None, "address of a reverse proxy, whose X-Forwarded-For tells clients apart", metavar="ADDRESS"
     )
-    max_connections: int = option(1024, "open at a time; a client may have half of them", within=(8, MOST))
+    max_connections: int = option(1024, "connections open at a time; a client may have half of them", within=(8, MOST))
     preview: str | None = option(
         None, "small autoencoder for previews: taesd, taesdxl, ... (default: the model's own)", metavar="FILE"
     )
-    replicas: int = option(0, "serve with so many copies of the model on Ray Serve; 0: without Ray", within=(0, 10_000))
-    gpus_per_replica: float = option(0.0, "on Ray: share of a GPU that each has", within=(0, 64))
+    replicas: int = option(0, "number of copies of the model on Ray Serve; 0: without Ray", within=(0, 10_000))
+    gpus_per_replica: float = option(0.0, "on Ray: fraction of a GPU that each has", within=(0, 64))
     address: str | None = option(None, "on Ray: address of a cluster (default: a new one on this machine)")
     debug: bool = option(False, "show the traceback of an error")

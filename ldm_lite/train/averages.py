@@ -69,7 +69,7 @@ class AverageOptions(CheckedOptions):
     """Which average to write."""
 
     run: str | None = option(None, "folder of a run with --ema-lengths", positional=True)
-    length: float = option(0.1, "length of the average, as a share of the training", within=(0.001, 0.25))
+    length: float = option(0.1, "length of the average, as a fraction of the training", within=(0.001, 0.25))
     step: int | None = option(None, "step of a snapshot (default: the last)", within=(1, 10**9))
     out: str | None = option(None, "file to write (default: average-LENGTH.safetensors in the folder)")
     debug: bool = option(False, "show the traceback of an error")

@@ -24,18 +24,20 @@ class DataOptions(CheckedOptions):
     caption: str | None = option(None, "caption of images without one")
     resolution: int | None = option(None, "pixels per side (default: the model's)", within=(8, 2**14))
     buckets: bool = option(False, "sizes by the images' aspect ratios, of about the same area: little is cropped")
-    bucket_no_upscale: bool = option(False, "images smaller than their bucket have one of about their own size")
-    flip: bool = option(False, "learn each image and its mirror image", "--flip_aug")
+    bucket_no_upscale: bool = option(False, "an image smaller than its bucket gets a bucket of about its own size")
+    flip: bool = option(False, "train on each image and its mirror image", "--flip_aug")
     shuffle_caption: bool = option(False, "shuffle the parts of captions between commas, anew at each step")
     keep_tokens: int = option(0, "parts of captions that stay at their beginning", within=(0, 1000))
-    masked: bool = option(False, "learn only what masks show: NAME.mask.png beside an image, or its alpha")
-    class_data: str | None = option(None, "DreamBooth: images of the class, to be learned beside those of --data")
+    masked: bool = option(False, "train only on what masks show: NAME.mask.png beside an image, or its alpha")
+    class_data: str | None = option(None, "DreamBooth: images of the class, to train on beside those of --data")
     class_prompt: str | None = option(
         None, "DreamBooth: caption of the class images; without --class-data, keep the base model's prediction for it"
     )
     prior_weight: float = option(1.0, "weight of the class's loss", within=(0, math.inf))
     validation: str | None = option(
-        None, "folder of images, or a share of the data such as 0.1, whose loss is measured, not learned", common=True
+        None,
+        "folder of images, or a fraction of the data such as 0.1, to measure the loss on, not to train on",
+        common=True,
     )
     validate_every: int | None = option(None, "steps between validations (default: --save-every)", within=(1, MOST))
     renderer: str | None = option(None, "Python file whose scenes(resolution, ...) draws captioned images")
@@ -44,7 +46,9 @@ class DataOptions(CheckedOptions):
         None, "draw this many scenes once, and keep their latents (default: new scenes at every step)", within=(1, MOST)
     )
     caption_dropout: float = option(
-        0.0, "share of captions replaced by an empty one, for guidance (0.1 is usual for a whole model)", within=(0, 1)
+        0.0,
+        "fraction of captions replaced by an empty one, for guidance (0.1 is usual for a whole model)",
+        within=(0, 1),
     )
     tokens: int | None = option(
         None, "tokens per caption (default: as many as the text encoder takes)", within=(2, MOST)
@@ -82,16 +86,18 @@ class LearnedOptions(CheckedOptions):
     lora_conv: int | None = option(
         None, "a LoRA of this rank for 3x3 convolutions too, and one for the other layers beside them", within=(1, 4096)
     )
-    lora_dropout: float = option(0.0, "share of a LoRA's inner values left out", "--network_dropout", within=(0, 0.99))
+    lora_dropout: float = option(
+        0.0, "fraction of a LoRA's inner values left out", "--network_dropout", within=(0, 0.99)
+    )
     lora_weights: str | None = option(
-        None, "begin with this LoRA, of the same kind and rank", "--network_weights", metavar="FILE"
+        None, "start from this LoRA, of the same kind and rank", "--network_weights", metavar="FILE"
     )
     lcm: bool = option(
         False, "distil the model into the LoRA: images in 4 steps with --sampler lcm --scale 1 (LCM-LoRA)"
     )
-    lcm_guidance: float = option(7.5, "guidance w of what is distilled: --scale less 1", within=FINITE)
+    lcm_guidance: float = option(7.5, "guidance w that is distilled: --scale minus 1", within=FINITE)
     token: str | None = option(None, "textual inversion: the name in captions that is learned")
-    init_word: str = option("image", "textual inversion: the word that it begins as")
+    init_word: str = option("image", "textual inversion: the word whose vectors it starts from")
     vectors: int = option(1, "textual inversion: number of vectors", within=(1, 75))
 
 
@@ -118,11 +124,11 @@ class OptimiserOptions(CheckedOptions):
     text_lr: float | None = option(
         None, "learning rate of the text encoders (default: --lr)", "--text_encoder_lr", within=(0, math.inf)
     )
-    warmup: float = option(0.05, "steps of the linear warm-up; below 1: their share of all steps", within=(0, MOST))
+    warmup: float = option(0.05, "steps of the linear warm-up; below 1: a fraction of all steps", within=(0, MOST))
     lr_schedule: str = option(
         "cosine", "learning rate after the warm-up", "--lr_scheduler", choices=("constant", "linear", "cosine")
     )
-    lr_cycles: int = option(1, "times that the cosine begins again at the peak", within=(1, MOST))
+    lr_cycles: int = option(1, "number of cosines, each of which starts at the peak", within=(1, MOST))
     optimizer: str = option(
         "adamw",
         "adamw8bit and prodigy, which finds the learning rate, need the extra [optimizers]",
@@ -144,12 +150,12 @@ class OptimiserOptions(CheckedOptions):
     min_snr: float | None = option(None, "min-SNR weighting with this gamma (5 is usual)", within=(1e-9, math.inf))
     weighting: str | None = option(
         None,
-        "weight noise levels by SNR, its root (debiased), or as is learned (EDM2)",
+        "weight noise levels by SNR, its root (debiased), or by learned weights (EDM2)",
         choices=("snr", "debiased", "learned"),
     )
-    noise_offset: float = option(0.0, "add to noise a value for each channel, times this", within=(0, 10))
-    min_timestep: int = option(0, "least noisy timestep that is learned", within=(0, 999))
-    max_timestep: int = option(1000, "the noisiest is the one before this", within=(1, 1000))
+    noise_offset: float = option(0.0, "add to the noise a random value for each channel, times this", within=(0, 10))
+    min_timestep: int = option(0, "the least noisy timestep to train on", within=(0, 999))
+    max_timestep: int = option(1000, "the noisiest timestep to train on is the one before this", within=(1, 1000))
     flow_shift: float | None = option(
         None,
         "shift of a rectified flow's timesteps (default: as in sampling)",
@@ -157,7 +163,9 @@ class OptimiserOptions(CheckedOptions):
         within=(1e-3, 100),
     )
     flow_sampling: str = option(
-        "logit_normal", "timesteps of a rectified flow before the shift", choices=("logit_normal", "uniform")
+        "logit_normal",
+        "how timesteps of a rectified flow are drawn, before the shift",
+        choices=("logit_normal", "uniform"),
     )
     # seed * 2^32 + step must be a seed of torch.
     seed: int = option(0, "seed of weights, noise and order", within=(0, 2**31 - 1))
@@ -186,7 +194,7 @@ class TrainOptions(DataOptions, LearnedOptions, OptimiserOptions):
         common=True,
     )
     save_every: int = option(1000, "steps between checkpoints", within=(1, MOST))
-    keep: int = option(0, "also keep the checkpoints of so many saves, by their steps", within=(0, MOST))
+    keep: int = option(0, "also keep the checkpoints of this many last saves, named by their steps", within=(0, MOST))
     sample_every: int | None = option(
         None,
         "steps between sample grids, a multiple of --save-every; 0 for none (default: --save-every)",
@@ -297,9 +305,9 @@ def check(options: TrainOptions, load: LoadOptions) -> None:
     if options.min_snr is not None and options.weighting is not None:
         raise ValueError(f"got `min_snr` and `weighting={options.weighting}`: wanted one of them")
     if fraction is not None and not 0 < fraction < 1:
-        raise ValueError(f"got `validation` {options.validation}, wanted a folder, or a share between 0 and 1")
+        raise ValueError(f"got `validation` {options.validation}, wanted a folder, or a fraction between 0 and 1")
     if fraction is not None and options.renderer is not None and options.scenes is None:
-        raise ValueError("`validation` as a share needs finite data: give `scenes`, or a folder")
+        raise ValueError("`validation` as a fraction needs finite data: give `scenes`, or a folder")
 
 
 # ---- resuming -------------------------------------------------------------------------------------------------------

@@ -46,12 +46,6 @@ def write(path: Path, tensors: dict[str, Tensor], **metadata: str) -> Any:
     return ldm_lite.open_lora(path)
 
 
-@pytest.fixture
-def small(small_path: Path) -> Pipeline:
-    """Load a pipeline anew: the tests change its weights."""
-    return ldm_lite.load(small_path, device="cpu")
-
-
 def networks(pipe: Pipeline) -> dict[str, torch.nn.Module]:
     return {"unet": pipe.unet, "text_encoder": pipe.text_encoder}
 

@@ -32,12 +32,6 @@ def filled(shapes: dict[str, list[int]]) -> dict[str, Tensor]:
     return {key: random_tensor(key, tuple(shape)) for key, shape in shapes.items() if shape}
 
 
-@pytest.fixture
-def small(small_path: Path) -> Pipeline:
-    """Load a pipeline anew: the tests change its weights."""
-    return ldm_lite.load(small_path, device="cpu")
-
-
 @pytest.fixture(scope="module")
 def sdxl(tmp_path_factory: pytest.TempPathFactory) -> Pipeline:
     """SDXL in miniature, which the tests restore."""

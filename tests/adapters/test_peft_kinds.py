@@ -20,12 +20,6 @@ NAMES = [name.removesuffix(".about") for name in GOLDEN if name.endswith(".about
 FC1 = "base_model.model.text_model.encoder.layers.0.mlp.fc1"  # of 64 columns and 256 rows
 
 
-@pytest.fixture(scope="module")
-def pipe(small_path: Path) -> Pipeline:
-    """A pipeline that the tests restore."""
-    return ldm_lite.load(small_path, device="cpu")
-
-
 def folder(path: Path, tensors: dict[str, Tensor], config: object) -> Path:
     """A folder of PEFT; without a configuration if that is None."""
     path.mkdir(exist_ok=True)

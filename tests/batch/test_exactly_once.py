@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from batch_files import contents
 from PIL import Image
+from waiting import wait_for
 
 from ldm_lite.batch import store
 from ldm_lite.batch.__main__ import main
@@ -272,11 +273,14 @@ def test_killed_at_any_moment(
         if killed % 5:  # else at any time, also before there is a model
             while b"loaded in" not in process.stderr.readline() and process.poll() is None:
                 pass
-        end, most = time.monotonic() + chance.uniform(0, 1 if killed % 5 else 6), shards * (killed + 1) // (KILLS + 1)
-        while time.monotonic() < end and made() < most:  # a fast machine must not finish
-            time.sleep(0.01)
+        most = shards * (killed + 1) // (KILLS + 1)  # a fast machine must not finish
+        with contextlib.suppress(TimeoutError):
+            wait_for(
+                lambda most=most: made() >= most, "enough shards", seconds=chance.uniform(0, 1 if killed % 5 else 6)
+            )
         assert process.poll() is None
         process.kill()
+        process.stderr.close()
         process.wait()
         killed += 1
     there = made()
@@ -298,8 +302,7 @@ def test_a_signal_ends_it_with_a_line(tmp_path: Path, arguments: list[str], tabl
         os.fspath(tmp_path / "o"),
     ]
     process = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
-    while not list((tmp_path / "o").glob("[!.]*.tar")) and process.poll() is None:
-        time.sleep(0.05)
+    wait_for(lambda: list((tmp_path / "o").glob("[!.]*.tar")), "a shard", process=process, seconds=300)
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate()
     assert process.returncode == 143

@@ -3,13 +3,13 @@
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from batch_files import contents
+from waiting import wait_for
 
 pytestmark = [pytest.mark.extra, pytest.mark.slow]
 pytest.importorskip("ray")
@@ -43,12 +43,6 @@ def cluster() -> Iterator[Cluster]:
     made.process.communicate("exit\n", timeout=60)
 
 
-def wait_for(path: Path, process: subprocess.Popen[bytes]) -> None:
-    while not path.exists():
-        assert process.poll() is None
-        time.sleep(0.02)
-
-
 def test_workers_nodes_and_drivers_may_be_lost(
     tmp_path: Path, cluster: Cluster, arguments: list[str], table: Write, batch: Batch
 ) -> None:
@@ -61,12 +55,12 @@ def test_workers_nodes_and_drivers_may_be_lost(
         return subprocess.Popen(list(map(os.fspath, argv)), env=environment(), cwd=tmp_path)
 
     driver = start()
-    wait_for(out / "00001.tar", driver)
+    wait_for((out / "00001.tar").exists, "a second shard", process=driver, seconds=300)
     driver.kill()
     driver.wait()
     there = {path.name: path.stat().st_mtime_ns for path in out.glob("[!.]*.tar")}
     driver = start()
-    wait_for(out / f"{len(there):05}.tar", driver)
+    wait_for((out / f"{len(there):05}.tar").exists, "another shard", process=driver, seconds=300)
     for line in ("add", "add", "kill", "remove"):
         cluster.tell(line)
     assert len(list(out.glob("[!.]*.tar"))) < 100  # so it is still at work

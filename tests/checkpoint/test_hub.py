@@ -18,6 +18,7 @@ import torch
 from diffusers_files import FILES, save, told
 from random_checkpoint import LCM
 from safetensors.torch import load_file, save_file
+from waiting import free_port
 
 import ldm_lite
 from ldm_lite.checkpoint import hub
@@ -225,10 +226,7 @@ def test_a_hub_that_cannot_be_reached_is_said_at_once(
     name: str, cache: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The library tries five times, for 40 seconds."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        closed = f"http://127.0.0.1:{free.getsockname()[1]}"
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", closed)
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{free_port()}")
     monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("it tries again"))
     with pytest.raises(FileNotFoundError, match=r"the hub cannot be reached .*: give the path of a file that is here"):
         ldm_lite.load(name)
@@ -241,7 +239,7 @@ def test_a_hub_that_cannot_be_reached_leaves_the_cached_files(
     first = hub.resolve("owner/repo/file.ckpt")
     publish(save(tmp_path_factory.mktemp("saved"), "lcm"))
     pipe = open_source("owner/pipe")
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{free_port()}")
     assert hub.resolve("owner/repo/file.ckpt") == first
     again = open_source("owner/pipe")
     assert (again.path, again.shapes) == (pipe.path, pipe.shapes)

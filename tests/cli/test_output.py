@@ -11,6 +11,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import texts
 from PIL import Image
 
 from ldm_lite.cli import console
@@ -85,8 +86,8 @@ def test_writers_on_a_file_system_without_hard_links_lose_nothing(tmp_path: Path
     named = {line for writer in writers for line in writer.communicate("\n")[0].split()}
     saved = sorted((tmp_path / "samples").iterdir())
     assert {os.fspath(path) for path in saved} == named
-    texts = {Image.open(path).info["parameters"] for path in saved}
-    assert texts == {f"{i} {k}" for i in range(3) for k in range(40)}
+    parameters = {texts.load(path).info["parameters"] for path in saved}
+    assert parameters == {f"{i} {k}" for i in range(3) for k in range(40)}
 
 
 @pytest.mark.parametrize(("name", "status"), [("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 129)])

@@ -31,11 +31,6 @@ GOLDEN = np.load(Path(__file__).parents[1] / "data" / "control.npz")
 
 
 @pytest.fixture(scope="module")
-def pipe(small_path: Path) -> Pipeline:
-    return ldm_lite.load(small_path, device="cpu")
-
-
-@pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A photo, and networks of every kind of file."""
     path = tmp_path_factory.mktemp("control")

@@ -41,7 +41,8 @@ def test_the_package_runs_as_a_module(tmp_path: Path) -> None:
         [sys.executable, "-m", NAME, "a red apple", "--steps", "1", "--device", "cpu"],
         cwd=tmp_path, capture_output=True, text=True, check=True,
     )  # fmt: skip
-    assert Image.open(tmp_path / "out.png").size == (64, 64)
+    with Image.open(tmp_path / "out.png") as image:
+        assert image.size == (64, 64)
     assert "emoji.safetensors: emoji, 64 px, loaded in" in done.stderr
 
 

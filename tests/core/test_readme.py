@@ -68,7 +68,8 @@ def test_every_file_and_name_exists() -> None:
 
 def test_the_first_lines(block: Callable[[str], dict[str, Any]]) -> None:
     block(START.replace("steps=20", "steps=2"))
-    assert Image.open("apple.png").size == (64, 64)
+    with Image.open("apple.png") as image:
+        assert image.size == (64, 64)
 
 
 def test_a_sampler(block: Callable[[str], dict[str, Any]], pipe: Pipeline) -> None:

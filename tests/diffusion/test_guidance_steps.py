@@ -10,18 +10,12 @@ import torch
 import toy
 from runs import guided_outputs, run_latents, unet_calls
 
-import ldm_lite
 from ldm_lite import Pipeline
 from ldm_lite.core.denoise import Outputs
 from ldm_lite.core.plan import rows_of
 from ldm_lite.features.apg import Projection
 
 GOLDENS = np.load(Path(__file__).parents[1] / "data" / "tricks.npz")
-
-
-@pytest.fixture(scope="module")
-def pipe(small_path: Path) -> Pipeline:
-    return ldm_lite.load(small_path, device="cpu")
 
 
 def run(pipe: Pipeline, **options: Any) -> torch.Tensor:

@@ -11,7 +11,6 @@ import torch
 import toy
 from runs import unet_calls
 
-import ldm_lite
 from ldm_lite import Pipeline
 from ldm_lite.diffusion.names import make_plan
 from ldm_lite.diffusion.noise import BrownianTree, CudaNoise, Draw, cuda_normal, slerp
@@ -23,11 +22,6 @@ from ldm_lite.features.noise import brownian_noise, draws
 GOLDENS = np.load(Path(__file__).parents[1] / "data" / "noise.npz")
 PROMPT, NEGATIVE = "a red apple, highly detailed", "blurry"  # of make_noise_goldens.py
 SHAPE = (4, 8, 8)
-
-
-@pytest.fixture(scope="module")
-def pipe(small_path: Path) -> Pipeline:
-    return ldm_lite.load(small_path, device="cpu")
 
 
 def first_noise(pipe: Pipeline, **options: object) -> torch.Tensor:

@@ -3,7 +3,6 @@
 import gzip
 import json
 import logging
-from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +16,7 @@ from PIL import Image
 from random_checkpoint import random_tensor
 from runs import run_latents
 from safetensors.torch import load_file
-from toy_families import spelled
+from toy_families import load, pixels, spelled
 from toy_flow import save, under
 
 import ldm_lite
@@ -43,18 +42,9 @@ MANIFESTS = json.loads(gzip.decompress((DATA / "manifests.json.gz").read_bytes()
 SIZE = {"height": 32, "width": 48, "steps": 2}
 
 
-def load(files: Mapping[str, Any], **changes: Any) -> Pipeline:
-    options = {**files, **changes}
-    return ldm_lite.load(options.pop("ckpt"), **options)
-
-
 def run(network: torch.nn.Module, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     x, t, context, y = toy_qwen_image.inputs()
     return network.to(dtype)(x.to(dtype), t, context.to(dtype), y)
-
-
-def pixels(images: list[Image.Image]) -> np.ndarray[Any, Any]:
-    return np.stack([np.asarray(image, dtype=np.float64) for image in images])
 
 
 def copy_of(network: Any) -> QwenImage:

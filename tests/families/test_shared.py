@@ -59,6 +59,15 @@ def test_a_block_of_the_released_width_equals_diffusers(spec: Any, golden: Any) 
 
 
 @of_each
+def test_a_batch_of_texts_of_other_lengths_has_the_images_of_each_alone(toys: Any, pipe: Pipeline) -> None:
+    texts = ["cat", "a red apple on a table " * 9]
+    both = run_latents(pipe, texts, seed=[1, 2], **SIZE)
+    for seed, (text, latents) in enumerate(zip(texts, both, strict=True), 1):
+        alone = run_latents(pipe, [text], seed=[seed], **SIZE)
+        assert toy.relative_error(latents, alone[0].double().numpy()) < 1e-4
+
+
+@of_each
 def test_half_precision_is_close(toys: Any, pipe: Pipeline) -> None:
     exact = run(toys, copied(pipe.unet, toys.SPEC), torch.float64)
     for dtype, limit in toys.HALF.items():

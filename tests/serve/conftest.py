@@ -1,6 +1,7 @@
 """A server for the tests: connections to this machine alone are allowed."""
 
 import socket
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,3 +32,17 @@ def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 def library(small_path: Path) -> Any:
     """The miniature model; tests that change models make their own."""
     return serving.library_of(small_path)
+
+
+@pytest.fixture
+def start(library: Any) -> Iterator[Callable[..., serving.Running]]:
+    """-> a function of options that starts a server; it is stopped after the test."""
+    servers: list[serving.Running] = []
+
+    def run(**options: Any) -> serving.Running:
+        servers.append(serving.Running(library, **options))
+        return servers[-1]
+
+    yield run
+    for server in servers:
+        server.close()

@@ -1,7 +1,5 @@
 """AUTOMATIC1111's API: from its fields to options, ControlNets, embeddings, and what clients are told."""
 
-import base64
-import io
 import json
 import re
 from collections.abc import Iterator
@@ -14,7 +12,7 @@ import torch
 import toy
 from PIL import Image
 from safetensors.torch import save_file
-from serving import Running, library_of
+from serving import Running, library_of, opened
 
 import ldm_lite
 from ldm_lite import Control
@@ -99,10 +97,6 @@ def photo() -> Image.Image:
     image = Image.new("RGB", (64, 64), "red")
     image.paste("white", (16, 16, 48, 48))
     return image
-
-
-def opened(text: str) -> Image.Image:
-    return Image.open(io.BytesIO(base64.b64decode(text)))
 
 
 def test_controlnets_as_the_extension_has_them(server: Running, folder: Path, small_path: Path) -> None:

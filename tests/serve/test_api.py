@@ -1,8 +1,7 @@
 """The API of the page, over a real socket: streams of events, interrupting, settings, hints."""
 
-import base64
+import contextlib
 import http.client
-import io
 import itertools
 import json
 import re
@@ -13,7 +12,7 @@ from typing import Any
 
 import pytest
 from PIL import Image, ImageDraw
-from serving import Running, wait
+from serving import Running, b64, opened, wait
 
 pytestmark = pytest.mark.extra
 pytest.importorskip("uvicorn")
@@ -43,16 +42,6 @@ def make(server: Running, **values: Any) -> Events:
     return events(text)
 
 
-def opened(content: str) -> Image.Image:
-    return Image.open(io.BytesIO(base64.b64decode(content)))
-
-
-def b64(image: Image.Image, **more: Any) -> str:
-    file = io.BytesIO()
-    image.save(file, "PNG", **more)
-    return base64.b64encode(file.getvalue()).decode()
-
-
 class Stream:
     """A request whose events are read one by one."""
 
@@ -70,6 +59,17 @@ class Stream:
                 if wanted(kind, content):
                     return dict(content)
         raise AssertionError("the stream has ended")
+
+    def close(self) -> None:
+        self.response.close()
+        self.connection.close()
+
+
+@pytest.fixture
+def open_stream(server: Running) -> Iterator[Callable[..., Stream]]:
+    """-> a function of a request's values that sends it; the streams are closed at the end."""
+    with contextlib.ExitStack() as stack:
+        yield lambda **values: stack.enter_context(contextlib.closing(Stream(server, **values)))
 
 
 def test_images_are_those_of_the_other_interfaces(server: Running) -> None:
@@ -104,9 +104,11 @@ def test_a_plot_ends_with_its_sheet(server: Running) -> None:
     assert sheet["width"] > 64
 
 
-def test_interrupting_keeps_what_is_there_and_closing_gives_up(server: Running) -> None:
-    stream = Stream(server, steps=1000)
-    waiting = Stream(server, batch_size=2, height=64)
+def test_interrupting_keeps_what_is_there_and_closing_gives_up(
+    server: Running, open_stream: Callable[..., Stream]
+) -> None:
+    stream = open_stream(steps=1000)
+    waiting = open_stream(batch_size=2, height=64)
     assert waiting.until(lambda kind, _: kind == "progress") == {"state": "queued", "before": 1}
     stream.until(lambda kind, content: kind == "progress" and content["state"] == "running")
     picture = opened(stream.until(lambda kind, _: kind == "preview")["image"])
@@ -117,30 +119,30 @@ def test_interrupting_keeps_what_is_there_and_closing_gives_up(server: Running) 
     assert stream.until(lambda kind, _: kind == "done")["interrupted"] is True
     assert waiting.until(lambda kind, _: kind == "done")["images"] == 2
     assert server.refused(f"/api/images/{stream.key}/interrupt", {})[0] == 404  # it has ended
-    stream = Stream(server, steps=1000)
+    stream = open_stream(steps=1000)
     stream.until(lambda kind, content: kind == "progress" and content["state"] == "running")
     before = server.engine.totals["cancelled"]
-    stream.response.close()
-    stream.connection.close()
+    stream.close()
     assert make(server, batch_size=2)[-1][1]["images"] == 2
     assert server.engine.totals["cancelled"] == before + 1
 
 
-def test_a_silent_stream_is_kept_open(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_stream_is_kept_open(
+    server: Running, open_stream: Callable[..., Stream], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("ldm_lite.serve.http.KEEP_ALIVE", 0.3)
-    stream, times = Stream(server, steps=1000), list[float]()
-    waiting = Stream(server, height=64)
-    while len(times) < 3:
-        if waiting.response.readline().startswith(b":"):
-            times.append(time.monotonic())
-    assert times[2] - times[1] > 0.25  # one after each silence, not one after each look
+    stream, start = open_stream(steps=1000), time.monotonic()
+    waiting = open_stream(height=64)
+    lines = (line for line in waiting.response if line.startswith(b":"))
+    assert len(list(itertools.islice(lines, 3))) == 3
+    assert time.monotonic() - start > 0.9  # one after each silence, not one after each look
     server.ask(f"/api/images/{stream.key}/interrupt", {})
     waiting.until(lambda kind, _: kind == "done")
 
 
-def test_a_plot_ends_with_the_first_error(server: Running) -> None:
-    stream = Stream(server, steps=1000)  # behind which the plot waits
-    plot = Stream(server, x={"option": "seed", "values": "1-4"})
+def test_a_plot_ends_with_the_first_error(server: Running, open_stream: Callable[..., Stream]) -> None:
+    stream = open_stream(steps=1000)  # behind which the plot waits
+    plot = open_stream(x={"option": "seed", "values": "1-4"})
     plot.until(lambda kind, content: kind == "progress" and content["state"] == "queued")
     server.engine.cancel(server.engine.queue[2], ValueError("got `steps`, wanted none"))
     error = {"message": "got `steps`, wanted none", "param": "steps", "status": 422}
@@ -223,12 +225,11 @@ def test_settings_and_hints(server: Running) -> None:
 
 
 def test_the_page_is_served_with_a_strict_policy(server: Running) -> None:
-    connection = http.client.HTTPConnection("127.0.0.1", server.port)
-
     def get(path: str) -> tuple[http.client.HTTPResponse, str]:
-        connection.request("GET", path)
-        response = connection.getresponse()
-        return response, response.read().decode()
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", server.port)) as connection:
+            connection.request("GET", path)
+            response = connection.getresponse()
+            return response, response.read().decode()
 
     response, page = get("/")
     policy = response.getheader("content-security-policy", "")

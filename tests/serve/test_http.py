@@ -10,7 +10,6 @@ import shutil
 import struct
 import tempfile
 import threading
-import time
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,7 +18,8 @@ from typing import Any
 import pytest
 import toy_flux2
 from PIL import Image
-from serving import Running, engine_of, library_of, submit
+from serving import Running, b64, engine_of, library_of, opened, submit
+from waiting import wait_for
 
 import ldm_lite
 
@@ -37,19 +37,6 @@ KEY = "a-key-of-the-test"
 Start = Callable[..., Running]
 
 
-@pytest.fixture
-def start(library: Any) -> Iterator[Start]:
-    made = []
-
-    def run(**given: Any) -> Running:
-        made.append(Running(library, **given))
-        return made[-1]
-
-    yield run
-    for each in made:
-        each.close()
-
-
 @pytest.fixture(scope="module")
 def server(library: Any) -> Iterator[Running]:
     made = Running(library)
@@ -61,14 +48,6 @@ def picture(color: Any = "red", mode: str = "RGB", side: int = 32) -> bytes:
     file = io.BytesIO()
     Image.new(mode, (side, side), color).save(file, "PNG")
     return file.getvalue()
-
-
-def b64(content: bytes) -> str:
-    return base64.b64encode(content).decode()
-
-
-def opened(text: str) -> Image.Image:
-    return Image.open(io.BytesIO(base64.b64decode(text)))
 
 
 SMALL = {"seed": 3, "steps": 3, "width": 32, "height": 32}
@@ -179,14 +158,13 @@ def test_a1111s_progress_and_interrupt(server: Running) -> None:
         return thread
 
     first = ask(TXT2IMG, steps=150)
-    while (about := server.ask("/sdapi/v1/progress")[1])["state"]["sampling_step"] < 2:
-        time.sleep(0.02)
+    progress = lambda: server.ask("/sdapi/v1/progress")[1]  # noqa: E731
+    about = wait_for(lambda: about if (about := progress())["state"]["sampling_step"] >= 2 else None, "a second step")
     assert about["state"]["sampling_steps"] == 150
     assert 0 < about["progress"] < 1
     assert about["state"]["job_count"] == 1
     second = ask(OPENAI, size="32x32")
-    while server.ask("/sdapi/v1/progress")[1]["current_image"] is None:
-        time.sleep(0.02)
+    wait_for(lambda: progress()["current_image"], "a preview")
     server.ask("/sdapi/v1/interrupt", {})
     first.join()
     second.join()
@@ -436,13 +414,9 @@ def test_a_client_that_goes_is_forgotten(server: Running) -> None:
     before = server.engine.totals["cancelled"]
     connection = http.client.HTTPConnection("127.0.0.1", server.port)
     connection.request("POST", TXT2IMG, json.dumps({"prompt": "x", **SMALL, "steps": 150}))
-    while not server.engine.running:
-        time.sleep(0.01)
+    wait_for(lambda: server.engine.running, "a request that runs")
     connection.close()
-    limit = time.monotonic() + 20
-    while server.engine.running or server.engine.totals["cancelled"] == before:
-        assert time.monotonic() < limit
-        time.sleep(0.01)
+    wait_for(lambda: not server.engine.running and server.engine.totals["cancelled"] > before, "the request's end")
     assert server.engine.totals["cancelled"] == before + 1
 
 
@@ -527,15 +501,13 @@ def test_stopping_answers_what_runs_and_what_waits(start: Start) -> None:
     def ask(steps: int) -> None:
         statuses[steps] = server.ask(TXT2IMG, {"prompt": "x", **SMALL, "steps": steps})[0]
 
-    threads = [threading.Thread(target=ask, args=(steps,)) for steps in (40, 41)]
+    threads = [threading.Thread(target=ask, args=(steps,)) for steps in (150, 149)]
     for thread in threads:
         thread.start()
-        while not server.engine.running:
-            time.sleep(0.01)
-    while server.engine.waiting == 0:
-        time.sleep(0.01)
+        wait_for(lambda: server.engine.running, "a request that runs")
+    wait_for(lambda: server.engine.waiting, "a request that waits")
     server.engine.stop()
     server.close()
     for thread in threads:
         thread.join()
-    assert statuses == {40: 200, 41: 503}
+    assert statuses == {150: 200, 149: 503}

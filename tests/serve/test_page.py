@@ -5,7 +5,6 @@ import re
 import socket
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
+from waiting import wait_for
 
 from ldm_lite.cli.options import LoadOptions
 from ldm_lite.serve.library import Library
@@ -53,8 +53,7 @@ def url(small_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     server = uvicorn.Server(uvicorn.Config(make_app(engine, options, None), log_level="error"))
     thread = threading.Thread(target=lambda: server.run(sockets=[listening]), daemon=True)
     thread.start()
-    while not server.started:
-        time.sleep(0.01)
+    wait_for(lambda: server.started, "a server that has started")
     yield f"http://127.0.0.1:{listening.getsockname()[1]}/"
     assert not [path for path in folder.rglob("*") if path.is_file()]  # neither uploads nor results
     server.should_exit = True

@@ -1,6 +1,5 @@
 """What the server is protected against: bodies, pictures, prompts and clients that cost more than they should."""
 
-import base64
 import io
 import json
 import logging
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 from PIL import Image
 from serving import Full, Running, engine_of, finished, library_of, submit
+from waiting import wait_for
 
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
@@ -37,19 +37,6 @@ def running(library: Any) -> Iterator[Running]:
 
 
 @pytest.fixture
-def start(library: Any) -> Iterator[Callable[..., Running]]:
-    made: list[Running] = []
-
-    def run(**given: Any) -> Running:
-        made.append(Running(library, **given))
-        return made[-1]
-
-    yield run
-    for each in made:
-        each.close()
-
-
-@pytest.fixture
 def as_client() -> Iterator[Callable[[str], Any]]:
     token = CLIENT.set("")
     yield CLIENT.set
@@ -60,10 +47,6 @@ def picture(side: int = 32, kind: str = "PNG", mode: str = "RGB", **more: Any) -
     file = io.BytesIO()
     Image.new(mode, (side, side)).save(file, kind, **more)
     return file.getvalue()
-
-
-def b64(content: bytes) -> str:
-    return base64.b64encode(content).decode()
 
 
 # ---- bodies ---------------------------------------------------------------------------------------------------------
@@ -223,10 +206,7 @@ def test_what_is_queued_too_late_is_given_up(running: Running, monkeypatch: pyte
     monkeypatch.setattr(http, "READING", 0.3)
     assert running.refused(TXT2IMG, SMALL | {"steps": 150})[0] == 503
     go.set()
-    limit = time.monotonic() + 20
-    while not made or made[0].state != "cancelled":
-        assert time.monotonic() < limit
-        time.sleep(0.01)
+    wait_for(lambda: made and made[0].state == "cancelled", "a request that is given up")
 
 
 # ---- what is asked for ----------------------------------------------------------------------------------------------
@@ -352,8 +332,8 @@ def test_a_forwarded_address_is_a_proxys_alone(start: Callable[..., Running], ca
         server = start(**given)
         with caplog.at_level(logging.INFO, logger="ldm_lite.access"):
             server.ask("/healthz", **{"X-Forwarded-For": "9.9.9.9"})
-            while not any("GET /healthz 200" in message for message in caplog.messages):  # written after the answer
-                time.sleep(0.01)
+            answered = lambda: any("GET /healthz 200" in message for message in caplog.messages)  # noqa: E731
+            wait_for(answered, "its line, which is written after the answer")
         assert caplog.messages[-1].startswith(f"{wanted} GET /healthz 200")
         caplog.clear()
 
@@ -375,10 +355,7 @@ def test_an_answer_that_nobody_takes_is_dropped(running: Running, monkeypatch: p
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
         client.connect(("127.0.0.1", running.port))
         client.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n" * 200)
-        limit = time.monotonic() + 20
-        while running.server.server_state.connections:
-            assert time.monotonic() < limit
-            time.sleep(0.02)
+        wait_for(lambda: not running.server.server_state.connections, "the connection's end")
 
 
 def test_connections_have_a_limit_and_those_that_ask_nothing_make_room(start: Callable[..., Running]) -> None:
@@ -475,10 +452,7 @@ def test_while_models_are_swapped_requests_are_taken(small_path: Any) -> None:
         assert running.ask("/sdapi/v1/sd-models")[0] == 200
         assert running.ask(TXT2IMG, SMALL)[0] == 200  # it is loaded again
         assert running.ask("/sdapi/v1/unload-checkpoint", {})[0] == 200
-        limit = time.monotonic() + 20
-        while library.loaded:
-            assert time.monotonic() < limit
-            time.sleep(0.01)
+        wait_for(lambda: not library.loaded, "a library without models")
         assert running.ask(OPENAI, {"prompt": "x", "size": "32x32", "steps": 1})[0] == 200
     finally:
         running.close()
@@ -506,10 +480,12 @@ def test_nothing_is_kept_of_requests_that_ended(running: Running) -> None:
     for _ in range(3):
         assert running.ask(TXT2IMG, SMALL)[0] == 200
         assert running.ask(IMG2IMG, SMALL | {"steps": 0})[0] == 422
-    limit = time.monotonic() + 20
-    while sum(isinstance(each, queue.Ticket) and each._engine is running.engine for each in gc.get_objects()) > 1:
-        assert time.monotonic() < limit
+
+    def tickets() -> int:
         gc.collect()
+        return sum(type(item) is queue.Ticket and item._engine is running.engine for item in gc.get_objects())
+
+    wait_for(lambda: tickets() <= 1, "the end of all requests but the last")
 
 
 # ---- the log --------------------------------------------------------------------------------------------------------
@@ -520,8 +496,8 @@ def test_each_request_is_a_line_of_the_log(running: Running, caplog: pytest.LogC
         running.ask("/healthz")
         running.refused(TXT2IMG, {"prompt": 5})
         running.ask("/a%0ab%1b" + "c" * 500)
-        while len(lines := [record.getMessage() for record in caplog.records if record.name == "ldm_lite.access"]) < 3:
-            time.sleep(0.01)  # a line is written after its answer
+        written = lambda: [record.getMessage() for record in caplog.records if record.name == "ldm_lite.access"]  # noqa: E731
+        lines = wait_for(lambda: lines if len(lines := written()) == 3 else None, "three lines")  # after the answers
     lines.sort(key=lambda line: ("/healthz" not in line, TXT2IMG not in line))
     assert lines[0].startswith("127.0.0.1 GET /healthz 200 0.")
     assert lines[1].startswith(f"127.0.0.1 POST {TXT2IMG} 422 ")

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from serving import Running
+from waiting import free_port, wait_for
 
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
@@ -35,9 +36,12 @@ http {{
 """
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return int(taken.getsockname()[1])
+def answers(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port)).close()
+    except ConnectionRefusedError:
+        return False
+    return True
 
 
 @pytest.fixture(scope="module")
@@ -54,13 +58,7 @@ def proxy(library: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[in
     (folder / "nginx.conf").write_text(MAIN.format(folder=folder, site=changed, user=user))
     with subprocess.Popen([NGINX or "", "-p", folder, "-c", folder / "nginx.conf"]) as nginx:
         try:
-            while nginx.poll() is None:
-                try:
-                    socket.create_connection(("127.0.0.1", port)).close()
-                    break
-                except ConnectionRefusedError:
-                    time.sleep(0.02)
-            assert nginx.poll() is None, "nginx refuses the configuration"
+            wait_for(lambda: answers(port), "an answer of nginx", process=nginx)
             yield port
         finally:
             nginx.terminate()
@@ -69,7 +67,7 @@ def proxy(library: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[in
 
 def ask(port: int, path: str, body: str | None = None, **headers: str) -> http.client.HTTPResponse:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-    host = {"Host": f"{NAME}:{port}", "X-Forwarded-For": "9.9.9.9"}
+    host = {"Host": f"{NAME}:{port}", "X-Forwarded-For": "9.9.9.9", "Connection": "close"}
     connection.request("GET" if body is None else "POST", path, body, host | headers)
     return connection.getresponse()
 
@@ -80,8 +78,9 @@ def test_the_page_and_other_clients_reach_the_server(proxy: int, caplog: pytest.
         assert ask(proxy, "/sdapi/v1/options", "{}", Origin=f"http://{NAME}:{proxy}").status == 200
         assert ask(proxy, "/sdapi/v1/options", "{}", Origin="http://evil.example").status == 403
         assert ask(proxy, "/healthz", Host="evil.example").status == 403
-        while len(lines := [message for message in caplog.messages if "/healthz" in message]) < 1:
-            time.sleep(0.01)
+        lines = wait_for(
+            lambda: [message for message in caplog.messages if "/healthz" in message], "the last one's line"
+        )
     assert lines[0].startswith("127.0.0.1 GET /healthz 403")  # not what the client says of itself
 
 

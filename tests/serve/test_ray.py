@@ -1,16 +1,17 @@
 """The server on Ray Serve, with a cluster of this machine."""
 
 import base64
+import contextlib
 import http.client
 import io
 import json
-import socket
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 from PIL import Image
+from waiting import free_port
 
 import ldm_lite
 from ldm_lite.cli.options import LoadOptions
@@ -31,8 +32,7 @@ def test_replicas_answer_with_the_images_of_one_process_and_are_healthy(
 
     monkeypatch.setenv("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     monkeypatch.setenv("PYTHONPATH", str(Path(ldm_lite.__file__).parents[1]))
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     options = ServeOptions(replicas=2, port=port)
     ray.init(address="local", num_cpus=2, object_store_memory=2**27, include_dashboard=False, log_to_driver=False)
     try:
@@ -45,8 +45,9 @@ def test_replicas_answer_with_the_images_of_one_process_and_are_healthy(
         def ask(path: str, content: Any) -> tuple[int, bytes]:
             connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
             connection.request("POST" if content else "GET", path, content and json.dumps(content))
-            response = connection.getresponse()
-            return response.status, response.read()
+            with contextlib.closing(connection):
+                response = connection.getresponse()
+                return response.status, response.read()
 
         assert ask("/healthz", None)[0] == 200
         assert ask("/v1/images/generations", {"prompt": "x", "size": "1x"})[0] == 422

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from serving import Running, library_of
+from serving import Running, b64, library_of
 
 import ldm_lite
 from ldm_lite import Pipeline
@@ -42,11 +42,6 @@ def server(small_path: Path, folder: Path) -> Iterator[Any]:
     made.close()
 
 
-@pytest.fixture(scope="module")
-def pipe(small_path: Path) -> Pipeline:
-    return ldm_lite.load(small_path, device="cpu")
-
-
 def pixels(text: str) -> np.ndarray:
     return np.asarray(Image.open(io.BytesIO(base64.b64decode(text))).convert("RGB"))
 
@@ -54,12 +49,6 @@ def pixels(text: str) -> np.ndarray:
 def photo(width: int = 20, height: int = 12) -> Image.Image:
     y, x = np.mgrid[:height, :width]
     return Image.fromarray(np.stack([9 * x, 15 * y, 200 - 5 * (x + y)], axis=-1).astype(np.uint8))
-
-
-def b64(image: Image.Image) -> str:
-    file = io.BytesIO()
-    image.save(file, "PNG")
-    return base64.b64encode(file.getvalue()).decode()
 
 
 @pytest.mark.parametrize(

@@ -129,6 +129,20 @@ def test_files_that_are_no_tars_are_one_line(tmp_path: Path, shards: Path) -> No
             open_data(path, 16)
 
 
+def test_the_middle_is_cut_out() -> None:
+    """Of what is too wide, then of what is too high; the corner is that of the scaled image."""
+    pixels = np.random.default_rng(0).integers(0, 256, (8, 41, 3), dtype=np.uint8)
+    image = Image.fromarray(pixels)
+    cut, corner = data.crop(image, (8, 16))
+    assert np.array_equal(np.asarray(cut), pixels[:, 12:28])
+    assert corner == (0, 12)
+    cut, corner = data.crop(image.transpose(Image.Transpose.TRANSPOSE), (16, 8))
+    assert np.array_equal(np.asarray(cut), pixels[:, 12:28].swapaxes(0, 1))
+    assert corner == (12, 0)
+    assert data.crop(Image.new("RGB", (80, 16)), (8, 16))[1] == (0, 12)
+    assert data.crop(Image.new("RGB", (16, 80)), (16, 8))[1] == (12, 0)
+
+
 # ---- order ----------------------------------------------------------------------------------------------------------
 
 

@@ -57,7 +57,7 @@ from ldm_lite.train.options import TrainOptions, as_toml, check, resolved, with_
         ),
         ({"prior_weight": 2.0}, {}, "`prior_weight` has no effect without `class_data` or `class_prompt`"),
         ({"validate_every": 2}, {}, "`validate_every` has no effect without `validation`"),
-        ({"validation": "2"}, {}, "got `validation` 2, wanted a folder, or a share between 0 and 1"),
+        ({"validation": "2"}, {}, "got `validation` 2, wanted a folder, or a fraction between 0 and 1"),
         ({"renderer_options": "{1: 2}"}, {}, "`renderer_options` has no effect without `renderer`"),
         ({"renderer": "a.py"}, {}, "wanted either `data=FOLDER` or `renderer=FILE.py`"),
         ({"data": None}, {}, "wanted either `data=FOLDER` or `renderer=FILE.py`"),

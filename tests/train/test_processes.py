@@ -1,6 +1,7 @@
 """Several processes, as torchrun starts them: their steps are those of one, and a killed run goes on anywhere."""
 
 import json
+import multiprocessing
 import os
 import shutil
 import signal
@@ -13,8 +14,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import distributed as dist
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from training import load_options, losses, options, train
+from waiting import wait_for
+
+from ldm_lite.train import distributed
 
 STEPS = 6
 CODE = """
@@ -64,6 +69,27 @@ def children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+def test_two_processes_sum_tell_and_wait(tmp_path: Path) -> None:
+    """Over gloo: the second one does not pass the barrier before the first, which comes late."""
+
+    def meet(rank: int) -> None:
+        dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=rank, world_size=2)
+        assert distributed.all_reduce_sum(torch.tensor(rank + 1.0)) == 3
+        assert distributed.broadcast(f"process {rank}") == "process 0"
+        if rank == 0:
+            time.sleep(1)
+            (tmp_path / "late").touch()
+        distributed.barrier()
+        assert (tmp_path / "late").exists()
+
+    processes = [multiprocessing.get_context("fork").Process(target=meet, args=(rank,)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+    assert [process.exitcode for process in processes] == [0, 0]
+
+
 @pytest.mark.slow
 def test_two_processes_take_the_steps_of_one(tmp_path: Path, folder: Path, small_path: Path) -> None:
     """The first with whole weights in both; the second, resumed from one process, with divided ones."""
@@ -98,9 +124,7 @@ def test_a_killed_process_ends_the_run_which_goes_on_in_one_process_or_in_three(
     one, two = tmp_path / "one", tmp_path / "two"
     pair = torchrun(2, folder, small_path, two, "--lora-rank=2")
     train(options(folder, one, **SETTINGS, lora_rank=2), load_options(small_path, dtype="fp32"))
-    while not (two / "state.pt").exists():
-        assert pair.poll() is None
-        time.sleep(0.02)
+    wait_for((two / "state.pt").exists, "a first state", process=pair, seconds=300)
     os.kill(children(pair.pid)[1], signal.SIGKILL)
     _, errors = pair.communicate(timeout=300)
     assert pair.returncode != 0

@@ -134,6 +134,7 @@ def bytes_for_tensors(metadata: Any) -> Any:
     return dataclasses.replace(metadata, state_dict_metadata=kinds)
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # a divided state of one process
 def test_a_divided_state_that_cannot_be_is_one_line_and_runs_no_code(tmp_path: Path) -> None:
     tensors = divided(tmp_path / "state")
     read_divided(tmp_path / "state", tensors)
@@ -160,6 +161,7 @@ def test_a_divided_state_that_cannot_be_is_one_line_and_runs_no_code(tmp_path: P
         read_divided(tmp_path / "state", {"a": torch.zeros(2)})
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # a divided state of one process
 def test_a_divided_state_on_a_full_disk_is_an_error(tmp_path: Path) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     for most in (0, 100, 5000):

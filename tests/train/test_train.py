@@ -14,6 +14,7 @@ from PIL import Image
 from safetensors import safe_open
 from torch._dynamo.testing import CompileCounter
 from training import CONFIG, load_options, losses, options, plain_options, train
+from waiting import free_port
 
 import ldm_lite
 from ldm_lite.train import __main__ as command
@@ -212,7 +213,7 @@ def test_two_processes_take_the_same_steps(tmp_path: Path, folder: Path, small_p
     """As torchrun starts them: one log, one checkpoint, and resuming alone is possible."""
     arguments = ["-m", "ldm_lite.train", "--data", os.fspath(folder), "--ckpt", os.fspath(small_path), "--steps", "2"]
     arguments += ["--batch-size", "2", "--data-workers", "0", "--device", "cpu", "--out", os.fspath(tmp_path)]
-    meet = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29611", "OMP_NUM_THREADS": "1"}
+    meet = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
     started = [
         subprocess.Popen([sys.executable, *arguments], env={**os.environ, **meet, "RANK": str(rank)})
         for rank in range(2)

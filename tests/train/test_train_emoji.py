@@ -2,16 +2,17 @@
 
 import copy
 import importlib.util
-import json
 import os
 from pathlib import Path
 
 import numpy as np
 import pytest
+import texts
 import torch
 import train_emoji
 from fast_group_norm import use_fast_backward
 from PIL import Image
+from training import losses
 
 import ldm_lite
 from ldm_lite.checkpoint import hub
@@ -45,10 +46,6 @@ def run(command: str, renderer: Path, out: Path, *more: str) -> Path:
     small_run = () if command == "new" else SMALL_RUN
     assert train_emoji.main([command, "--renderer", str(renderer), "--out", str(out), *small_run, *more]) == 0
     return out if command == "new" else out / "model.safetensors"
-
-
-def losses(out: Path) -> list[float]:
-    return [json.loads(line)["loss"] for line in (out / "log.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +138,7 @@ def test_reconstructions_are_measured_and_drawn(
     assert edges == pytest.approx(
         float((y.diff(dim=2) - x.diff(dim=2)).abs().mean() + y.diff(dim=3).abs().mean()), abs=1e-3
     )
-    assert Image.open(sheet).height > 32
+    assert texts.load(sheet).height > 32
 
 
 def test_the_edge_error_is_that_of_differences_not_of_colours() -> None:

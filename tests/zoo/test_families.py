@@ -11,6 +11,7 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+import texts
 import torch
 import toy
 from PIL import Image
@@ -180,7 +181,7 @@ def test_unused_sizes_are_one_line(
 
 def test_sizes_are_stored_in_the_image(files: Callable[[str], Path], tmp_path: Path) -> None:
     assert command(tmp_path, files("sdxl_base"), "--original-size", "96X80", "--crop_top_left", "8,4") == 0
-    told = Image.open(tmp_path / "out.png").info["parameters"]
+    told = texts.load(tmp_path / "out.png").info["parameters"]
     assert 'Original size: 96x80, Crop top left: "8,4"' in told
 
 
@@ -335,7 +336,7 @@ def test_the_command_makes_an_image(
     files: Callable[[str], Path], tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert command(tmp_path, files(name), "--negative_prompt", NEGATIVE) == 0
-    assert Image.open(tmp_path / "out.png").size == (64, 64)
+    assert texts.load(tmp_path / "out.png").size == (64, 64)
     assert small(name).title in capsys.readouterr().err
 
 
@@ -400,7 +401,7 @@ def test_img2img_with_a_refiner_by_one_flag(
     arguments = [PROMPT, "--ckpt", str(files("sdxl_base")), "--refiner", str(files("sdxl_refiner")), "--steps", "4"]
     arguments += ["--init-img", str(tmp_path / "in.png"), "--out", str(tmp_path / "out.png"), "--device", "cpu", *mask]
     assert command.main([*arguments, "--strength", "0.5", "--refiner-start", "0.75"]) == 0
-    told = Image.open(tmp_path / "out.png").info["parameters"]
+    told = texts.load(tmp_path / "out.png").info["parameters"]
     assert "Refiner: sdxl_refiner, Refiner from step: 2" in told  # the first of two is the third of four
     with pytest.raises(SystemExit, match="2"):
         command.main([*arguments, "--refiner-start", "1.5"])
@@ -532,7 +533,7 @@ def test_img2img_and_inpainting(files: Callable[[str], Path], tmp_path: Path) ->
     ):
         out = tmp_path / f"{number}.png"
         assert command.main([*common, "--ckpt", str(files(name)), "--out", str(out), *arguments]) == 0, name
-        assert Image.open(out).size == (64, 64)
+        assert texts.load(out).size == (64, 64)
 
 
 def test_inpainting_files_are_refused_by_other_commands(

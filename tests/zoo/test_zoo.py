@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import random_checkpoint
+import texts
 import torch
 import toy
 import toy_zoo
@@ -319,7 +320,7 @@ def test_the_preview_is_of_the_step_and_replaced_by_the_next(small_path: Path, t
     arguments = ["a red apple", "--ckpt", str(small_path), "--device", "cpu", "--steps", "2", "--n-samples", "3"]
     arguments += ["--out", str(tmp_path), "--preview", str(tmp_path / "taesd.safetensors"), "--skip-grid"]
     assert txt2img.main(arguments) == 0
-    assert Image.open(tmp_path / "preview.png").size == (134, 134)  # of a grid
+    assert texts.load(tmp_path / "preview.png").size == (134, 134)  # of a grid
     assert len(list((tmp_path / "samples").glob("*.png"))) == 3
     # The last one is of the results, through TAESD.
     latents = run_latents(ldm_lite.load(small_path, device="cpu"), "a red apple", steps=2)
@@ -363,4 +364,4 @@ def test_img2img(name: str, path_of: Callable[[str], Path], prompt_of: dict[str,
     arguments = [*prompt_of[name], "--init-img", str(tmp_path / "in.png"), "--ckpt", str(path_of(name))]
     arguments += ["--device", "cpu", "--steps", "2", "--strength", "0.5", "--out", str(tmp_path / "out.png")]
     assert img2img.main(arguments) == 0
-    assert Image.open(tmp_path / "out.png").size == (32, 32)
+    assert texts.load(tmp_path / "out.png").size == (32, 32)
