@@ -7,15 +7,7 @@ import torch
 from torch import Tensor
 
 from ldm_lite.checkpoint.model import Model
-from ldm_lite.core.denoise import (
-    Conditioning,
-    Constraint,
-    Draw,
-    InputSource,
-    State,
-    run_plan,
-    unconstrained,
-)
+from ldm_lite.core.denoise import Conditioning, Constraint, Draw, InputSource, State, run_plan, unconstrained
 from ldm_lite.diffusion.adaptive import AdaptivePlan, each_image
 from ldm_lite.diffusion.guidance import Guidance
 from ldm_lite.diffusion.learned_variance import learning_variance
@@ -38,12 +30,13 @@ def denoise(
     draw supplies the noise of stochastic samplers, wrap changes what calls of the network read, on_step gets every
     state.  Raises ValueError for shapes that do not fit the model, and if the plan needs a draw.
     """
-    check(model, tuple(noise.shape), guidance)
+    check_plan(model, plan)
+    for branch in guidance.branches:
+        check_conditioning(model, tuple(noise.shape), branch.conditioning)
     if draw is None and plan.adds_noise.any():
         raise ValueError("this sampler adds noise at every step: pass `draw`, for instance pipe.noise_source(...)")
     latents = noise.to(model.device, torch.float32) * plan.initial
-    source = guidance.on(model.device, model.dtype).source(model.unet, model.step)
-    for state in stream(model, latents, plan, wrap(source), draw or (lambda: noise)):
+    for state in stream(model, latents, plan, wrap(guidance.source(model)), draw or (lambda: noise)):
         latents = state.latents
         on_step(state)
     return latents
@@ -59,10 +52,8 @@ def stream(
 ) -> Iterator[State]:
     """Yield the state after every step of the plan from its first latents (B,C,h,w), as the core's run_plan does.
 
-    The UNet is on the device while it runs.  Leaving the loop stops it.  Raises ValueError for a plan that is not for
-    the model.
+    The UNet is on the device while it runs.  Leaving the loop stops it.
     """
-    check_plan(model, plan)
     if model.family.unet.out_channels == 2 * latents.shape[1]:
         inputs_of = learning_variance(inputs_of, plan)
     x = latents.to(model.device, torch.float32)
@@ -86,13 +77,6 @@ def check_plan(model: Model, plan: Plan) -> None:
             f"this plan is for another network: {model.name} predicts {model.schedule.prediction}; "
             "make one with its own schedule"
         )
-
-
-def check(model: Model, shape: tuple[int, ...], guidance: Guidance) -> None:
-    """Raises ValueError if the shape (B,C,h,w) of noise, and conditionings of B images, do not fit the network."""
-    for branches in (guidance.branches, *(branches for _, branches in guidance.later)):
-        for branch in branches:
-            check_conditioning(model, shape, branch.conditioning)
 
 
 def check_conditioning(model: Model, shape: tuple[int, ...], conditioning: Conditioning) -> None:

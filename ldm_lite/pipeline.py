@@ -208,7 +208,7 @@ class Pipeline(Model):
         prompts = Txt2imgOptions(prompt=prompt).prompt
         if not prompts and prompts != "":
             raise ValueError("no prompt: give a text, or a list of one or more")
-        return encode_prompts(self, [prompts] if isinstance(prompts, str) else prompts, read_as)
+        return Conditioning(**encode_prompts(self, [prompts] if isinstance(prompts, str) else prompts, read_as))
 
     def noise(self, seed: int | Sequence[int] = 42, height: int | None = None, width: int | None = None) -> Tensor:
         """Return unit noise (B,C,h,w), float32 on the CPU, as the tasks draw it, for one seed or B seeds."""
@@ -280,7 +280,10 @@ class Pipeline(Model):
 
     def decode(self, latents: Tensor, *, output: str = "pil") -> list[Any]:
         """Decode latents (B,C,h,w), in the UNet's scale, to B images; output is "pil", "numpy" or "tensor"."""
-        return [_output(pixels, output) for pixels in self.decode_pixels(latents)]
+        if output not in OUTPUTS[:3]:
+            raise ValueError(f"got `output` {output!r}, wanted one of {', '.join(OUTPUTS[:3])}")
+        kinds: dict[str, Callable[[Tensor], Any]] = {"pil": to_pil, "numpy": to_array, "tensor": lambda pixels: pixels}
+        return [kinds[output](pixels) for pixels in self.decode_pixels(latents)]
 
     def encode(self, image: Any) -> Tensor:
         """Encode images of one size; return the mean of their latents (B,C,h,w), in the UNet's scale.
@@ -386,9 +389,3 @@ def _outputs(
     if output == "numpy":
         return [result.array for result in images]
     return [result if output == "result" else result.pixels for result in images]
-
-
-def _output(pixels: Tensor, output: str) -> Any:
-    if output not in OUTPUTS[:3]:
-        raise ValueError(f"got `output` {output!r}, wanted one of {', '.join(OUTPUTS[:3])}")
-    return pixels if output == "tensor" else to_array(pixels) if output == "numpy" else to_pil(pixels)

@@ -40,9 +40,9 @@ from ldm_lite.tasks.existing import contents
 from ldm_lite.tasks.image_inputs import joined
 from ldm_lite.tasks.job import TASKS, Job, Result, Task, check, read_prompts
 from ldm_lite.tasks.joined import are_alike, join
-from ldm_lite.tasks.texts import PromptEncoder, is_constant, parts_of, until_of
+from ldm_lite.tasks.texts import PromptEncoder
 from ldm_lite.text.prompt import BREAK
-from ldm_lite.text.schedule import Calls
+from ldm_lite.text.schedule import Calls, is_constant, parts_of, until_of
 from ldm_lite.text.tokenizer import check_length
 from ldm_lite.zoo.family import text_roles
 

@@ -96,7 +96,7 @@ def sd1(args: argparse.Namespace, checks: Checks) -> None:
     generator, side = torch.Generator().manual_seed(0), args.size // pipe.vae.spec.factor
 
     text = peers.text_encoder(pipe.family, weights)
-    both = encode_prompts(pipe, [PROMPT, ""]).context
+    both = encode_prompts(pipe, [PROMPT, ""])["context"]
     context, uncond = both.chunk(2)
     checks.compare("text encoder", both, text(pipe.tokenizer([PROMPT, ""])).last_hidden_state, 1e-5)
 

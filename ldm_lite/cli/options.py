@@ -6,6 +6,7 @@ Nothing here imports torch, so `--help` is instant.
 """
 
 import dataclasses
+import functools
 import math
 import operator
 import os
@@ -166,26 +167,23 @@ def pair(name: str, value: Any) -> tuple[int, int]:
     return numbers[0], numbers[1]
 
 
-def _listed(kind: type) -> Callable[[str, Any], tuple[Any, ...]]:
-    """Return what parses values separated by commas.  It raises ValueError for a text that holds others."""
-
-    def parse(name: str, value: Any) -> tuple[Any, ...]:
-        parts = value if isinstance(value, (list, tuple)) else [value]
-        if isinstance(value, str):
-            parts = [part.strip() for part in value.split(",") if value and (kind is not str or part.strip())]
-        try:
-            values = tuple(kind(part) if isinstance(part, str) else part for part in parts)
-        except ValueError:
-            values = ()
-        if not values and value not in ("", (), []):
-            what = {str: "names", int: "whole numbers", float: "numbers"}[kind]
-            raise ValueError(f"got `{name}` {value!r:.60}, wanted {what} separated by commas")
-        return values
-
-    return parse
+def _listed(kind: type, what: str, name: str, value: Any) -> tuple[Any, ...]:
+    """Parse values separated by commas.  Raises ValueError for a text that holds others."""
+    parts = value if isinstance(value, (list, tuple)) else [value]
+    if isinstance(value, str):
+        parts = [part.strip() for part in value.split(",") if value and (kind is not str or part.strip())]
+    try:
+        values = tuple(kind(part) if isinstance(part, str) else part for part in parts)
+    except ValueError:
+        values = ()
+    if not values and value not in ("", (), []):
+        raise ValueError(f"got `{name}` {value!r:.60}, wanted {what} separated by commas")
+    return values
 
 
-words, numbers, decimals = map(_listed, (str, int, float))
+words = functools.partial(_listed, str, "names")
+numbers = functools.partial(_listed, int, "whole numbers")
+decimals = functools.partial(_listed, float, "numbers")
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from ldm_lite.checkpoint.model import Model
 from ldm_lite.cli.task_options import ConditioningOptions
 from ldm_lite.core.denoise import Conditioning as Parts
 from ldm_lite.core.files import imported
-from ldm_lite.diffusion.guidance import Conditioning, Guidance, classifier_free
+from ldm_lite.diffusion.guidance import Guidance, classifier_free
 from ldm_lite.models.bert import BERTTextEncoder
 from ldm_lite.models.ops import guidance_embedding
 from ldm_lite.text.prompt import STOP, parse, without_weights
@@ -69,7 +69,7 @@ def conditioner_of(model: Model) -> Conditioner:
 
 
 @torch.no_grad()
-def encode_prompts(model: Model, prompts: Prompts, options: PromptOptions = DEFAULT) -> Conditioning:
+def encode_prompts(model: Model, prompts: Prompts, options: PromptOptions = DEFAULT) -> Parts:
     """Return the conditioning of B prompts, on the model's device.
 
     A warning names the words that do not fit into the text encoder, once per prompt.
@@ -85,7 +85,7 @@ def encode_prompts(model: Model, prompts: Prompts, options: PromptOptions = DEFA
             if dropped := tokenizer.dropped(tokenizer.clean(prompt or "")):
                 log.warning("prompt is too long, dropped from it: %s", dropped)
     with model.phase(*text_roles(model.family.text_encoders)):
-        return Conditioning(**conditioner.encode(model, prompts, options))
+        return conditioner.encode(model, prompts, options)
 
 
 def check_used(models: Sequence[Model], extra: ConditioningOptions) -> None:
@@ -99,13 +99,15 @@ def check_used(models: Sequence[Model], extra: ConditioningOptions) -> None:
 
 
 def guided(model: Model, cond: Parts, uncond: Parts | None, guidance: float | Callable[..., Any]) -> Guidance:
-    """Return the branches of classifier-free guidance, or one branch with the scale as input for distilled models.
+    """Return the branches of classifier-free guidance, or for distilled models the one that reads the scale.
 
-    guidance is a scale or a function, as classifier_free takes it.  Raises ValueError for a function if the network
-    reads the scale.
+    guidance is a scale or a function, as classifier_free takes it.
     """
-    if not model.family.distilled:
-        return classifier_free(cond, uncond, guidance)
+    return with_scale(model, cond, guidance) if model.family.distilled else classifier_free(cond, uncond, guidance)
+
+
+def with_scale(model: Model, cond: Parts, guidance: float | Callable[..., Any]) -> Guidance:
+    """Return one branch, with the scale as an input of the network.  Raises ValueError for a function."""
     if callable(guidance):
         raise ValueError(f"{model.family.title} reads the guidance scale itself: give a number, not a function")
     context, dim = cond["context"], model.family.unet.guidance_dim
@@ -135,15 +137,8 @@ MAX_CARRIED = 20  # tokens after the last comma that may move to the next chunk
 MOST_CHUNKS = 100
 
 
-class Chunks(NamedTuple):
-    """Prompts for a text encoder: token ids (B*K,T) int64 and their weights (B*K,T) float32."""
-
-    ids: Tensor
-    weights: Tensor
-
-
-def chunks(tokenizer: TextTokenizer, texts: Sequence[str], syntax: str = "plain", num_chunks: int = 1) -> Chunks:
-    """Turn B prompts into token ids and weights, in chunks of the text encoder's length: K each, num_chunks or more.
+def chunks(tokenizer: TextTokenizer, texts: Sequence[str], syntax: str, num_chunks: int) -> tuple[Tensor, Tensor]:
+    """Turn B prompts into token ids (B*K,T) int64 and weights (B*K,T) float32: K chunks each, num_chunks or more.
 
     "plain": the text as it is, in one chunk; tokens that do not fit are dropped.  "a1111": in as many as needed.
     Raises ValueError for an unknown syntax, text that the tokenizer refuses, and more than MOST_CHUNKS.
@@ -165,7 +160,7 @@ def chunks(tokenizer: TextTokenizer, texts: Sequence[str], syntax: str = "plain"
         id_row[: len(tokens)] = torch.tensor(tokens, device="cpu")
         values = torch.tensor([weight for _, weight in chunk], dtype=torch.float32, device="cpu")
         weight_row[len(tokenizer.before) :][: len(chunk)] = values
-    return Chunks(ids, weights)
+    return ids, weights
 
 
 def _divide(tokenizer: TextTokenizer, text: str) -> list[list[tuple[int, float]]]:
@@ -222,8 +217,8 @@ def hidden(
 
     BERT is read the same way.  None is an empty prompt.
     """
-    parts = chunks(tokenizer, [prompt or "" for prompt in prompts], options.syntax, options.num_chunks)
-    ids, pooled = parts.ids.to(model.device), None
+    ids, weights = chunks(tokenizer, [prompt or "" for prompt in prompts], options.syntax, options.num_chunks)
+    ids, pooled = ids.to(model.device), None
     settings = (
         () if isinstance(encoder, BERTTextEncoder) else (options.clip_skip, model.learned.get(encoder.spec.width))
     )
@@ -232,7 +227,7 @@ def hidden(
         pooled = pooled.reshape(len(prompts), -1, pooled.shape[1])[:, 0]
     else:
         context = encoder(ids, *settings)
-    return weighted(context, parts.weights).reshape(len(prompts), -1, context.shape[2]), pooled
+    return weighted(context, weights).reshape(len(prompts), -1, context.shape[2]), pooled
 
 
 def _as_read(model: Model, prompts: Iterable[str | None], syntax: str) -> Prompts:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 from weakref import WeakSet
 
@@ -24,16 +24,13 @@ from ldm_lite.diffusion.plan import Plan
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-STATELESS: WeakSet[Callable[..., Any]] = WeakSet()  # functions for Inputs.combine and .adjust
+STATELESS: WeakSet[Callable[..., Any]] = WeakSet([weighted])  # functions for Inputs.combine and .adjust
 
 
 def stateless(function: Function) -> Function:
     """Decorate a function whose result depends on its arguments alone, so that a CUDA graph may repeat what it did."""
     STATELESS.add(function)
     return function
-
-
-stateless(weighted)
 
 
 class Conditioning(dict[str, Tensor]):
@@ -99,69 +96,50 @@ class Constant:
 
 @dataclass(frozen=True, eq=False)
 class Guidance:
-    """The branches of a run, and how their outputs are mixed.
-
-    Other branches, with the same weights and conditionings of the same shapes, may take over from some calls on.
-    """
+    """The branches of a run, and how their outputs are mixed."""
 
     branches: tuple[Branch, ...]
     scale: float | Callable[[int], float] = 1.0  # or a function of the step, counted from 0
     combine: Combine = weighted
     combine_at: Callable[[int], Combine] | None = None  # the same for a step, if it changes
     adjust: tuple[Adjust, ...] = ()
-    later: tuple[tuple[int, tuple[Branch, ...]], ...] = ()  # (call, counted from 0, branches), in order
 
-    def at(self, call: int) -> tuple[Branch, ...]:
-        """Return the branches of a call of the network, counted from 0."""
-        return next((branches for first, branches in reversed(self.later) if first <= call), self.branches)
+    def source(self, model: Any) -> InputSource:
+        """Return the inputs of each call of a model's network, on its device.
 
-    def mapped(self, change: Callable[[Parts, bool], Parts]) -> Guidance:
-        """Return guidance with each conditioning replaced by a function's of it and of whether it is positive."""
+        context, y and concat are in the model's dtype unless they are integers, others as they are.
+        """
 
-        def changed(branches: tuple[Branch, ...]) -> tuple[Branch, ...]:
-            return tuple(b._replace(conditioning=change(b.conditioning, b.positive)) for b in branches)
+        def sent(name: str, part: Tensor) -> Tensor:
+            is_cast = name in ("context", "y", "concat") and part.is_floating_point()
+            return part.to(model.device, model.dtype if is_cast else part.dtype)
 
-        later = tuple((first, changed(branches)) for first, branches in self.later)
-        return replace(self, branches=changed(self.branches), later=later)
-
-    def on(self, device: torch.device, dtype: torch.dtype) -> Guidance:
-        """Return it on a device; context, y and concat in a dtype unless they are integers, others as they are."""
-
-        @functools.cache
-        def sent(conditioning: IdentityKey) -> Parts:
-            cast = {name for name in ("context", "y", "concat") if name in conditioning.value}
-            return {
-                name: part.to(device, dtype if name in cast and part.is_floating_point() else part.dtype)
-                for name, part in conditioning.value.items()
-            }
-
-        return self.mapped(lambda conditioning, positive: sent(IdentityKey(conditioning)))
-
-    def source(self, network: Any, step: Callable[..., Tensor]) -> InputSource:
-        """Return the inputs of each call of a network, which `step` runs."""
+        branches = tuple(
+            branch._replace(conditioning={name: sent(name, part) for name, part in branch.conditioning.items()})
+            for branch in self.branches
+        )
         scale = 1.0 if callable(self.scale) else self.scale
-        inputs = Inputs(network, self.branches, scale, self.combine, self.adjust, step=step)
-        if not (callable(self.scale) or self.combine_at or self.later):
-            return Constant(inputs)
-        # Once a step: it may have several calls, and features look at the inputs of a call too.
-        once = replace(self, scale=functools.cache(self.scale)) if callable(self.scale) else self
-        return Changing(once, inputs)
+        inputs = Inputs(model.unet, branches, scale, self.combine, self.adjust, step=model.step)
+        return changing(self, inputs) if callable(self.scale) or self.combine_at else Constant(inputs)
+
+
+def changing(guidance: Guidance, inputs: Inputs) -> InputSource:
+    """Return inputs whose scale, or function of outputs, changes over the steps."""
+    # Once a step: it may have several calls, and features look at the inputs of a call too.
+    scale_at = functools.cache(guidance.scale) if callable(guidance.scale) else lambda step: inputs.scale
+    combine_at = guidance.combine_at or (lambda step: inputs.combine)
+    return lambda call: inputs._replace(scale=float(scale_at(call.step)), combine=combine_at(call.step))
 
 
 @dataclass(frozen=True, eq=False)
-class Changing:
-    """An InputSource whose scale, function of outputs, or texts change over the calls."""
+class InTurns:
+    """An InputSource that other ones take over from, with the same weights and conditionings of the same shapes."""
 
-    guidance: Guidance
-    inputs: Inputs  # of the first call
+    turns: tuple[tuple[int, InputSource], ...]  # (call, counted from 0, from which on it is used), in order
 
     def __call__(self, call: Call) -> Inputs:
         """Return the inputs of a call."""
-        scale = self.guidance.scale
-        scale = float(scale(call.step)) if callable(scale) else scale
-        at = self.guidance.combine_at
-        combine = self.inputs.combine if at is None else at(call.step)
-        return self.inputs._replace(branches=self.guidance.at(call.number), scale=scale, combine=combine)
+        return next(source for first, source in reversed(self.turns) if first <= call.number)(call)
 
 
 # ---- kinds of guidance ----------------------------------------------------------------------------------------------
@@ -170,35 +148,43 @@ class Changing:
 def classifier_free(cond: Parts, uncond: Parts | None, guidance: float | Callable[..., Any] = 7.5) -> Guidance:
     """uncond + scale * (cond - uncond); no uncond, or scale 1, means no guidance, and half the work.
 
-    guidance is the scale, a function step -> scale (steps count from 0), or a function (cond, uncond), perhaps with the
-    step as a third argument, -> output of the network's raw outputs (B,C,h,w) float32.  Ho and Salimans 2022, eq. 6, in
-    the original scripts' convention.  Raises TypeError for anything else, ValueError for a function without uncond.
+    guidance is the scale, or a function as by_function takes it.  Ho and Salimans 2022, eq. 6, in the original scripts'
+    convention.  Raises TypeError for anything else, ValueError for a function without uncond.
     """
     if isinstance(guidance, str):
         raise TypeError(f"got `guidance` {guidance!r}, wanted a number or a function")
-    if callable(guidance) and uncond is None:
-        raise ValueError("got a `guidance` function, but no conditioning of the negative prompt for it to read")
+    if callable(guidance):
+        return by_function(cond, uncond, guidance)
     if uncond is None or guidance == 1:
         return Guidance((Branch(cond),))
+    return Guidance((Branch(uncond, positive=False), Branch(cond)), float(guidance))
+
+
+def by_function(cond: Parts, uncond: Parts | None, function: Callable[..., Any]) -> Guidance:
+    """Guidance by a function of one's own: step -> scale, or of the network's raw outputs (B,C,h,w) float32.
+
+    The second is a function (cond, uncond), perhaps with the step as a third argument, -> output.  Steps count from 0.
+    Raises ValueError if there is no uncond.
+    """
+    if uncond is None:
+        raise ValueError("got a `guidance` function, but no conditioning of the negative prompt for it to read")
     branches = Branch(uncond, positive=False), Branch(cond)
-    if not callable(guidance):
-        return Guidance(branches, float(guidance))
-    parameters = inspect.signature(guidance).parameters
+    parameters = inspect.signature(function).parameters
     needed = [name for name, parameter in parameters.items() if parameter.default is parameter.empty]
     if len(needed) < 2:
-        return Guidance(branches, guidance)
-    combine = functools.partial(_by_function, guidance, ())
+        return Guidance(branches, function)
+    combine = functools.partial(_combined, function, ())
     if len(needed) == 2 and "step" not in parameters:
         return Guidance(branches, 0.0, combine)  # a scale with which both run
 
     @functools.cache
     def combine_at(step: int) -> Combine:
-        return functools.partial(_by_function, guidance, (step,))
+        return functools.partial(_combined, function, (step,))
 
     return Guidance(branches, 0.0, combine, combine_at=combine_at)
 
 
-def _by_function(function: Callable[..., Tensor], step: tuple[int, ...], outputs: Outputs) -> Tensor:
+def _combined(function: Callable[..., Tensor], step: tuple[int, ...], outputs: Outputs) -> Tensor:
     """What the user's function makes of the outputs of cond and uncond.  Raises ValueError unless it fits them."""
     if len(outputs.outs) != 2:
         return weighted(outputs)
@@ -287,14 +273,13 @@ def mapped(source: InputSource, change: Callable[[Inputs], Inputs]) -> InputSour
     return Constant(change(source.inputs)) if isinstance(source, Constant) else lambda call: change(source(call))
 
 
-def check_guided(source: InputSource | None, plan: Plan) -> Inputs:
-    """Return the inputs of the first call.  Raises ValueError if there is no guidance to change."""
-    assert source is not None
-    inputs = source(Call(0, 0, plan.num_steps))
+def check_guided(job: Any) -> Inputs:
+    """Return the inputs of a job's first call.  Raises ValueError if there is no guidance to change."""
+    inputs: Inputs = job.plain(Call(0, 0, job.plan.num_steps))
     negative = [not branch.positive for branch in inputs.branches]
-    several = isinstance(source, Changing) and callable(source.guidance.scale)
-    guided = several or ((inputs.scale != 1 or any(negative[1:])) and len(running(inputs.branches, inputs.scale)) > 1)
-    if not (guided and any(negative)):
+    scaled = callable(job.guidance) or inputs.scale != 1 or any(negative[1:])
+    several = callable(job.guidance) or len(running(inputs.branches, inputs.scale)) > 1
+    if not (scaled and several and any(negative)):
         raise ValueError(
             "`guidance_interval`, `guidance_schedule` and `apg` change the guidance, but there is none: take a "
             "`scale` other than 1, and a checkpoint that is not distilled"
@@ -302,11 +287,10 @@ def check_guided(source: InputSource | None, plan: Plan) -> Inputs:
     return inputs
 
 
-def check_classifier_free(source: InputSource | None, plan: Plan) -> float:
+def check_classifier_free(job: Any) -> float:
     """Return the scale of guidance.  Raises ValueError if it is not a negative and a positive branch and one number."""
-    inputs = check_guided(source, plan)
-    several = isinstance(source, Changing) and callable(source.guidance.scale)
-    if [branch.positive for branch in inputs.branches] != [False, True] or inputs.combine is not weighted or several:
+    inputs = check_guided(job)
+    if [branch.positive for branch in inputs.branches] != [False, True] or callable(job.guidance):
         raise ValueError("`guidance_schedule` and `apg` take `scale` alone: leave other guidance out")
     return inputs.scale
 

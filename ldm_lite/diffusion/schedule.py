@@ -243,29 +243,34 @@ def spacing_of(spacing: str | Spacing) -> Spacing:
     name, *settings = spacing.split(":")
     if name not in SPACINGS:
         raise ValueError(f"unknown spacing {name!r}: wanted one of {', '.join(SPACINGS)}")
-    function, discard = SPACINGS[name], "discard" in settings
+
+    def levels(schedule: core.Schedule, steps: int) -> list[Level]:
+        if isinstance(schedule, FlowSchedule) and name in MADE_FOR_BETAS:
+            wanted = ", ".join(sorted(GENERAL))
+            raise ValueError(f"the spacing {name} is not for rectified flow: take one of {wanted}")
+        with np.errstate(all="ignore"):
+            return _with_settings(spacing, settings, schedule, steps) if settings else SPACINGS[name](schedule, steps)
+
+    return levels
+
+
+def _with_settings(spacing: str, settings: list[str], schedule: core.Schedule, steps: int) -> list[Level]:
+    """The levels of a spacing with settings, as spacing_of reads them."""
+    function, discard = SPACINGS[spacing.split(":")[0]], "discard" in settings
     pairs = (setting.partition("=") for setting in settings if setting != "discard")
     numbers = {key: number(text) for key, _, text in pairs}
     try:
         inspect.signature(function).bind("schedule", "steps", **numbers)
     except TypeError as error:
         raise ValueError(f"spacing {spacing!r}: {error}; settings are discard, rho=, sigma_min=, sigma_max=") from error
-
-    def levels(schedule: core.Schedule, steps: int) -> list[Level]:
-        if isinstance(schedule, FlowSchedule) and name in MADE_FOR_BETAS:
-            wanted = ", ".join(sorted(GENERAL))
-            raise ValueError(f"the spacing {name} is not for rectified flow: take one of {wanted}")
-        try:
-            with np.errstate(all="ignore"):
-                visited = function(schedule, steps + discard, **numbers)
-                sigmas = np.array([level.sigma for level in visited if level.a > 0])
-        except (ZeroDivisionError, OverflowError):
-            sigmas = np.array([np.nan])
-        if numbers and not (np.isfinite(sigmas).all() and (np.diff(sigmas) <= 0).all()):
-            raise ValueError(f"spacing {spacing!r}: these settings give no descending noise levels")
-        return [*visited[:-2], visited[-1]] if discard else visited
-
-    return levels
+    try:
+        levels = function(schedule, steps + discard, **numbers)
+        sigmas = np.array([level.sigma for level in levels if level.a > 0])
+    except (ZeroDivisionError, OverflowError):
+        sigmas = np.array([np.nan])
+    if numbers and not (np.isfinite(sigmas).all() and (np.diff(sigmas) <= 0).all()):
+        raise ValueError(f"spacing {spacing!r}: these settings give no descending noise levels")
+    return [*levels[:-2], levels[-1]] if discard else levels
 
 
 def number(text: str) -> float:

@@ -37,8 +37,7 @@ class AdaptiveProjectedGuidance(Feature):
             raise ValueError("DPM adaptive tries steps again, which `apg` would remember: take another sampler")
 
         def wrap(source: InputSource, job: Job) -> InputSource:
-            assert job.plan is not None
-            check_classifier_free(job.plain, job.plan)
+            check_classifier_free(job)
             combine = self.projection.begin(job.model.device)
             return lambda call: source(call).combined_by(combine)
 

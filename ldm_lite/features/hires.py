@@ -19,10 +19,11 @@ from ldm_lite.cli.task_options import UPSCALERS, HiresOptions, Txt2imgOptions
 from ldm_lite.diffusion.names import resolve
 from ldm_lite.diffusion.schedule import Level
 from ldm_lite.image import PIXEL_UPSCALERS, to_array, to_pixels
+from ldm_lite.tasks.edited_texts import EditedTexts
 from ldm_lite.tasks.enlarge import Upscaler
 from ldm_lite.tasks.features import Feature
 from ldm_lite.tasks.image_inputs import FromImage
-from ldm_lite.tasks.job import Job, calls_of, plan_of
+from ldm_lite.tasks.job import Job, plan_of
 
 
 class Hires(Feature):
@@ -82,13 +83,14 @@ class Hires(Feature):
             enlarge, name = partial(_in_pixels, model, upscaler, (width, height), larger), Path(upscaler.name).stem
         elif options.hires_upscaler in PIXEL_UPSCALERS:
             enlarge = partial(_in_pixels, model, options.hires_upscaler, (width, height), larger)
-        calls = dataclasses.replace(calls_of(model, second_options, plan), before=job.texts.calls.total)
-        texts: dict[str, Any] = {"calls": calls}
+        task = dataclasses.replace(job.task, options=second_options, plan=plan)
+        texts: dict[str, Any] = {}
+        if isinstance(job.texts, EditedTexts) and isinstance(task.texts, EditedTexts):
+            texts["calls"] = dataclasses.replace(task.texts.calls, before=job.texts.calls.total)
         if options.hires_prompt is not None:
             texts["prompts"] = [options.hires_prompt] * len(job.texts.prompts)
         if options.hires_negative_prompt is not None:
             texts["negative_prompt"] = options.hires_negative_prompt
-        task = dataclasses.replace(job.task, options=second_options, plan=plan)
         second = task.job(larger, plan, dataclasses.replace(task.texts, **texts), without=self)
         settings = {
             "Variation seed": job.settings["Variation seed"],

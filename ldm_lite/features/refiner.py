@@ -14,7 +14,6 @@ from ldm_lite.core.denoise import Call, Constraint, Draw, Inputs, InputSource, S
 from ldm_lite.core.job import Item
 from ldm_lite.diffusion.adaptive import AdaptivePlan
 from ldm_lite.diffusion.plan import Plan
-from ldm_lite.generate import check_plan
 from ldm_lite.runtime.precision import short_name
 from ldm_lite.tasks.features import Feature
 from ldm_lite.tasks.job import Job
@@ -69,7 +68,6 @@ class Refiner(Feature):
 
         def solve(x: Tensor, plan: Plan, inputs_of: InputSource, draw: Draw, constrain: Constraint) -> Iterator[State]:
             """Run the plan; one of the two models is on the device."""
-            check_plan(model, plan)
             with contextlib.ExitStack() as phase:
                 running: Model | None = None
 

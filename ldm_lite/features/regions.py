@@ -10,7 +10,6 @@ Shape letters: P parts, h w latent size.
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,10 +20,10 @@ from ldm_lite.core.denoise import Branch
 from ldm_lite.core.denoise import Conditioning as Parts
 from ldm_lite.diffusion.guidance import Guidance, classifier_free, composed
 from ldm_lite.diffusion.schedule import number
+from ldm_lite.tasks.edited_texts import EditedTexts
 from ldm_lite.tasks.features import Feature
 from ldm_lite.tasks.job import Job
-from ldm_lite.tasks.texts import PromptEncoder, parts_of
-from ldm_lite.text.schedule import Part
+from ldm_lite.tasks.texts import PromptEncoder
 
 Box = tuple[float, float, float, float]  # left, top, right, bottom, in [0,1] of the image
 WHOLE: Box = (0.0, 0.0, 1.0, 1.0)
@@ -33,7 +32,7 @@ WHOLE: Box = (0.0, 0.0, 1.0, 1.0)
 class Regions(Feature):
     """Gives each part of a prompt a weight at each position."""
 
-    _texts: tuple[PromptEncoder, PromptEncoder] | None = None  # plain ones, and those that have the regions
+    _texts: tuple[PromptEncoder, EditedTexts] | None = None  # those of the job, and the same with regions
 
     def check(self, options: Any) -> Any:
         """Raises ValueError for text that is no list of boxes."""
@@ -41,40 +40,25 @@ class Regions(Feature):
         return options
 
     def change_job(self, job: Job) -> Job:
-        """Encode prompts as parts that have regions."""
+        """Let parts have regions.  Raises ValueError, before anything is encoded, for others than there are regions."""
         if self._texts is None or self._texts[0] is not job.texts:  # a second pass has texts of its own
-            known = {name: value for name, value in vars(job.texts).items() if name in ENCODER_FIELDS}
-            self._texts = job.texts, RegionalEncoder(**known, boxes=self.boxes)
-        texts, key = self._texts[1], job.key
-        for prompt in set(texts.prompts):  # raises ValueError before anything is encoded
-            weights = [part.weight for part in parts_of(prompt, "a1111")] if texts.cond is None else [1.0]
-            shares(self.boxes, weights, job.shape[1:])
-        return dataclasses.replace(job, texts=texts, key=lambda item: (key(item), texts.weights(item)))
-
-
-ENCODER_FIELDS = {field.name for field in dataclasses.fields(PromptEncoder) if field.init}
-
-
-@dataclass(frozen=True, eq=False)
-class RegionalEncoder(PromptEncoder):
-    """Encodes prompts whose parts have regions."""
-
-    boxes: Sequence[Box] = ()  # of the parts of each prompt
-
-    def __post_init__(self) -> None:
-        counts = {1} if self.cond is not None else {len(self._parts(prompt)) for prompt in self.prompts}
-        if others := counts - {len(self.boxes)}:
+            assert isinstance(job.texts, EditedTexts)
+            self._texts = job.texts, dataclasses.replace(job.texts, compose=self._compose)
+        texts = self._texts[1]
+        weights = {texts.weights(prompt) for prompt in texts.prompts}
+        if others := {len(parts) for parts in weights} - {len(self.boxes)}:
             raise ValueError(
                 f"got {len(self.boxes)} `regions` for a prompt of {min(others)} parts, wanted one for each; AND joins "
                 "parts"
             )
+        for parts in weights:
+            shares(self.boxes, parts, job.shape[1:])
+        return dataclasses.replace(job, texts=texts)
 
-    def _parts(self, prompt: str) -> list[Part]:
-        return parts_of(prompt, "a1111")
-
-    def _joined(self, job: Any, conds: Sequence[Parts], weights: tuple[float, ...], uncond: Parts | None) -> Guidance:
-        if self.model.family.distilled:  # it reads the scale
-            conds = [guided(self.model, cond, None, job.guidance).branches[0].conditioning for cond in conds]
+    def _compose(self, job: Job, conds: Sequence[Parts], weights: Sequence[float], uncond: Parts | None) -> Guidance:
+        """EditedTexts.compose: each part where its region is."""
+        if job.model.family.distilled:  # it reads the scale
+            conds = [guided(job.model, cond, None, job.guidance).branches[0].conditioning for cond in conds]
         return regional(conds, shares(self.boxes, weights, job.shape[1:]), uncond, job.guidance)
 
 

@@ -5,7 +5,7 @@ import logging
 from typing import Any
 
 from ldm_lite.core.denoise import InputSource
-from ldm_lite.diffusion.guidance import Changing, gated
+from ldm_lite.diffusion.guidance import InTurns, gated
 from ldm_lite.diffusion.schedule import number
 from ldm_lite.runtime.compile import is_compiled
 from ldm_lite.runtime.shortened import Run
@@ -52,7 +52,7 @@ class Shortcuts(Feature):
         """Raises ValueError if the text changes after it has been read for the last time."""
         assert job.plan is not None
         assert self.settings.gate is not None
-        changes = job.plain.guidance.later if isinstance(job.plain, Changing) else ()
+        changes = job.plain.turns[1:] if isinstance(job.plain, InTurns) else ()
         for call, _ in changes:
             if call < len(job.plan.step) and job.plan.step[call] >= self.settings.gate:
                 raise ValueError(

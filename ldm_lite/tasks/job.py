@@ -26,17 +26,18 @@ from ldm_lite.cli.task_options import Txt2imgOptions
 from ldm_lite.cli.version import __version__
 from ldm_lite.conditioning.prompts import conditioner_of
 from ldm_lite.core import features as core
-from ldm_lite.core.denoise import Constraint, Draw, InputSource, State, unconstrained
+from ldm_lite.core.denoise import Constraint, Draw, InputSource, State
 from ldm_lite.core.job import Item
 from ldm_lite.core.job import Job as CoreJob
 from ldm_lite.core.job import run as run_batches
-from ldm_lite.core.tasks import seeded_noise
+from ldm_lite.core.tasks import from_noise, seeded_noise
 from ldm_lite.diffusion.guidance import as_conditioning, cfg_plus_plus
 from ldm_lite.diffusion.names import make_plan, resolve, written
 from ldm_lite.diffusion.original import original_plan
 from ldm_lite.diffusion.plan import Plan
 from ldm_lite.diffusion.webui import calls_per_step
 from ldm_lite.image import to_array
+from ldm_lite.tasks.edited_texts import EditedTexts
 from ldm_lite.tasks.features import Feature, changed, check_features
 from ldm_lite.tasks.texts import PromptEncoder
 from ldm_lite.text.parameters import parameters
@@ -145,16 +146,14 @@ class Task:
     def items(self, place: int = 0) -> list[Item]:
         """Return the images of the place-th input, counted from 0."""
         options, count = self.options, len(self.prompts)
+        size = options.repeats * count
         items = []
-        for repeat in range(options.repeats):
-            for row, prompt in enumerate(self.prompts):
-                number = (place * options.repeats + repeat) * count + row
-                counted = self.counted(number)
-                if not isinstance(options.seed, int):
-                    seed = options.seed[counted]
-                else:  # a variation seed goes up in place of the seed
-                    seed = options.seed + (0 if options.variation_strength else counted)
-                items.append(Item(number, prompt, options.negative_prompt or "", seed))
+        for number in range(place * size, (place + 1) * size):
+            if not isinstance(options.seed, int):
+                seed = options.seed[number]
+            else:  # a variation seed goes up in place of the seed
+                seed = options.seed + (0 if options.variation_strength else self.counted(number))
+            items.append(Item(number, self.prompts[number % count], options.negative_prompt or "", seed))
         return items
 
     def counted(self, number: int) -> int:
@@ -179,11 +178,13 @@ class Task:
     @cached_property
     def texts(self) -> PromptEncoder:
         """What encodes the prompts of all images."""
-        options, calls = self.options, calls_of(self.model, self.options, self.plan)
+        options, guidance = self.options, guidance_of(self.model, self.options, self.plan, self.image_scale)
+        has_guidance = guidance != 1 or self.image_scale not in (None, 1)
         ready = as_conditioning(options.cond), as_conditioning(options.uncond)
-        guidance = guidance_of(self.model, options, self.plan, self.image_scale)
-        guided = guidance != 1 or self.image_scale not in (None, 1)
-        return PromptEncoder(self.model, self.prompts, options.negative_prompt, options, calls, *ready, guided)
+        known = self.model, self.prompts, options.negative_prompt, options, *ready, has_guidance
+        if options.prompt_syntax != "a1111" and options.regions is None:
+            return PromptEncoder(*known)
+        return EditedTexts(*known, calls=calls_of(self.model, options, self.plan))
 
     def job(
         self,
@@ -195,17 +196,17 @@ class Task:
         **slots: Any,
     ) -> Job:
         """Return the job of images of a latent shape (C,h,w), changed by the features but one; others may be slots."""
-        texts, options, count = texts or self.texts, self.options, len(self.prompts)
+        texts, options = texts or self.texts, self.options
         self._warn_of_size(shape)
-        batch_size, of_all = options.images_at_a_time, settings_of(self.model, options, plan, self.image_scale)
+        of_all = settings_of(self.model, options, plan, self.image_scale)
         job = Job(
             model=self.model,
-            options=replace(options, batch_size=batch_size),
+            options=replace(options, batch_size=options.images_at_a_time),
             shape=shape,
             plan=plan,
             items=(),
             encode=encode,
-            key=lambda item: (item.number // count, item.number % count // batch_size, texts.weights(item)),
+            key=texts.key,
             solve=partial(generate.stream, self.model),
             task=self,
             texts=texts,
@@ -218,6 +219,11 @@ class Task:
             if feature is not without:
                 job = feature.change_job(job)
         return job
+
+
+def encode(job: Job, items: Sequence[Item]) -> InputSource:
+    """Job.encode: the prompts of a batch."""
+    return job.texts.encode(job, items)
 
 
 def run(task: Task, existing: Any = None, decoding: bool = True) -> Iterator[State | Result]:
@@ -329,31 +335,31 @@ def read_prompts(options: Txt2imgOptions, model: Model | None = None) -> list[st
     Raises ValueError for a file that is not a list of prompts, for a text that is too long, and, with a model, for a
     prompt missing that it needs.
     """
-    prompts = _read_prompts(options, model)
-    for prompt in (*prompts, options.negative_prompt or ""):
-        check_length(prompt)
+    cond, prompt, count = as_conditioning(options.cond), options.prompt, options.images_at_a_time
+    if cond is not None:
+        prompts = [prompt if isinstance(prompt, str) else ""] * len(next(iter(cond.values())))
+    elif options.from_file is not None:
+        prompts = _prompts_of_file(options)
+    elif isinstance(prompt, str):
+        prompts = [prompt] * count
+    elif prompt is not None:
+        if not (prompts := list(prompt)):
+            raise ValueError("got an empty list of prompts, wanted one or more")
+    elif model is None or conditioner_of(model).reads == "none":
+        prompts = [""] * count
+    else:
+        raise ValueError('no prompt: give one, for instance "a red apple on a blue background"')
+    for text in (*prompts, options.negative_prompt or ""):
+        check_length(text)
     return prompts
 
 
-def _read_prompts(options: Txt2imgOptions, model: Model | None) -> list[str]:
-    if (cond := as_conditioning(options.cond)) is not None:
-        count = len(next(iter(cond.values())))
-        return [options.prompt if isinstance(options.prompt, str) else ""] * count
-    if options.from_file is None:
-        if options.prompt is None:
-            if model is not None and conditioner_of(model).reads != "none":
-                raise ValueError('no prompt: give one, for instance "a red apple on a blue background"')
-            return [""] * options.images_at_a_time
-        if isinstance(options.prompt, str):
-            return [options.prompt] * options.images_at_a_time
-        if not options.prompt:
-            raise ValueError("got an empty list of prompts, wanted one or more")
-        return list(options.prompt)
+def _prompts_of_file(options: Txt2imgOptions) -> list[str]:
+    """Return the lines of the options' file.  The original script takes a blank line as a prompt."""
     if options.prompt is not None:
         raise ValueError("got a prompt and `from_file`: give one of them")
-    path = Path(options.from_file)
+    path = Path(options.from_file or "")
     lines = read_text(path, MOST_BYTES).splitlines()
-    # The original script takes a blank line as a prompt.
     prompts = lines if options.compat else [line.strip() for line in lines if line.strip()]
     if not prompts:
         raise ValueError(f"{path}: holds no prompt, wanted one in each line")
@@ -373,6 +379,7 @@ def plan_of(model: Model, options: Txt2imgOptions, last: int | None = None, step
     if options.plan is not None:
         if last is not None and last != steps:
             raise ValueError("got a `plan` of your own and a `strength` that leaves some of its steps out: take 1")
+        generate.check_plan(model, options.plan)
         plan: Plan = options.plan
         return plan
     steps = (model.family.steps if options.steps is None else options.steps) if steps is None else steps
@@ -404,19 +411,6 @@ def calls_of(model: Model, options: Txt2imgOptions, plan: Plan | None) -> Calls:
     steps = model.family.steps if options.steps is None else options.steps
     calls_each = calls_per_step(resolve(sampler_of(model, options))[0])
     return Calls(steps * (calls_each or max(1, round(len(plan.t) / plan.num_steps))))
-
-
-# ---- what a run begins with -----------------------------------------------------------------------------------------
-
-
-def encode(job: Job, items: Sequence[Item]) -> InputSource:
-    """Job.encode: the prompts of a batch."""
-    return job.texts.encode(job, items)
-
-
-def from_noise(job: Job, items: Sequence[Item], draw: Draw) -> tuple[Tensor, Constraint]:
-    """Job.begin: noise alone."""
-    return draw() * (1.0 if job.plan is None else job.plan.initial), unconstrained
 
 
 # ---- the text of pictures -------------------------------------------------------------------------------------------

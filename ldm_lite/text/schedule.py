@@ -71,6 +71,25 @@ def schedule(prompt: str, calls: Calls) -> list[Until]:
     return [Until(end, _at(parsed, end)) for end in sorted(ends)]
 
 
+def parts_of(prompt: str, syntax: str) -> list[Part]:
+    """Return the parts of a prompt, which AND joins in the a1111 syntax."""
+    if syntax != "a1111":
+        return [Part(prompt, 1.0)]
+    parts = split(prompt)  # whose spaces around AND count for Qwen3
+    return parts if len(parts) == 1 else [part._replace(text=part.text.strip()) for part in parts]
+
+
+def until_of(text: str | None, syntax: str, calls: Calls) -> list[Until]:
+    """Return the texts that a text is over the calls of the network."""
+    return [Until(calls.total, text)] if text is None or syntax != "a1111" else schedule(text, calls)
+
+
+def is_constant(prompt: str | None, syntax: str) -> bool:
+    """Whether a prompt is a single text of weight 1 from the first step to the last."""
+    parts = parts_of(prompt or "", syntax)
+    return [part.weight for part in parts] == [1.0] and len(until_of(parts[0].text, syntax, Calls(1000))) == 1
+
+
 def _at(text: _Text, call: int) -> str:
     """The text of a call, counted from 1."""
     return "".join(part if isinstance(part, str) else part(call) for part in text)

@@ -1,0 +1,89 @@
+"""Prompts that change over the steps, or have parts that AND joins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from ldm_lite.core.denoise import Conditioning, InputSource
+from ldm_lite.core.job import Item
+from ldm_lite.diffusion.guidance import Guidance, InTurns, composed
+from ldm_lite.tasks.texts import PromptEncoder
+from ldm_lite.text.schedule import Calls, Part, Until, parts_of, until_of
+
+
+def added(job: Any, conds: Sequence[Conditioning], weights: tuple[float, ...], uncond: Any) -> Guidance:
+    """EditedTexts.compose: the predictions for the parts are added."""
+    return composed(conds, weights, uncond, job.guidance)
+
+
+@dataclass(frozen=True, eq=False)
+class EditedTexts(PromptEncoder):
+    """Encodes prompts of the a1111 syntax, whose texts may change, and prompts that have parts."""
+
+    calls: Calls = field(kw_only=True)  # how prompts that change count the network's calls
+    compose: Callable[..., Guidance] = added  # of several parts, or one with a weight
+    _schedules: dict[str | None, list[Until]] = field(init=False, default_factory=dict)
+
+    def key(self, item: Item) -> Hashable:
+        """Job.key: prompts of other parts cannot go together."""
+        return super().key(item), self.weights(self._prompt(item))
+
+    def weights(self, prompt: str) -> tuple[float, ...]:
+        """Return the weights of the parts of a prompt."""
+        return (1.0,) if self.cond is not None else tuple(part.weight for part in parts_of(prompt, "a1111"))
+
+    @cached_property
+    def has_parts(self) -> bool:  # type: ignore[override]  # a plain prompt has none
+        """Whether a prompt has several parts, or one with a weight."""
+        return any(self.weights(prompt) != (1.0,) for prompt in self.prompts)
+
+    def texts(self) -> set[str | None]:
+        """Return all texts that are read over the steps."""
+        prompts = set(self.prompts if self.cond is None else ())
+        parts = {part.text for prompt in prompts for part in parts_of(prompt, "a1111")}
+        return {until.text for text in (*parts, *self._negative()) for until in self._until(text)}
+
+    def source(self, job: Any, items: Sequence[Item]) -> InputSource:
+        """Return the inputs of every call for items whose prompts' parts have the same weights."""
+        prompts = [self._prompt(item) for item in items]
+        parts = [[Part("", 1.0)] if self.cond is not None else parts_of(prompt, "a1111") for prompt in prompts]
+        columns = [[self._until(part.text) for part in column] for column in zip(*parts, strict=True)]
+        columns.append([self._until(next(self._negative(), None))] * len(items))
+        changes = {until.last + 1 for column in columns for image in column for until in image[:-1]}
+        sources: dict[object, InputSource] = {}  # the same texts may come back
+        turns = []
+        for first in sorted({0, *changes}):
+            *texts, negative = key = tuple(tuple(_text_at(image, first) for image in column) for column in columns)
+            if key not in sources:
+                conds = [self.encoded(job, items, part, negative=False) for part in texts]
+                uncond = self.encoded(job, items, negative, negative=True) if self.is_guided else None
+                sources[key] = self.guided(job, items, conds, uncond)
+            turns.append((first, sources[key]))
+        return turns[0][1] if len(turns) == 1 else InTurns(tuple(turns))
+
+    def joined(self, job: Any, items: Sequence[Item], conds: Sequence[Conditioning], uncond: Any) -> Guidance:
+        """Return the guidance of prompts of one part or several."""
+        weights = self.weights(self._prompt(items[0]))
+        whole = weights == (1.0,)
+        return super().joined(job, items, conds, uncond) if whole else self.compose(job, conds, weights, uncond)
+
+    def _prompt(self, item: Item) -> str:
+        return self.prompts[item.number % len(self.prompts)]
+
+    def _negative(self) -> Iterator[str | None]:
+        """The negative prompt, if it is read."""
+        if self.is_guided and self.uncond is None:
+            yield self.negative_prompt
+
+    def _until(self, text: str | None) -> list[Until]:
+        if text not in self._schedules:
+            self._schedules[text] = until_of(text, self.options.prompt_syntax, self.calls)
+        return self._schedules[text]
+
+
+def _text_at(image: Sequence[Until], call: int) -> str | None:
+    """Return the text of an image at a call."""
+    return next((until.text for until in image if call <= until.last), image[-1].text)
