@@ -62,6 +62,8 @@ def test_a_sigma_outside_of_the_range_is_a_warning(caplog: pytest.LogCaptureFixt
     with caplog.at_level(logging.WARNING):
         assert SD.at_sigma(14.6146).t == pytest.approx(999, abs=1e-3)
         assert not caplog.text
+        assert [SD.at_sigma(float(SD.sigmas[i])).t for i in (0, -1)] == [0, 999]
+        assert not caplog.records  # the ends are within
         assert SD.at_sigma(20.0).t == 999
         assert "sigma 20 is outside of the range that the network knows, 0.02917 to 14.61" in caplog.text
         assert SD.at_sigma(0.01).t == 0
