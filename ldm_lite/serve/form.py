@@ -43,6 +43,7 @@ NOT_FOR = {
     "inpaint": HIRES | EMBEDDING,
     "upscale": HIRES | {"width", "height", "fixed_code"},
 }
+BESIDE = ("task", "model", "loras", "init_img", "reference", "mask", "control", "x", "y")  # besides those fields
 MODEL, LORA_WEIGHT = "model", "lora_weight"  # axes of a plot that are no options of a task
 
 
@@ -147,7 +148,7 @@ def read(values: Mapping[str, Any], engine: Engine) -> Work:
     """Read a form: its values by name, as api.ImagesRequest has them.  Raises Refused, which names the field."""
     task = values["task"]
     for name in values:
-        if name not in fields() and name not in ("task", "model", "loras", "init_img", "mask", "control", "x", "y"):
+        if name not in fields() and name not in BESIDE:
             raise Refused(422, f"unknown field {name!r:.60}: GET /api/form lists them", param=name[:60])
     with about("loras"):
         loras: Loras = tuple((lora["name"], lora_weight(str(lora["weight"]))) for lora in values.get("loras") or ())
