@@ -8,7 +8,7 @@ import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -99,10 +99,7 @@ def check_used(models: Sequence[Model], extra: ConditioningOptions) -> None:
 
 
 def guided(model: Model, cond: Parts, uncond: Parts | None, guidance: float | Callable[..., Any]) -> Guidance:
-    """Return the branches of classifier-free guidance, or for distilled models the one that reads the scale.
-
-    guidance is a scale or a function, as classifier_free takes it.
-    """
+    """Return what classifier_free does with these, or for distilled models the one branch that reads the scale."""
     return with_scale(model, cond, guidance) if model.family.distilled else classifier_free(cond, uncond, guidance)
 
 
@@ -137,8 +134,15 @@ MAX_CARRIED = 20  # tokens after the last comma that may move to the next chunk
 MOST_CHUNKS = 100
 
 
-def chunks(tokenizer: TextTokenizer, texts: Sequence[str], syntax: str, num_chunks: int) -> tuple[Tensor, Tensor]:
-    """Turn B prompts into token ids (B*K,T) int64 and weights (B*K,T) float32: K chunks each, num_chunks or more.
+class Chunks(NamedTuple):
+    """Prompts for a text encoder: token ids (B*K,T) int64 and their weights (B*K,T) float32."""
+
+    ids: Tensor
+    weights: Tensor
+
+
+def chunks(tokenizer: TextTokenizer, texts: Sequence[str], syntax: str = "plain", num_chunks: int = 1) -> Chunks:
+    """Turn B prompts into token ids and weights, in chunks of the text encoder's length: K each, num_chunks or more.
 
     "plain": the text as it is, in one chunk; tokens that do not fit are dropped.  "a1111": in as many as needed.
     Raises ValueError for an unknown syntax, text that the tokenizer refuses, and more than MOST_CHUNKS.
@@ -160,7 +164,7 @@ def chunks(tokenizer: TextTokenizer, texts: Sequence[str], syntax: str, num_chun
         id_row[: len(tokens)] = torch.tensor(tokens, device="cpu")
         values = torch.tensor([weight for _, weight in chunk], dtype=torch.float32, device="cpu")
         weight_row[len(tokenizer.before) :][: len(chunk)] = values
-    return ids, weights
+    return Chunks(ids, weights)
 
 
 def _divide(tokenizer: TextTokenizer, text: str) -> list[list[tuple[int, float]]]:
@@ -217,8 +221,8 @@ def hidden(
 
     BERT is read the same way.  None is an empty prompt.
     """
-    ids, weights = chunks(tokenizer, [prompt or "" for prompt in prompts], options.syntax, options.num_chunks)
-    ids, pooled = ids.to(model.device), None
+    parts = chunks(tokenizer, [prompt or "" for prompt in prompts], options.syntax, options.num_chunks)
+    ids, pooled = parts.ids.to(model.device), None
     settings = (
         () if isinstance(encoder, BERTTextEncoder) else (options.clip_skip, model.learned.get(encoder.spec.width))
     )
@@ -227,7 +231,7 @@ def hidden(
         pooled = pooled.reshape(len(prompts), -1, pooled.shape[1])[:, 0]
     else:
         context = encoder(ids, *settings)
-    return weighted(context, weights).reshape(len(prompts), -1, context.shape[2]), pooled
+    return weighted(context, parts.weights).reshape(len(prompts), -1, context.shape[2]), pooled
 
 
 def _as_read(model: Model, prompts: Iterable[str | None], syntax: str) -> Prompts:

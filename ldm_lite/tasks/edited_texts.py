@@ -7,14 +7,15 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from ldm_lite.core.denoise import Conditioning, InputSource
+from ldm_lite.core.denoise import Conditioning as Parts
+from ldm_lite.core.denoise import InputSource
 from ldm_lite.core.job import Item
 from ldm_lite.diffusion.guidance import Guidance, InTurns, composed
 from ldm_lite.tasks.texts import PromptEncoder
 from ldm_lite.text.schedule import Calls, Part, Until, parts_of, until_of
 
 
-def added(job: Any, conds: Sequence[Conditioning], weights: tuple[float, ...], uncond: Any) -> Guidance:
+def added(job: Any, conds: Sequence[Parts], weights: tuple[float, ...], uncond: Parts | None) -> Guidance:
     """EditedTexts.compose: the predictions for the parts are added."""
     return composed(conds, weights, uncond, job.guidance)
 
@@ -64,7 +65,7 @@ class EditedTexts(PromptEncoder):
             turns.append((first, sources[key]))
         return turns[0][1] if len(turns) == 1 else InTurns(tuple(turns))
 
-    def joined(self, job: Any, items: Sequence[Item], conds: Sequence[Conditioning], uncond: Any) -> Guidance:
+    def joined(self, job: Any, items: Sequence[Item], conds: Sequence[Parts], uncond: Parts | None) -> Guidance:
         """Return the guidance of prompts of one part or several."""
         weights = self.weights(self._prompt(items[0]))
         whole = weights == (1.0,)

@@ -15,7 +15,8 @@ from torch import Tensor
 from ldm_lite.checkpoint.model import Model
 from ldm_lite.cli.task_options import Txt2imgOptions
 from ldm_lite.conditioning.prompts import PromptOptions, count_chunks, encode_prompts, guided
-from ldm_lite.core.denoise import Conditioning, InputSource
+from ldm_lite.core.denoise import Conditioning as Parts
+from ldm_lite.core.denoise import InputSource
 from ldm_lite.core.job import Item, batches
 from ldm_lite.diffusion.guidance import Guidance, instructed, rows_of
 from ldm_lite.generate import check_conditioning
@@ -37,11 +38,11 @@ class PromptEncoder:
     prompts: Sequence[str]  # of one repetition; that of an item is at its number, counted round
     negative_prompt: str | None
     options: Txt2imgOptions
-    cond: Conditioning | None = None  # precomputed conditioning in place of the prompts
-    uncond: Conditioning | None = None
+    cond: Parts | None = None  # precomputed conditioning in place of the prompts
+    uncond: Parts | None = None
     has_guidance: bool = True  # the scale is not 1
     is_refiner: bool = False  # of another model than the job's: nothing is said twice
-    _cache: OrderedDict[object, Conditioning] = field(init=False, default_factory=OrderedDict)
+    _cache: OrderedDict[object, Parts] = field(init=False, default_factory=OrderedDict)
     _ahead: set[int] = field(init=False, default_factory=set)  # numbers of items whose texts were encoded ahead
 
     has_parts = False  # whether a prompt has several parts, or one with a weight
@@ -84,14 +85,13 @@ class PromptEncoder:
 
     def source(self, job: Any, items: Sequence[Item]) -> InputSource:
         """Return the inputs of every call for some items, before features change the guidance."""
-        cond = self.encoded(
-            job, items, [self.prompts[item.number % len(self.prompts)] for item in items], negative=False
-        )
+        prompts = [self.prompts[item.number % len(self.prompts)] for item in items]
+        cond = self.encoded(job, items, prompts, negative=False)
         negative = [self.negative_prompt] * len(items)
         uncond = self.encoded(job, items, negative, negative=True) if self.is_guided else None
         return self.guided(job, items, [cond], uncond)
 
-    def encoded(self, job: Any, items: Sequence[Item], texts: Sequence[str | None], negative: bool) -> Conditioning:
+    def encoded(self, job: Any, items: Sequence[Item], texts: Sequence[str | None], negative: bool) -> Parts:
         """Return the conditioning of the texts of some items, or the precomputed one in their place."""
         if (ready := self.uncond if negative else self.cond) is not None:
             count = len(self.prompts)
@@ -106,9 +106,7 @@ class PromptEncoder:
         self._cache.move_to_end(key)
         return self._cache[key]
 
-    def guided(
-        self, job: Any, items: Sequence[Item], conds: Sequence[Conditioning], uncond: Conditioning | None
-    ) -> InputSource:
+    def guided(self, job: Any, items: Sequence[Item], conds: Sequence[Parts], uncond: Parts | None) -> InputSource:
         """Return the inputs of every call for the conditionings of the parts of some items' prompts."""
         model, count = self.model, len(items)
         images = job.channels if model.family.reads_images else {}  # which a refiner may not read
@@ -122,15 +120,11 @@ class PromptEncoder:
             check_conditioning(model, (count, *job.shape), branch.conditioning)
         return guidance.source(model)
 
-    def joined(
-        self, job: Any, items: Sequence[Item], conds: Sequence[Conditioning], uncond: Conditioning | None
-    ) -> Guidance:
+    def joined(self, job: Any, items: Sequence[Item], conds: Sequence[Parts], uncond: Parts | None) -> Guidance:
         """Return the guidance of prompts whose parts have these conditionings: here a single one."""
         return guided(self.model, conds[0], uncond, job.guidance)
 
-    def _instructed(
-        self, job: Any, conds: Sequence[Conditioning], uncond: Conditioning | None, concat: Tensor
-    ) -> Guidance:
+    def _instructed(self, job: Any, conds: Sequence[Parts], uncond: Parts | None, concat: Tensor) -> Guidance:
         """Return the three-way guidance of a network that follows instructions."""
         if callable(job.guidance):
             raise ValueError("three-way guidance takes a number: leave the `guidance` function out")
