@@ -92,9 +92,13 @@ def load_model(options: LoadOptions) -> Pipeline:
     return loading.load_model(options, Pipeline)
 
 
-def check_checkpoint(options: LoadOptions) -> None:
-    """Read the header of a checkpoint.  Raises FileNotFoundError, ValueError if it is none of a known family."""
-    loading.recognise(open_source(options.ckpt), options)
+def check_checkpoint(options: LoadOptions) -> bool:
+    """Read the header of a checkpoint, and return whether its network reads reference images.
+
+    Raises FileNotFoundError, ValueError if it is none of a known family.
+    """
+    family, *_ = loading.recognise(open_source(options.ckpt), options)
+    return family.references is not None
 
 
 def with_exact_batches(model: Pipeline) -> Pipeline | None:

@@ -6,6 +6,7 @@ import copy
 import logging
 import math
 import os
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -259,7 +260,8 @@ def load_model(options: LoadOptions, kind: type[M], check: Callable[[M], None] |
         log.info("%s: predicts %s %s; `prediction` overrules that", title, family.prediction, why)
     for hint in family.hints:
         is_told = "family" in (metadata if hint.lacks else options.added_metadata)
-        if (hint.word in title.lower()) != hint.lacks and not is_told:
+        has_word = re.search(rf"(?<!\d){hint.word}(?!\d)", title.lower()) is not None  # not as part of a number
+        if has_word != hint.lacks and not is_told:
             log.warning("%s", hint.text(family.title))
             break
     model = kind(

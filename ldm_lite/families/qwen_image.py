@@ -24,6 +24,7 @@ from ldm_lite.zoo.families import chosen
 from ldm_lite.zoo.family import Family, Flow, Hint, References
 
 UNIT = 32  # of the sides of a reference
+MOST_RATIO = 100  # of its sides
 AREA, SEEN_AREA = 1024**2, 384**2  # pixels of a reference, and of what the language model sees of it from 2509 on
 
 
@@ -35,8 +36,11 @@ def fitted(image: Image.Image, unit: int, area: int | None = None) -> Image.Imag
     ratio = image.width / image.height
     width = sqrt((area or AREA) * ratio)
     size = round(width / UNIT) * UNIT, round(width / ratio / UNIT) * UNIT
-    if not all(size):
-        raise ValueError(f"got a reference of {image.width} x {image.height} pixels, wanted sides more alike")
+    if max(ratio, 1 / ratio) > MOST_RATIO:
+        raise ValueError(
+            f"got a reference of {image.width} x {image.height} pixels, wanted a side at most {MOST_RATIO} times the "
+            "other: crop it"
+        )
     return image.resize(size, Image.Resampling.LANCZOS)
 
 

@@ -27,9 +27,13 @@ class References(Feature):
         rule = model.family.references
         if rule is None:
             raise ValueError(f"{model.family.title} reads no reference images: leave out `reference`")
+        sees = any(getattr(spec, "vision", None) is not None for spec in model.family.text_encoders)
+        if sees and (options.cond is not None or options.uncond is not None):
+            raise ValueError("got `reference`, and `cond` or `uncond`, whose text has not seen it: give prompts")
         opened = [open_source(source).image for source in sources(options.reference, "reference")]
         if rule.most is not None and len(opened) > rule.most:
-            raise ValueError(f"got {len(opened)} reference images, but {model.family.title} reads {rule.most}")
+            reads = f"{model.family.title} reads {rule.most}"
+            raise ValueError(f"got {len(opened)} reference images, but {reads}: leave some out")
         self._opened, self._images = opened, [rule.fit(image, side_unit(model)) for image in opened]
         self._latents: list[Tensor] = []
         self._texts: dict[int, tuple[PromptEncoder, PromptEncoder]] = {}
@@ -41,7 +45,8 @@ class References(Feature):
     def change_job(self, job: Job) -> Job:
         """Add the latents, each (1,C,h,w) of its own size."""
         if not self._latents:
-            self._latents = [job.model.encode_pixels(to_pixels(image)[None]) for image in self._images]
+            pixels = [to_pixels(image)[None] for image in self._images]
+            self._latents = [job.model.encode_pixels(image).to(job.model.dtype) for image in pixels]
         latents = {f"reference_{i}": latent for i, latent in enumerate(self._latents, 1)}
         return dataclasses.replace(job, channels={**job.channels, **latents}, texts=self._seeing(job.texts))
 

@@ -4,7 +4,9 @@ import ctypes
 import mmap
 import sys
 
-from torch import Tensor
+from torch import Tensor, nn
+
+from ldm_lite.core.layers import channels_last
 
 
 class MappedPages:
@@ -40,6 +42,13 @@ def trim_heap() -> None:
     """Return the free memory of the C library's heap to the system.  Without glibc this does nothing."""
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
         libc.malloc_trim(0)
+
+
+def weights_channels_last(network: nn.Module) -> None:
+    """Lay out the weights of a network's 2-D convolutions with channels last; those of 3-D ones stay as they are."""
+    for parameter in network.parameters():
+        if parameter.ndim == 4:
+            parameter.data = channels_last(parameter.data)
 
 
 def keep_freed_memory() -> None:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ldm_lite.models.flux import DoubleStreamBlock
 from ldm_lite.models.mmdit import JointBlock
 from ldm_lite.models.t5 import Encoder as T5Stack
-from ldm_lite.runtime.memory import MappedPages, trim_heap
+from ldm_lite.runtime.memory import MappedPages, trim_heap, weights_channels_last
 from ldm_lite.runtime.quantization import STORAGES, Quantized, dequantize, quantize
 
 OFFLOADS = ("model", "sequential")
@@ -57,7 +57,7 @@ class Offloader:
         self._groups: dict[Tensor, _Group] = {}  # by the weights, and by the quantised values and scales that move
         for role, network in networks.items():
             if device.type == "cuda":
-                network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+                weights_channels_last(network)
             self._place(role, network, None if role == "vae" else storage)
         if storage is not None:
             trim_heap()  # quantisation computes in float32, one weight at a time

@@ -13,7 +13,7 @@ from ldm_lite.core.denoise import denoise_step
 from ldm_lite.runtime import aot, attention, cpu, fused_norm, joined
 from ldm_lite.runtime.blocks import BlockLinear
 from ldm_lite.runtime.compile import LAUNCH_BOUND, Step, compiled_step
-from ldm_lite.runtime.memory import keep_freed_memory
+from ldm_lite.runtime.memory import keep_freed_memory, weights_channels_last
 from ldm_lite.runtime.offload import Offloader
 from ldm_lite.runtime.patching import follow
 from ldm_lite.runtime.precision import check_matmul_precision, set_matmul_precision
@@ -133,7 +133,7 @@ def _use_kernels(network: Any, device: torch.device, kernels: frozenset[str], ma
     on_cpu, in_float32 = device.type == "cpu", weight.dtype == torch.float32
     vars(network)["plain_kernels"] = PLAIN in kernels
     if device.type == "cuda" or (on_cpu and not in_float32):
-        network.to(memory_format=torch.channels_last)
+        weights_channels_last(network)
     if device.type == "cuda":
         fused_norm.use(network)
         if "qkv" in kernels and _is_on(weight, device):  # weights that move come apart

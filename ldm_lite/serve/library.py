@@ -83,6 +83,13 @@ class Library:
         """Return what is known of a model: of one that never was loaded, what the default has."""
         return self._facts.get(name or self.default) or self._facts[self.default]
 
+    def reads_references(self, name: str | None) -> bool:
+        """Whether a model reads images beside the prompt, as the header of its file tells if it never was loaded."""
+        if name is None or name in self._facts:
+            return self.facts(name).references
+        path = self.file("models", name)
+        return _reads_references(dataclasses.replace(self._load, ckpt=path), path.stat().st_mtime_ns)
+
     @property
     def names(self) -> list[str]:
         """The models that requests may name; the first is the default."""
@@ -251,6 +258,14 @@ class Library:
 @functools.lru_cache(1024)
 def _shapes(path: Path, changed: int) -> Shapes:
     return open_checkpoint(path).shapes
+
+
+@functools.lru_cache(1024)
+def _reads_references(load: LoadOptions, changed: int) -> bool:
+    try:
+        return toolkit.check_checkpoint(load)
+    except (ValueError, OSError):  # which is said when it is loaded
+        return False
 
 
 @functools.lru_cache(1024)

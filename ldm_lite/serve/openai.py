@@ -92,7 +92,8 @@ def router(engine: Engine) -> APIRouter:
     async def edits(request: Request) -> Response:
         """Image to image; with a mask, or transparency, only the transparent part is repainted.
 
-        Models that read reference images (FLUX.2, Qwen-Image-Edit) edit the image by the prompt, or combine several.
+        Models that read reference images (FLUX.2, Qwen-Image-Edit) edit an image without either by the prompt, or
+        combine several.
         """
         fields, files = await http.read_form(request)
         asked = http.validated(EditRequest, fields)
@@ -131,11 +132,16 @@ def _submit(engine: Engine, asked: ImageRequest, files: dict[str, list[bytes]]) 
         return submit("txt2img", Txt2imgOptions(**options))
     most = engine.limits.max_pixels
     contents = files.get("image", []) + files.get("image[]", [])
-    if engine.library.facts(model).references and contents and "mask" not in files and asked.strength is None:
-        images = tuple(to_rgb(open_bytes(content, "image", most)) for content in contents)
-        return submit("txt2img", Txt2imgOptions(**options, reference=images))
+    if contents and "mask" not in files and asked.strength is None and engine.library.reads_references(model):
+        opened = [open_bytes(content, "image", most) for content in contents]
+        if len(opened) > 1 or _hole(opened[0]) is None:
+            return submit("txt2img", Txt2imgOptions(**options, reference=tuple(map(to_rgb, opened))))
     if len(contents) != 1:
-        raise Refused(422, f"got {len(contents)} files as image, wanted one")
+        raise Refused(
+            422,
+            f"got {len(contents)} files as image, wanted one: several are for models that read references, without "
+            "mask and strength",
+        )
     image, mask = open_bytes(contents[0], "image", most), None
     if "mask" in files:
         mask = _hole(open_bytes(files["mask"][0], "mask", most))

@@ -20,7 +20,7 @@ class LimitOptions(CheckedOptions):
     linger: float = option(
         0.0, "seconds that an idle server waits for more requests before it begins with the first", within=(0, 60)
     )
-    max_pixels: int = option(2**20, "of an image", within=(64, 2**28))
+    max_pixels: int = option(2**20 + 2**16, "of an image", within=(64, 2**28))
     max_steps: int = option(150, "of an image", within=(1, 1000))
     max_images: int = option(16, "of a request", within=(1, 1000))
     max_branches: int = option(

@@ -312,13 +312,18 @@ class Engine:
             )
         self.check_work(ticket, *self._size(ticket, facts.side))
         ticket.options = dataclasses.replace(options, embedding=self.library.embeddings_in(options, ticket.model))
-        if (model := self.library.ready(ticket.model)) is not None and not options.control + options.reference:
-            prepare(model, ticket.options)
+        if (model := self.library.ready(ticket.model)) is not None:
+            if options.reference and not facts.references:
+                raise ValueError(f"{ticket.model} reads no reference images: leave out `reference`")
+            if not options.control + options.reference:
+                prepare(model, ticket.options)
 
     def _size(self, ticket: Ticket, side: int) -> tuple[int, int]:
         """The size of a ticket's images, as far as it is known; an image without a size is reduced by its model."""
         options, images = ticket.options, getattr(ticket.options, "init_img", ())
         if not images:
+            if options.reference and options.width is options.height is None:
+                return 0, 0  # that of a reference as its model fits it, measured when the image is prepared
             return options.width or side, options.height or side
         sizes = [to_image(image).size for image in images]
         width, height = max(size[0] for size in sizes), max(size[1] for size in sizes)
@@ -346,12 +351,14 @@ class Engine:
         self.check_size(*last)
         steps = options.steps or self.library.facts(ticket.model).steps
         pixels, text = width * height * steps, f"{width} x {height} pixels x {steps} steps"
-        if options.reference:  # which the network reads in every step, each reduced to about the model's own size
-            pixels += len(options.reference) * self.library.facts(ticket.model).side ** 2 * steps
+        # what the network reads of references in every step, each reduced to about the model's own size
+        read = len(options.reference) * self.library.facts(ticket.model).side ** 2
+        if options.reference:
+            pixels += read * steps
             text += f" and {len(options.reference)} references"
         if options.hires is not None:
             second = options.hires_steps or steps
-            pixels += math.prod(last) * second
+            pixels += (math.prod(last) + read) * second
             text += f" and {last[0]} x {last[1]} x {second}"
         ticket.work = ticket.count * ticket.branches * pixels / 1e6
         if ticket.work > self.limits.max_work:
@@ -478,7 +485,7 @@ class Engine:
             self._kept_since, self.running = None, []
         most, prepared = 2 * self.library.most_together, 0  # branches: an image has two
         for ticket in [first, *(ticket for ticket in tickets if _are_alike(first, ticket))]:
-            share = max(2, ticket.branches)
+            share = max(2, ticket.branches) * (1 + len(ticket.options.reference))
             while share * (len(units) + 1) <= max(most, share) and (unit := self._take(ticket, units)) is not None:
                 units.append(unit)
             prepared += bool(ticket.prepared)  # it does not go with the first, and stays in memory

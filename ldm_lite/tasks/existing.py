@@ -17,6 +17,7 @@ from ldm_lite.checkpoint.digest import sampled
 from ldm_lite.checkpoint.model import Model
 from ldm_lite.cli.files import open_file
 from ldm_lite.core.job import Item
+from ldm_lite.tasks.image_inputs import sources
 from ldm_lite.tasks.job import Part, Task, guidance_of
 
 BLOCKS, BLOCK = 64, 2**16  # what is read of a large file
@@ -87,7 +88,9 @@ def _settings(task: Task) -> Sequence[object]:
         guidance = [guidance(step) for step in range(plan.num_steps)]
     program = options.noise if isinstance(options.noise, str) else None
     resolved = [guidance, program, task.image_scale, family.skip_layers, family.scale_factor, family.shift_factor]
-    return [{name: contents(getattr(options, name)) for name in fields}, steps, resolved]
+    values = {name: getattr(options, name) for name in fields}
+    values["reference"] = sources(options.reference, "reference", least=0)  # the files of folders
+    return [{name: contents(value) for name, value in values.items()}, steps, resolved]
 
 
 def _weights(model: Model) -> str:

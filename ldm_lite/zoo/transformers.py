@@ -145,7 +145,7 @@ def suppliers(row: Family, roles: Iterable[str]) -> str:
 
 
 def _released(files: Sequence[str]) -> str:
-    return f": {' and '.join(files)} are those of the release" if len(files) > 1 else f": {files[0]} is the release's"
+    return f": {' and '.join(files)} fit" if len(files) > 1 else f": {files[0]} fits"
 
 
 def _titles(kinds: Iterable[str]) -> str:

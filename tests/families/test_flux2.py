@@ -98,6 +98,15 @@ def test_references_change_an_image_that_begins_with_another(pipe: Pipeline) -> 
     assert not np.array_equal(plain, changed)
 
 
+def test_references_in_half_precision(files: dict[str, Any]) -> None:
+    weights, asked = files["ckpt"], {"steps": 2, "reference": toy_flux2.pictures(), "height": 32, "width": 32}
+    others = {name: value for name, value in files.items() if name != "ckpt"}
+    exact, half = (
+        pixels(ldm_lite.load(weights, dtype=dtype, **others).txt2img("a cat", **asked)) for dtype in ("fp32", "bf16")
+    )
+    assert np.abs(exact - half).mean() < 5  # of 255
+
+
 @pytest.mark.slow
 def test_references_on_the_command_line(files: dict[str, Any], tmp_path: Path) -> None:
     """The first one's size is the result's; both change it, and their order does."""

@@ -163,7 +163,7 @@ def test_references_have_1024_x_1024_pixels() -> None:
     """Sizes of diffusers' calculate_dimensions."""
     for size, wanted in (((48, 96), (736, 1440)), ((4000, 3000), (1184, 896)), ((100, 100), (1024, 1024))):
         assert fitted(Image.new("RGB", size), 16).size == wanted
-    with pytest.raises(ValueError, match="got a reference of 9000 x 1 pixels, wanted sides more alike"):
+    with pytest.raises(ValueError, match="got a reference of 9000 x 1 pixels, wanted a side at most 100 times"):
         fitted(Image.new("RGB", (9000, 1)), 16)
 
 
@@ -206,8 +206,25 @@ def test_large_images_leave_room_for_a_text(pipes: dict[str, Pipeline]) -> None:
 
 
 def test_the_first_edit_reads_one_image(pipes: dict[str, Pipeline]) -> None:
-    with pytest.raises(ValueError, match=r"got 2 reference images, but Qwen-Image-Edit reads 1"):
+    with pytest.raises(ValueError, match=r"got 2 reference images, but Qwen-Image-Edit reads 1: leave some out"):
         pipes["first"].txt2img("a cat", reference=PICTURES)
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("options", [{}, {"offload": "model"}, {"storage": "int8"}])
+def test_half_precision(pipes: dict[str, Pipeline], files: dict[str, Any], options: dict[str, Any]) -> None:
+    asked = {"reference": PICTURES, "steps": 2, "height": 32, "width": 32}
+    exact, half = (
+        pipe.txt2img("a cat", **asked) for pipe in (pipes["2509"], load(files, "2509", dtype="bf16", **options))
+    )
+    assert np.abs(pixels(exact) - pixels(half)).mean() < 5  # of 255
+
+
+@pytest.mark.usefixtures("small")
+def test_text_that_is_ready_has_not_seen_the_references(pipes: dict[str, Pipeline]) -> None:
+    cond = pipes["2509"].encode_prompt("a cat")
+    with pytest.raises(ValueError, match="got `reference`, and `cond` or `uncond`, whose text has not seen it"):
+        pipes["2509"].txt2img(cond=cond, reference=PICTURES)
 
 
 # ---- files ----------------------------------------------------------------------------------------------------------

@@ -287,12 +287,14 @@ def test_a_model_that_reads_references_gets_all_images(editor: Running) -> None:
 
 
 def test_references_are_work(editor: Running) -> None:
-    """As much as an image of the model's size, in every step."""
-    works = []
-    for pictures in ((), toy_flux2.pictures()):
-        options: dict[str, Any] = {"prompt": "x", "steps": 2, "width": 32, "height": 32, "reference": tuple(pictures)}
-        works.append(submit(editor.engine, "txt2img", options).work)
-    assert works[1] - works[0] == pytest.approx(2 * 2 * 2 * 1024**2 / 1e6)  # branches, references and steps
+    """As much as an image of the model's size, in every step, of the second pass too."""
+    asked: dict[str, Any] = {"prompt": "x", "steps": 2, "width": 32, "height": 32}
+    for second_pass, steps in (({}, 2), ({"hires": 1.5, "hires_steps": 3}, 5)):
+        plain, more = (
+            submit(editor.engine, "txt2img", {**asked, **second_pass, "reference": tuple(pictures)}).work
+            for pictures in ((), toy_flux2.pictures())
+        )
+        assert more - plain == pytest.approx(2 * 2 * steps * 1024**2 / 1e6)  # branches, references and steps
 
 
 # ---- what is refused ------------------------------------------------------------------------------------------------

@@ -186,7 +186,7 @@ def test_what_a_unet_lacks_is_named_with_its_file(name: str, autoencoder: str, t
         ({"unet", "vae"}, files[1:]),
         (family.networks.keys() - {"vae"}, files[:1]),
     ):
-        named = " and ".join(missing) + (" are those of the release" if len(missing) > 1 else " is the release's")
+        named = " and ".join(missing) + (" fit" if len(missing) > 1 else " fits")
         with pytest.raises(ValueError, match=rf"name what is missing with .*: {named}$"):
             check_complete(has, family.networks, family)
 
