@@ -45,6 +45,17 @@ def test_each_call_reads_the_text_of_its_time(pipe: Pipeline, sampler: str, prom
     assert texts_read(pipe, calls, 0, ["bad"]) == ["bad"] * len(wanted)
 
 
+def test_a_scale_of_the_step_is_asked_once_a_step_if_the_text_changes_within_it(pipe: Pipeline) -> None:
+    steps = []
+
+    def scale(step: int) -> float:
+        steps.append(step)
+        return 3.0
+
+    pipe.txt2img("a [cat|dog]", sampler="heun", steps=4, guidance=scale, **SMALL)
+    assert steps == [0, 1, 2, 3]
+
+
 def test_the_negative_prompt_changes_too(pipe: Pipeline) -> None:
     with unet_calls(pipe) as calls:
         pipe.txt2img("a cat", steps=4, **SMALL | {"negative_prompt": "[bad:ugly:2] AND"})

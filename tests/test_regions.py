@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import random_checkpoint
 import texts
 import torch
 from runs import guided_outputs
@@ -57,6 +58,18 @@ def test_a_prompt_everywhere_is_the_prompt(pipe: Pipeline) -> None:
         torch.testing.assert_close(made.pixels, alone.pixels, atol=1e-3, rtol=0)
     [one] = pipe.txt2img("a cat", regions="all", seed=3, output="result", **SMALL)
     assert torch.equal(one.pixels, alone.pixels)
+
+
+@pytest.mark.parametrize("is_refined", [True, False])
+def test_a_refiner_or_its_base_may_read_the_scale(pipe: Pipeline, tmp_path: Path, is_refined: bool) -> None:
+    """A Latent Consistency Model does, and the other does not: each part of the run has what its network takes."""
+    random_checkpoint.write(tmp_path / "lcm.safetensors", random_checkpoint.LCM)
+    models = pipe, ldm_lite.load(tmp_path / "lcm.safetensors", device="cpu")
+    base, refiner = models if is_refined else models[::-1]
+    options = {"regions": "0,0,0.5,1; 0.5,0,1,1", "sampler": "ddim", **SMALL, "steps": 4}
+    [made] = base.txt2img("a cat AND a dog", refiner=refiner, refiner_start=0.5, output="result", **options)
+    [alone] = base.txt2img("a cat AND a dog", output="result", **options)
+    assert not torch.equal(made.pixels, alone.pixels)
 
 
 def test_steps_without_guidance_have_all_regions(pipe: Pipeline) -> None:

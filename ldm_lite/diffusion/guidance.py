@@ -169,12 +169,10 @@ def by_function(cond: Parts, uncond: Parts | None, function: Callable[..., Any])
     if uncond is None:
         raise ValueError("got a `guidance` function, but no conditioning of the negative prompt for it to read")
     branches = Branch(uncond, positive=False), Branch(cond)
-    parameters = inspect.signature(function).parameters
-    needed = [name for name, parameter in parameters.items() if parameter.default is parameter.empty]
-    if len(needed) < 2:
+    if reads_step_alone(function):
         return Guidance(branches, function)
-    combine = functools.partial(_combined, function, ())
-    if len(needed) == 2 and "step" not in parameters:
+    combine, parameters = functools.partial(_combined, function, ()), inspect.signature(function).parameters
+    if len(_needed(function)) == 2 and "step" not in parameters:
         return Guidance(branches, 0.0, combine)  # a scale with which both run
 
     @functools.cache
@@ -182,6 +180,16 @@ def by_function(cond: Parts, uncond: Parts | None, function: Callable[..., Any])
         return functools.partial(_combined, function, (step,))
 
     return Guidance(branches, 0.0, combine, combine_at=combine_at)
+
+
+def _needed(function: Callable[..., Any]) -> list[str]:
+    parameters = inspect.signature(function).parameters.items()
+    return [name for name, parameter in parameters if parameter.default is parameter.empty]
+
+
+def reads_step_alone(guidance: float | Callable[..., Any]) -> bool:
+    """Whether guidance is a function of the step, and not of outputs."""
+    return callable(guidance) and len(_needed(guidance)) < 2
 
 
 def _combined(function: Callable[..., Tensor], step: tuple[int, ...], outputs: Outputs) -> Tensor:

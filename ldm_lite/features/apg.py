@@ -66,7 +66,7 @@ class Projection:
 @functools.lru_cache(maxsize=64)
 def projecting(parallel: float, threshold: float, device: torch.device | None) -> Combine:
     """Return APG without momentum, whose result depends on the outputs alone."""
-    values = torch.tensor([parallel, threshold], dtype=torch.float64, device=device)
+    values = torch.tensor([parallel, threshold], device=device)  # float32, like the outputs: MPS has no float64
 
     @stateless
     def project(outputs: Outputs) -> Tensor:

@@ -238,12 +238,8 @@ def _runs(function: AttentionFn, device: torch.device, dtype: torch.dtype, head_
     q = torch.zeros(1, 1, 16, head_dim, device=device, dtype=dtype)
     try:
         function(q, q, q)
-    except (
-        RuntimeError,
-        NotImplementedError,
-        AttributeError,
-        ImportError,
-    ):  # the last two: not in this torch, no package
+    # The last two: it is not in this torch, or lacks a package.
+    except (RuntimeError, NotImplementedError, AttributeError, ImportError):
         return False
     return True
 

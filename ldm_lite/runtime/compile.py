@@ -143,8 +143,8 @@ class CompiledStep:
         return part
 
     def __call__(self, model: Any, *args: Any) -> Any:
-        """Compute one row like denoise_step."""
-        if is_stateful(args):
+        """Compute one row like denoise_step; one of of_network() what its network predicts."""
+        if self._plain is not predict and is_stateful(args[4:6]):  # combine and adjust
             return in_two_parts(self, model, *args)[0]
         now = time.perf_counter()
         self._first_call = now if self._first_call is None else self._first_call
@@ -164,6 +164,8 @@ class CompiledStep:
                 if self.tier == "regional":
                     self._compile_blocks(model)
                 step = self._step
+                if self.tier != "graph":
+                    _set_up(self._backend)  # torch's settings are those of a thread
             return step(model, *args)
         except Exception as error:  # compilers raise anything
             if isinstance(error, torch.OutOfMemoryError) and self.tier != "graph":  # which takes memory of its own
@@ -178,6 +180,7 @@ class CompiledStep:
                     module._compiled_call_impl = compiled
                 raise
             self._step = None
+            self._graphs.clear()  # whose memory plain steps may need
             self.failure = f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')[:150]}"
             what = "capturing a CUDA graph" if self.tier == "graph" else "compilation"
             log.warning("%s failed (%s): continuing without", what, self.failure)
@@ -225,6 +228,7 @@ class CompiledStep:
             if not joined.is_joined(layer):
                 joined.come_apart(layer)
                 self._step = None
+                self._graphs.clear()
                 self._joined.pop(model, None)
 
 
@@ -415,6 +419,11 @@ class _Graphs:
         graphs = copy.copy(self)
         graphs._step = step
         return graphs
+
+    def clear(self) -> None:
+        """Delete all graphs, those of other steps that share the memory too."""
+        with self._lock:
+            self._graphs.clear()
 
     def __call__(self, model: Any, *args: Any) -> Any:
         # A function may read tensors that are not among the arguments.

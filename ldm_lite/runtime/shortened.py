@@ -174,13 +174,15 @@ class Run:
             self._mode = self._gate_mode()
             if inputs.network not in self._shortened:
                 self._shortened[inputs.network] = self._around(inputs.network)
-            network, step = self._shortened[inputs.network], inspect.unwrap(inputs.step)
+            network: Any = self._shortened[inputs.network]
+            step = inspect.unwrap(inputs.step)
             if self.shortcuts.gate is not None or not isinstance(step, CompiledStep):
                 step = denoise_step
             more: dict[str, Any] = {"free": self._free}
             if self.shortcuts.every > 1:
                 more |= {"deep": self._remembered(), "kept": 1 + self.shortcuts.branch}
-                step = self._remembering(step) if more["deep"] is None else step
+                if more["deep"] is None:
+                    network, step = self._remembering(network, step)
             return inputs._replace(network=network, step=step, arguments={**(inputs.arguments or {}), **more})
 
         return inputs_of
@@ -195,16 +197,21 @@ class Run:
 
     # ---- DeepCache --------------------------------------------------------------------------------------------------
 
-    def _remembering(self, step: Step) -> Step:
-        """Return a step that keeps the deep features."""
+    def _remembering(self, network: Any, step: Step) -> tuple[Any, Step]:
+        """Return a network and its step, of which one keeps the deep features: the step if it is compiled."""
         now = self.now
+
+        def predict(*args: Any, **conditioning: Any) -> Tensor:
+            out, deep = network(*args, **conditioning)
+            self._deep = deep, now
+            return out
 
         def run(*args: Any) -> Tensor:
             registers, deep = in_two_parts(step, *args)
             self._deep = deep, now
             return registers
 
-        return run
+        return (network, run) if isinstance(step, CompiledStep) else (predict, step)
 
     def _remembered(self) -> Tensor | None:
         """Return the deep features of the branches that run now; None if the deep blocks have to run."""

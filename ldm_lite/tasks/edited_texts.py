@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 from ldm_lite.core.denoise import Conditioning as Parts
 from ldm_lite.core.denoise import InputSource
 from ldm_lite.core.job import Item
-from ldm_lite.diffusion.guidance import Guidance, InTurns, composed
+from ldm_lite.diffusion.guidance import Guidance, InTurns, composed, reads_step_alone
 from ldm_lite.tasks.texts import PromptEncoder
 from ldm_lite.text.schedule import Calls, Part, Until, parts_of, until_of
 
@@ -54,6 +55,8 @@ class EditedTexts(PromptEncoder):
         columns = [[self._until(part.text) for part in column] for column in zip(*parts, strict=True)]
         columns.append([self._until(next(self._negative(), None))] * len(items))
         changes = {until.last + 1 for column in columns for image in column for until in image[:-1]}
+        if reads_step_alone(job.guidance):  # once a step, whatever the text is then
+            job = replace(job, guidance=functools.cache(job.guidance))
         sources: dict[object, InputSource] = {}  # the same texts may come back
         turns = []
         for first in sorted({0, *changes}):
@@ -68,8 +71,9 @@ class EditedTexts(PromptEncoder):
     def joined(self, job: Any, items: Sequence[Item], conds: Sequence[Parts], uncond: Parts | None) -> Guidance:
         """Return the guidance of prompts of one part or several."""
         weights = self.weights(self._prompt(items[0]))
-        whole = weights == (1.0,)
-        return super().joined(job, items, conds, uncond) if whole else self.compose(job, conds, weights, uncond)
+        if weights == (1.0,):
+            return super().joined(job, items, conds, uncond)
+        return self.compose(replace(job, model=self.model), conds, weights, uncond)
 
     def _prompt(self, item: Item) -> str:
         return self.prompts[item.number % len(self.prompts)]

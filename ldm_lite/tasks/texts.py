@@ -75,7 +75,8 @@ class PromptEncoder:
 
     def encode(self, job: Any, items: Sequence[Item]) -> InputSource:
         """Return the inputs of every call for some items of a job, with its guidance: Job.encode."""
-        if self.model.offloader is not None and self.cond is None and items[0].number not in self._ahead:
+        reads = self.cond is None or (self.uncond is None and self.is_guided)
+        if self.model.offloader is not None and reads and items[0].number not in self._ahead:
             self._encode_ahead(job, items)
         source = self.source(job, items)
         job = replace(job, plain=source)
