@@ -373,7 +373,6 @@ def _described(unet: UNetSpec, shapes: Mapping[str, Shapes], metadata: Mapping[s
         unet=replace(unet, num_heads=row.unet.num_heads, head_dim=row.unet.head_dim),
         vae=infer_vae(shapes["vae"]),
         text_encoders=tuple(like.fitted(shapes[role]) for role, like in row.texts.items()),
-        vae_file=Family.vae_file,  # the row's release has another
     )
 
 

@@ -130,7 +130,8 @@ def result(page: Any, number: int = 0) -> Image.Image:
     with page.expect_download() as download:
         page.click("#view [data-do=save]")
     page.click("#view [data-do=close]")
-    image = Image.open(download.value.path())
+    with Image.open(download.value.path()) as image:
+        image.load()
     image.info["name"] = download.value.suggested_filename
     return image
 
