@@ -297,6 +297,15 @@ def test_references_are_work(editor: Running) -> None:
         assert more - plain == pytest.approx(2 * 2 * steps * 1024**2 / 1e6)  # branches, references and steps
 
 
+def test_an_edit_by_a_model_that_was_never_loaded(small_path: Path, tmp_path: Path) -> None:
+    """Whether it reads references is told by the header of its file; a file that changes is read again."""
+    library = library_of(small_path, models=str(tmp_path))
+    klein = toy_flux2.write_whole(tmp_path)
+    assert [library.reads_references(name) for name in (None, klein.stem)] == [False, True]
+    klein.write_bytes(b"no checkpoint")
+    assert not library.reads_references(klein.stem)
+
+
 # ---- what is refused ------------------------------------------------------------------------------------------------
 
 
