@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import toy_flux2
 from PIL import Image
@@ -263,27 +264,42 @@ def png(image: Image.Image) -> bytes:
     return file.getvalue()
 
 
-def test_a_model_that_reads_references_gets_all_images(editor: Running) -> None:
-    """Of OpenAI's edits, and of the page's interface; the size is the first one's."""
-    pictures = toy_flux2.pictures()
-    parts = [("prompt", b"x"), ("steps", b"1"), ("seed", b"1"), *(("image[]", png(picture)) for picture in pictures)]
+def edited(server: Running, *images: Image.Image) -> Image.Image:
+    """The result of OpenAI's edits, one step with seed 1."""
+    parts = [("prompt", b"x"), ("steps", b"1"), ("seed", b"1"), *(("image[]", png(image)) for image in images)]
     body = b"".join(
         b'--x\r\nContent-Disposition: form-data; name="%s"%s\r\n\r\n%s\r\n'
         % (name.encode(), b'; filename="a.png"' * (name == "image[]"), content)
         for name, content in parts
     )
     head = {"Content-Type": "multipart/form-data; boundary=x"}
-    status, answer = editor.ask("/v1/images/edits", body + b"--x--", **head)
+    status, answer = server.ask("/v1/images/edits", body + b"--x--", **head)
     assert status == 200, answer
+    return opened(answer["data"][0]["b64_json"])
+
+
+def test_a_model_that_reads_references_gets_all_images(editor: Running) -> None:
+    """Of OpenAI's edits, and of the page's interface; the size is the first one's."""
+    pictures = toy_flux2.pictures()
+    made = edited(editor, *pictures)
     [wanted] = editor.engine.library.model.txt2img("x", reference=pictures, steps=1, seed=1)
     assert wanted.size == pictures[0].size
-    assert opened(answer["data"][0]["b64_json"]).tobytes() == wanted.tobytes()
+    assert made.tobytes() == wanted.tobytes()
     texts = [base64.b64encode(png(picture)).decode() for picture in pictures]
     fields = {"prompt": "x", "steps": "1", "seed": "1", "reference": texts}
     status, stream = editor.ask("/api/images", fields)
     assert status == 200, stream
     [content] = re.findall(r'"image": ?"([^"]{100,})"', stream)
     assert opened(content).tobytes() == wanted.tobytes()
+
+
+def test_the_transparent_part_of_one_image_is_repainted_whatever_the_model_reads(editor: Running) -> None:
+    image = toy_flux2.pictures()[0].convert("RGBA")
+    image.paste((0, 0, 0, 0), (0, 0, 16, 16))
+    given, made = (np.asarray(picture.convert("RGB"), dtype=int) for picture in (image, edited(editor, image)))
+    changed = (given != made).any(axis=2)
+    assert changed[:16, :16].any()
+    assert not changed[32:, 32:].any()
 
 
 def test_references_are_work(editor: Running) -> None:
