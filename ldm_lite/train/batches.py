@@ -7,6 +7,7 @@ stay the same however a step is divided into processes and batches, and a run ca
 import contextlib
 import functools
 import logging
+import math
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -53,30 +54,55 @@ class Batch:
         return cls(captions=[example.caption for example in examples], numbers=tuple(numbers), **joined)  # type: ignore[arg-type]
 
 
-class Draws:
-    """Random numbers for the examples of a batch, on the CPU; those of an example depend on its number and the seed.
+# SplitMix64, which hashes a counter: Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators", as
+# signed 64-bit numbers, whose products wrap around.
+GOLDEN_RATIO = 0x9E3779B97F4A7C15 - 2**64
+MIXERS = (30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64), (31, 1)
 
-    (torch's generators are no substitute: on the CPU they use 32 bits of their seed.)
+
+class Draws:
+    """Random numbers for the examples of a batch; those of an example depend on its number and the seed.
+
+    They are computed where they are wanted, for all examples at once: on a GPU, a generator for each example on the CPU
+    would take longer than a training step of a small network.  (torch's generators are one for all examples.)
     """
 
     def __init__(self, seed: int, numbers: Sequence[int]) -> None:
         """Seed and numbers are 0 or more."""
         self.seed = seed
-        self._generators = [np.random.default_rng([1, seed, number]) for number in numbers]
+        self._keys = _hashed(_hashed(torch.tensor(seed)) + torch.tensor(numbers, dtype=torch.int64))
+        self._drawn = 0  # numbers of each example
 
-    def normal(self, shape: Sequence[int] = ()) -> Tensor:
-        """Return normal numbers (B,*shape) float32."""
-        return torch.from_numpy(
-            np.stack([numbers.standard_normal(tuple(shape), dtype=np.float32) for numbers in self._generators])
-        )
+    def normal(self, shape: Sequence[int] = (), device: torch.device | str = "cpu") -> Tensor:
+        """Return normal numbers (B,*shape) float32 on a device.  Box and Muller 1958."""
+        bits = self._bits(math.prod(shape), device)
+        radius = (-2 * _fraction(bits >> 32).log()).sqrt()
+        return (radius * (2 * math.pi * _fraction(bits)).cos()).view(-1, *shape)
 
     def uniform(self) -> Tensor:
-        """Return numbers (B,) float32 in [0,1)."""
-        return torch.tensor([numbers.random(dtype=np.float32) for numbers in self._generators])
+        """Return numbers (B,) float32 in [0,1), on the CPU."""
+        return self.integers(2**24).float() / 2**24
 
     def integers(self, end: int) -> Tensor:
-        """Return whole numbers (B,) in [0,end)."""
-        return torch.tensor([int(numbers.integers(end)) for numbers in self._generators])
+        """Return whole numbers (B,) in [0,end), on the CPU; end is far below 2^63."""
+        return (self._bits(1, "cpu")[:, 0] & (2**63 - 1)) % end
+
+    def _bits(self, count: int, device: torch.device | str) -> Tensor:
+        """Return the next random integers (B,count) int64 of each example."""
+        counters = torch.arange(self._drawn, self._drawn + count, device=device)
+        self._drawn += count
+        return _hashed(self._keys.to(device)[:, None] + GOLDEN_RATIO * counters)
+
+
+def _hashed(x: Tensor) -> Tensor:
+    for shift, factor in MIXERS:
+        x = (x ^ ((x >> shift) & (2 ** (64 - shift) - 1))) * factor  # >> repeats the sign
+    return x
+
+
+def _fraction(bits: Tensor) -> Tensor:
+    """Return the lower 32 bits as numbers in (0,1]."""
+    return ((bits & (2**32 - 1)) + 1).float() / 2**32
 
 
 class Order:

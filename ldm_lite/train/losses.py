@@ -176,9 +176,9 @@ class DiffusionLoss:
         is_encoded = batch.pixels.dtype != torch.uint8
         with contextlib.nullcontext() if is_encoded else self.model.phase("vae"):
             mean, logvar = moments_of(self._vae, batch.pixels, self._device)
-        z, noise = (draws.normal(mean.shape[1:]).to(mean.device) for _ in range(2))
+        z, noise = (draws.normal(mean.shape[1:], mean.device) for _ in range(2))
         if self.noise_offset:
-            noise = noise + self.noise_offset * draws.normal((noise.shape[1], 1, 1)).to(noise.device)
+            noise = noise + self.noise_offset * draws.normal((noise.shape[1], 1, 1), noise.device)
         family, schedule = self.model.family, self.model.schedule
         low, high = (bound / 1000 for bound in self.timesteps)
         x0 = family.scale_factor * (mean + (logvar / 2).exp() * z - family.shift_factor)

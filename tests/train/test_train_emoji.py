@@ -83,7 +83,7 @@ def test_a_new_model_of_128_px_has_the_levels_and_the_schedule_asked_for(rendere
     assert (spec.model_channels, spec.channel_mult, spec.transformer_depth) == (32, (1, 3), (0, 1))
     assert (new.schedule.alpha_bar[-1], new.schedule.prediction, new.text_encoder.spec.length) == (0, "v", 40)
     assert new.family.resolution == 128
-    assert train_emoji.main(["new", "--out", str(path), *more, "--channel-mult", "1,3"]) == 2
+    assert train_emoji.main(["new", "--out", str(path), *more, "--channel-mult", "1,2,4"]) == 2
 
 
 def test_tokens_that_no_caption_has_stay_zero(start: Path, renderer: Path, tmp_path: Path) -> None:

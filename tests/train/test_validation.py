@@ -13,7 +13,7 @@ from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from training import load_options, losses, options, train
+from training import SplitMix, load_options, losses, options, train
 
 import ldm_lite
 from ldm_lite.train import averages as averages_command
@@ -115,11 +115,8 @@ def test_the_validation_loss_is_the_mean_over_levels(small_path: Path) -> None:
     shares = torch.tensor([0.1234, 0.8765])
     with torch.no_grad():
         got = loss.errors(given, Draws(0, (5, 9)), shares)
-        random = [np.random.default_rng([1, 0, number]) for number in (5, 9)]
-        z, noise = (
-            torch.stack([torch.from_numpy(r.standard_normal((4, 8, 8), dtype=np.float32)) for r in random])
-            for _ in range(2)
-        )
+        random = [SplitMix(0, number) for number in (5, 9)]
+        z, noise = (torch.stack([torch.from_numpy(r.normal((4, 8, 8))) for r in random]) for _ in range(2))
         x0 = 0.18215 * (given.pixels[:, :4] + (given.pixels[:, 4:] / 2).exp() * z)
         t = torch.tensor([123, 876])
         a = torch.from_numpy(pipe.schedule.alpha_bar)[t].float().sqrt()[:, None, None, None]
