@@ -4,10 +4,13 @@ Both depend only on the run's seed and on the example's number, counted over the
 stay the same however a step is divided into processes and batches, and a run can be resumed at any step.
 """
 
+import atexit
 import contextlib
 import functools
 import logging
 import math
+import multiprocessing
+import signal
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -18,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils import data as torch_data
 
-from ldm_lite.cli.signals import ignore_signals
+from ldm_lite.cli.signals import ignore_signals, uninterrupted
 from ldm_lite.train.data import Buckets, Dataset, Example
 
 log = logging.getLogger("ldm_lite")
@@ -27,7 +30,6 @@ T = TypeVar("T")
 TENSORS = ("pixels", "context", "y", "sizes", "mask", "hint")  # of an example
 BLOCK = 1000  # batches whose buckets are drawn together
 PRIOR = 2**40  # the first number of the class images: their noise is another
-MOST_LEFT_OUT = 10  # broken examples, or a tenth of a shard
 MIXED = 16  # shards whose examples are shuffled together: memory and open files do not grow with the number of shards
 
 
@@ -201,7 +203,9 @@ def batches(dataset: Dataset, seed: int, part: Slice, workers: int, prior: Datas
         prefetch_factor=8 if workers else None,
         worker_init_fn=ignore_signals,
     )
-    yield from map(_reraised, loader)
+    with uninterrupted():
+        read = iter(loader)
+    yield from map(_reraised, read)
 
 
 def _read_batch(sources: Sequence[tuple[Dataset, Order | BucketOrder]], part: Slice, index: int) -> Batch:
@@ -215,42 +219,36 @@ def _read_batch(sources: Sequence[tuple[Dataset, Order | BucketOrder]], part: Sl
 
 
 def in_order(
-    dataset: Dataset,
-    batch: int,
-    workers: int,
-    first: int = 0,
-    end: int | None = None,
-    left_out: dict[int, str] | None = None,
-) -> Iterator[Batch]:
-    """Yield the examples of a finite dataset once, from one to before another, in batches; the last may be smaller.
+    dataset: Dataset, parts: Sequence[range], workers: int, left_out: dict[int, str] | None = None
+) -> Generator[Batch | None]:
+    """Yield the examples of a finite dataset in batches, one for each of some ranges.
 
-    With left_out, which gets their errors by index, broken ones are named and left out, up to a tenth of them; else it
-    raises what `example` raises.
+    With left_out, which gets their errors by index, broken ones are named and left out, and None stands for a batch
+    of these alone; else it raises what `example` raises.
     """
-    assert dataset.shards is not None
-    end = sum(dataset.shards) if end is None else end
     loader = torch_data.DataLoader(
         _Caught(dataset.example),
-        batch_size=batch,
-        sampler=range(first, end),
+        batch_sampler=[list(part) for part in parts],
         num_workers=workers,
         collate_fn=list,
         worker_init_fn=ignore_signals,
     )
-    for examples in loader:
-        numbers, whole = [], []
-        for number, example in enumerate(examples, first):
+    with uninterrupted():  # what a signal raises while processes start would be ignored
+        read = iter(loader)
+    for numbers, examples in zip(parts, read, strict=True):
+        whole = []
+        for number, example in zip(numbers, examples, strict=True):
             if left_out is not None and isinstance(example, ValueError):
                 left_out[number] = str(example)
                 log.warning("left out: %s", example)
-                if len(left_out) > max(MOST_LEFT_OUT, (end - first) / 10):
-                    raise ValueError(f"{len(left_out)} images are broken, which is too many, such as {example}")
             else:
-                numbers.append(number)
-                whole.append(_reraised(example))
-        if whole:
-            yield Batch.of(whole, numbers)
-        first += len(examples)
+                whole.append((_reraised(example), number))
+        yield Batch.of(*zip(*whole, strict=True)) if whole else None
+
+
+def divided_into(examples: range, size: int) -> list[range]:
+    """Divide examples into parts of a size; the last may be smaller."""
+    return [examples[start : start + size] for start in range(0, len(examples), size)]
 
 
 class _Caught(torch_data.Dataset[Any]):
@@ -270,6 +268,15 @@ def _reraised(value: T | Exception) -> T:
     if isinstance(value, Exception):
         raise value
     return value
+
+
+@atexit.register  # before multiprocessing ends them by SIGTERM, which they ignore, and waits for ever
+def _end_workers() -> None:
+    if hasattr(signal, "SIGCHLD"):
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler calls their end an error
+    for process in multiprocessing.active_children():
+        if process.daemon:
+            process.kill()
 
 
 @contextlib.contextmanager

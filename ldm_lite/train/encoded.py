@@ -17,6 +17,7 @@ of its own data.  A folder holds, for example i in row i % shard of folder i // 
 import contextlib
 import functools
 import hashlib
+import itertools
 import json
 import logging
 import math
@@ -37,7 +38,7 @@ from ldm_lite.cli.writing import flush, replacing, write_whole
 from ldm_lite.core.vae import AutoencoderKL
 from ldm_lite.networks import digest
 from ldm_lite.train import distributed
-from ldm_lite.train.batches import in_order, reported_workers
+from ldm_lite.train.batches import Batch, divided_into, in_order, reported_workers
 from ldm_lite.train.data import (
     BESIDE,
     OPEN_SHARDS,
@@ -64,11 +65,13 @@ log = logging.getLogger("ldm_lite")
 INDEX = "index.json"
 FORMAT = "ldm_lite encoded 1"
 SHARD = 1000  # examples
+ENCODED = 16  # of them at once
 KINDS = {  # of arrays: their types, and numbers of dimensions of an example
     "moments": ("<f2", 3), "context": ("<f2", 2), "y": ("<f4", 1), "sizes": ("<i4", 1), "mask": ("|u1", 3),
     "hint": ("|u1", 3),
 }  # fmt: skip
 ORIGIN = "origin"  # what a run's own latents were made of
+MOST_LEFT_OUT = 10  # broken images of a shard, or a tenth of them
 LEFT_OUT = "left-out.json"  # which images of a shard of these could not be read, and why
 
 
@@ -365,34 +368,49 @@ def encoded(options: TrainOptions, images: Dataset, vae: nn.Module, name: str = 
     if missing:
         log.info("encoding %d images", min(count, len(missing) * SHARD))
 
+    # Each process makes its share, so that none waits long for another.
+    share = missing[distributed.rank() :: distributed.world_size()]
+    shards = {number: range(number * SHARD, min((number + 1) * SHARD, count)) for number in share}
+    # Batches are small enough that all workers have some of a shard.
+    batches_of = {number: divided_into(shard, min(options.batch_size, ENCODED)) for number, shard in shards.items()}
+    left_out = None if isinstance(images, RenderedScenes) else dict[int, str]()  # whose file is at fault
+    all_parts = [part for of_shard in batches_of.values() for part in of_shard]
+    read = contextlib.closing(in_order(images, all_parts, options.data_workers, left_out))
+
     @torch.no_grad()
-    def encode(first: int, end: int, left_out: dict[int, str]) -> Iterator[Row]:
-        broken = None if isinstance(images, RenderedScenes) else left_out  # whose file is at fault
-        with reported_workers():
-            for batch in in_order(images, options.batch_size, options.data_workers, first, end, broken):
+    def encode(number: int, batches: Iterator[Batch | None]) -> Iterator[Row]:
+        for batch in itertools.islice(batches, len(batches_of[number])):
+            errors = errors_of(number)
+            if len(errors) > max(MOST_LEFT_OUT, len(shards[number]) / 10):
+                example = next(reversed(errors.values()))
+                raise ValueError(f"{len(errors)} images are broken, which is too many, such as {example}")
+            if batch is not None:
                 moments = torch.cat(moments_of(vae, batch.pixels, device), dim=1).cpu()
                 tensors = {name: getattr(batch, name) for name in KINDS if name != "moments"}
                 yield from rows(batch.captions, {"moments": moments, **tensors})
 
-    # Each process makes its share, so that none waits long for another.
-    for number in missing[distributed.rank() :: distributed.world_size()]:
-        first, end, left_out = number * SHARD, min((number + 1) * SHARD, count), dict[int, str]()
-        with replacing(folder / f"{number:05}") as part:
-            part.mkdir()
-            write_shard(part, encode(first, end, left_out), end - first)
-            if left_out:
-                write_whole(part / LEFT_OUT, json.dumps(left_out))
+    def errors_of(number: int) -> dict[int, str]:
+        return {index: error for index, error in (left_out or {}).items() if index in shards[number]}
+
+    with reported_workers(), read as batches:
+        for number, shard in shards.items():
+            with replacing(folder / f"{number:05}") as part:
+                part.mkdir()
+                write_shard(part, encode(number, batches), len(shard))
+                if errors := errors_of(number):
+                    write_whole(part / LEFT_OUT, json.dumps(errors))
     distributed.barrier()
     lists = [folder / f"{number:05}" / LEFT_OUT for number in range(num_shards)]
     broken = [read_object(path) if path.is_file() else {} for path in lists]
-    errors = {int(index): str(error) for of_shard in broken for index, error in of_shard.items()}
-    if errors:
-        log.warning("%d of %d images are left out, such as: %s", len(errors), count, next(iter(errors.values())))
+    all_errors = {int(index): str(error) for of_shard in broken for index, error in of_shard.items()}
+    if all_errors:
+        example = next(iter(all_errors.values()))
+        log.warning("%d of %d images are left out, such as: %s", len(all_errors), count, example)
     if isinstance(images, ImageFolder):  # with a mirrored image its original is left out too
         num_images = len(images.items)
-        rows_left = {index % num_images for index in errors}
+        rows_left = {index % num_images for index in all_errors}
         images = replace(images, items=tuple(item for i, item in enumerate(images.items) if i not in rows_left))
-    if len(errors) == count:
+    if len(all_errors) == count:
         return Part(images, ()), Part(images, ())
     if distributed.rank() == 0:
         sizes = [min(SHARD, count - number * SHARD) - len(of_shard) for number, of_shard in enumerate(broken)]

@@ -21,7 +21,7 @@ from ldm_lite.core.vae import AutoencoderKL
 from ldm_lite.models.controlnet import ControlNet
 from ldm_lite.networks import blocks, encode_captions, network_inputs
 from ldm_lite.train import distributed
-from ldm_lite.train.batches import Batch, Draws, in_order
+from ldm_lite.train.batches import Batch, Draws, divided_into, in_order
 from ldm_lite.train.data import Buckets, Dataset, to_float
 
 # ---- weights by noise level -----------------------------------------------------------------------------------------
@@ -359,10 +359,13 @@ class Validation:
         """
         sums, rank, size = torch.zeros(2, dtype=torch.float64), distributed.rank(), distributed.world_size()
         parts = self.dataset.parts if isinstance(self.dataset, Buckets) else (self.dataset,)
-        num_batches = sum(-(-sum(part.shards or ()) // self.batch) for part in parts)
-        batches = (batch for part in parts for batch in in_order(part, self.batch, workers=0))
+        ranges = [divided_into(range(sum(part.shards or ())), self.batch) for part in parts]
+        num_batches = sum(map(len, ranges))
+        batches = (
+            batch for part, of_part in zip(parts, ranges, strict=True) for batch in in_order(part, of_part, workers=0)
+        )
         first = FIRST  # their numbers go through all parts
-        for turn, batch in enumerate(batches):
+        for turn, batch in enumerate(filter(None, batches)):
             examples = range(first, first + len(batch.numbers))
             first = examples.stop
             # A process that gets no batch in the last round computes the last one too, uncounted: with divided weights

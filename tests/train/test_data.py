@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tarfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -359,9 +359,9 @@ def test_a_runs_latents_are_made_once_and_finished_after_a_kill(
     given, firsts = options(folder, tmp_path), list[int]()
     in_order = batches.in_order
 
-    def noted(dataset: Dataset, batch: int, workers: int, first: int, *more: Any) -> object:
-        firsts.append(first)
-        return in_order(dataset, batch, workers, first, *more)
+    def noted(dataset: Dataset, parts: Sequence[range], *more: Any) -> object:
+        firsts.extend(part.start for part in parts)
+        return in_order(dataset, parts, *more)
 
     monkeypatch.setattr(encoded, "in_order", noted)
     images = open_data(folder, pipe.family.resolution)
@@ -371,10 +371,10 @@ def test_a_runs_latents_are_made_once_and_finished_after_a_kill(
     (tmp_path / "latents" / "index.json").unlink()
     (tmp_path / "latents" / "00001").rename(tmp_path / "latents" / ".00001.part")
     assert pairs(encoded.encoded(given, images, pipe.vae)[0]) == whole
-    assert firsts == [0, 4, 4]
+    assert firsts == [0, 2, 4, 4]
     renamed = replace(images, items=tuple((path, f"a {caption}") for path, caption in images.items))  # type: ignore[type-var,attr-defined]
     assert pairs(encoded.encoded(given, renamed, pipe.vae)[0]) != whole
-    assert firsts == [0, 4, 4, 0, 4]
+    assert firsts == [0, 2, 4, 4, 0, 2, 4]
 
 
 CODE = """
@@ -505,5 +505,5 @@ def test_too_many_broken_images_end_a_run(tmp_path: Path, folder: Path, small_pa
     for i in range(6, 12):
         (data / f"{i}.png").write_bytes(b"")
         (data / f"{i}.txt").write_text("a")
-    with pytest.raises(ValueError, match=r"11 images are broken, which is too many, such as .*\.png: is "):
+    with pytest.raises(ValueError, match=r"12 images are broken, which is too many, such as .*\.png: is "):
         train(options(data, tmp_path / "run", steps=1, lora_rank=1), load_options(small_path))

@@ -25,6 +25,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from training import CONFIG, Grey, Squares, trainer
+from waiting import wait_for
 
 from ldm_lite.train import __main__ as command
 from ldm_lite.train.batches import Batch, Draws, reported_workers
@@ -264,6 +265,35 @@ def test_a_signal_saves_the_state(tmp_path: Path, folder: Path, small_path: Path
     assert step >= 2
     assert errors.splitlines()[-1] == f"interrupted: the state of step {step} is saved, --resume continues"
     assert "Traceback" not in errors
+
+
+SLOW_SCENES = """
+import time
+from PIL import Image
+
+def scene(index):
+    time.sleep(0.05)
+    return Image.new("RGB", (64, 64)), "grey"
+
+def scenes(resolution):
+    return scene
+"""
+
+
+@pytest.mark.parametrize("workers", [2, 5])
+def test_a_signal_ends_the_encoding_of_images(tmp_path: Path, small_path: Path, workers: int) -> None:
+    """Also the processes that read them, of which some wait for work: they ignore signals."""
+    (tmp_path / "scenes.py").write_text(SLOW_SCENES)
+    argv = ["-m", "ldm_lite.train", "--ckpt", small_path, "--renderer", tmp_path / "scenes.py", "--scenes", 2000]
+    argv += ["--batch-size", 200, "--data-workers", workers, "--out", tmp_path / "out", "--device", "cpu"]
+    process = subprocess.Popen([sys.executable, *map(str, argv)], stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    assert any(line == "encoding 2000 images\n" for line in process.stderr)
+    wait_for(lambda: list((tmp_path / "out" / "latents").glob("*0*")), "a shard that is written", process)
+    process.terminate()
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert errors.splitlines()[-1].startswith("interrupted: ")
 
 
 @pytest.mark.slow
