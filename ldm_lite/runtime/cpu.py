@@ -78,7 +78,6 @@ def _fastest(what: str, ways: Mapping[str, Callable[..., Tensor]], *some: Any) -
 # ---- group normalisation --------------------------------------------------------------------------------------------
 
 LARGE_MAP = 256 * 256  # positions above which strips are used: below, the plain kernel's error is 1e-6 at most
-NORM_STRIP = 128 * 128  # positions of a strip at most: its error is 2e-7
 
 
 @kernel
@@ -89,27 +88,8 @@ def _group_norm(norm: nn.GroupNorm, x: Tensor) -> Tensor:
 
 
 def normalise(x: Tensor, norm: nn.GroupNorm) -> Tensor:
-    """Normalise a large x (B,C,h,w), channels last, by groups of channels, as exactly as small maps.
-
-    PyTorch's kernel sums each group in one float32 accumulator: at 512 x 512 positions the relative error is 1e-5, a
-    hundred times that of other layers, and it grows with the map.  Here it normalises strips of the map, each by its
-    own statistics; those of the whole map follow from them in float64, and one more pass corrects the strips.
-    """
-    (batch, channels, h, w), groups = x.shape, norm.num_groups
-    num = next((s for s in range(1, h) if h % s == 0 and h // s * w <= NORM_STRIP), h)  # strips of a map
-    strips = x.permute(0, 2, 3, 1).view(batch * num, h // num, w, channels).permute(0, 3, 1, 2)
-    size = (batch * num, channels, h // num * w)
-    out, means, rates = torch.native_group_norm(strips, None, None, *size, groups, norm.eps)  # rate: 1/deviation
-    means, rates = (part.double().view(batch, num, groups, 1) for part in (means, rates))
-
-    squares = rates**-2 - norm.eps + means**2  # mean squares
-    mean, square = means.mean(dim=1, keepdim=True), squares.mean(dim=1, keepdim=True)  # of the whole map
-    rate = (square - mean**2 + norm.eps).rsqrt()
-    weight, bias = norm.weight.double().view(groups, -1), norm.bias.double().view(groups, -1)
-    scale = (rate / rates * weight).float().view(-1, channels, 1, 1)
-    shift = ((means - mean) * rate * weight + bias).float().view(-1, channels, 1, 1)
-    torch.addcmul(shift, out, scale, out=out)
-    return out.permute(0, 2, 3, 1).view(batch, h, w, channels).permute(0, 3, 1, 2)
+    """Normalise a large x (B,C,h,w), channels last, by groups of channels, as exactly as small maps."""
+    return tiling.normalised(norm, x, x.device)(slice(None))
 
 
 # ---- products -------------------------------------------------------------------------------------------------------
