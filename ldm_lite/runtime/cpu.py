@@ -97,7 +97,7 @@ def normalise(x: Tensor, norm: nn.GroupNorm) -> Tensor:
 
 MIN_PRODUCT = 2**27  # multiplications: smaller products take less than two milliseconds
 TIMED = 512  # rows of a product that is timed, at most
-_ONEDNN: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)  # not public: without it a 1x1 convolution serves
+_ONEDNN: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)  # not public
 
 
 @kernel
@@ -111,43 +111,34 @@ def _conv1x1(layer: Conv1x1, x: Tensor) -> Tensor:
     return product(pixels, layer.weight.flatten(1), layer.bias).permute(0, 3, 1, 2)
 
 
-def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x (...,C) times weight (K,C) transposed, plus bias (K,), by the faster library if it is large: (...,K)."""
-    out, channels = weight.shape
-    if not _suits(x) or x.numel() * out < MIN_PRODUCT or not (x.is_contiguous() and weight.is_contiguous()):
-        return F.linear(x, weight, bias)
-    rows = min(TIMED, 1 << (x.numel() // channels - 1).bit_length())  # products of like sizes share a choice
-    what = f"product of {rows} rows, {channels} to {out} channels"
-    ways: dict[str, Callable[..., Tensor]] = {"torch": F.linear, "onednn": _onednn}
-    return _fastest(what, ways, x.view(-1, channels)[:rows], weight, bias)(x, weight, bias)
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x (...,C) times weight (K,C) transposed, plus bias (K,), by the faster library if it is large: (...,K).
+
+    Of weights (P,K,C) each multiplies its x (P,M,C), without bias: (P,M,K).
+    """
+    num_out, channels = weight.shape[-2:]
+    if not _suits(x) or x.numel() * num_out < MIN_PRODUCT or not x.is_contiguous():
+        return _by_torch(x, weight, bias)
+    many = weight.ndim == 3
+    rows = x.shape[1] if many else x.numel() // channels
+    rows = min(TIMED, 1 << (rows - 1).bit_length())  # products of like sizes share a choice
+    what = f"product{'s' if many else ''} of {rows} rows, {channels} to {num_out} channels"
+    some = (x[:2, :rows], weight[:2]) if many else (x.view(-1, channels)[:rows], weight)
+    return _fastest(what, {"torch": _by_torch, "onednn": _by_onednn}, *some, bias)(x, weight, bias)
 
 
-def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    if _ONEDNN is not None:
-        product: Tensor = _ONEDNN(x, weight, bias, "none", [], "")
-        return product
-    image = x.reshape(1, -1, 1, x.shape[-1]).permute(0, 3, 1, 2)  # (1, C, M, 1), channels last
-    out = F.conv2d(image, weight[:, :, None, None], bias)
-    return out.permute(0, 2, 3, 1).reshape(*x.shape[:-1], len(weight))
+def _by_torch(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return F.linear(x, weight, bias) if weight.ndim == 2 else torch.bmm(x, weight.mT)
 
 
-def _multiply_each(x: Tensor, weight: Tensor, out: Tensor) -> None:
-    """Write P products of x (P,M,C) and weight (P,K,C) transposed, by the faster library, to out (P,M,K)."""
-
-    def by_torch(x: Tensor, weight: Tensor, out: Tensor) -> Tensor:
-        return torch.bmm(x, weight.transpose(1, 2), out=out)
-
-    def by_onednn(x: Tensor, weight: Tensor, out: Tensor) -> Tensor:
-        for rows, matrix, product in zip(x, weight, out, strict=True):
-            product.copy_(_onednn(rows, matrix.contiguous(), None))  # with gaps it takes a hundred times as long
-        return out
-
-    (_, rows, channels), num_out = x.shape, weight.shape[1]
-    way: Callable[..., Tensor] = by_torch
-    if rows * channels * num_out >= MIN_PRODUCT // 4:
-        what = f"products of {1 << (rows - 1).bit_length()} rows, {channels} to {num_out} channels"
-        way = _fastest(what, {"torch": by_torch, "onednn": by_onednn}, x[:2], weight[:2], out[:2])
-    way(x, weight, out)
+def _by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    if _ONEDNN is None:
+        return _by_torch(x, weight, bias)
+    if weight.ndim == 3:
+        return torch.stack([_by_onednn(*factors) for factors in zip(x, weight, strict=True)])
+    # A matrix with gaps would take a hundred times as long.
+    result: Tensor = _ONEDNN(x, weight.contiguous(), bias, "none", [], "")
+    return result
 
 
 # ---- 3x3 convolutions -----------------------------------------------------------------------------------------------
@@ -284,37 +275,32 @@ def filtered(x: Tensor, weight: Tensor, bias: Tensor | None, m: int, of_input: b
     out = x.new_empty(batch, rows * m, columns * m, num_out)
     together = min(rows, max(1, TILES // (batch * columns)))  # rows of tiles
     strip = x.new_empty(batch, together * m + 2, columns * m + 2, channels)  # their pixels, and the padding
-    strip[:, 0], strip[:, :, 0], strip[:, :, w + 1 :] = 0, 0, 0
+    strip[:, :, 0], strip[:, :, w + 1 :] = 0, 0
     image, line, pixel, _ = strip.stride()
-
-    def transformed(outputs: slice) -> Tensor:
-        """Return the weights of some channels out: (n*n, K, C)."""
-        some = weight[:, outputs] if of_input else weight[outputs]
-        matrix = to_weight.flip(1) if of_input else to_weight
-        taps = some.permute(0, 2, 3, 1).reshape(len(some), 9, -1)  # a view, if channels are last
-        result = torch.bmm(matrix.expand(len(some), -1, -1), taps).transpose(0, 1)
-        return result.transpose(1, 2) if of_input else result
-
     step = -(-num_out // -(-n * n * channels * num_out // PART))
-    whole = transformed(slice(None)) if together < rows else None  # several strips of tiles read them
-    for first in range(0, rows, together):
-        count = min(together, rows - first)
-        top = first * m - 1  # the line of the image that is the strip's first
-        begin, end = max(0, top), min(h, top + count * m + 2)
-        strip[:, begin - top : end - top, 1 : w + 1] = pixels[:, begin:end]
-        strip[:, end - top :] = 0
-        # input tiles, which overlap by two: a view of the strip, copied and transformed
-        tiles = strip.as_strided((n, n, batch, count, columns, channels), (line, pixel, image, m * line, m * pixel, 1))
-        inputs = (to_input @ tiles.reshape(n * n, -1)).view(n * n, -1, channels)  # (n*n, T, C)
-        products = x.new_empty(*inputs.shape[:2], num_out)  # (n*n, T, K)
-        for k in range(0, num_out, step):
-            part = slice(k, k + step)
-            _multiply_each(inputs, transformed(part) if whole is None else whole[:, part], products[:, :, part])
-        if bias is not None:
-            products[n + 1] += bias  # this position goes to each output of its tile with weight 1
-        outputs = (to_output @ products.view(n * n, -1)).view(m, m, batch, count, columns, num_out)
-        part_of_out = out[:, first * m : (first + count) * m]
-        part_of_out.view(batch, count, m, columns, m, num_out).copy_(outputs.permute(2, 3, 0, 4, 1, 5))
+    for part in (slice(k, k + step) for k in range(0, num_out, step)):
+        some = weight[:, part] if of_input else weight[part]
+        taps = some.permute(0, 2, 3, 1).reshape(len(some), 9, -1)  # a view, if channels are last
+        matrix = to_weight.flip(1) if of_input else to_weight
+        weights = torch.bmm(matrix.expand(len(some), -1, -1), taps).transpose(0, 1)
+        weights = weights.mT if of_input else weights  # (n*n, some of K, C)
+        for first in range(0, rows, together):
+            count = min(together, rows - first)
+            if part.start == 0 or together < rows:  # a single strip keeps its inputs
+                top = first * m - 1  # the line of the image that is the strip's first
+                begin, end = max(0, top), min(h, top + count * m + 2)
+                strip[:, begin - top : end - top, 1 : w + 1] = pixels[:, begin:end]
+                strip[:, : begin - top], strip[:, end - top :] = 0, 0
+                # input tiles, which overlap by two: a view of the strip, copied and transformed
+                size = n, n, batch, count, columns, channels
+                tiles = strip.as_strided(size, (line, pixel, image, m * line, m * pixel, 1))
+                inputs = (to_input @ tiles.reshape(n * n, -1)).view(n * n, -1, channels)  # (n*n, T, C)
+            products = product(inputs, weights)  # (n*n, T, some of K)
+            if bias is not None:
+                products[n + 1] += bias[part]  # this position goes to each output of its tile with weight 1
+            outputs = (to_output @ products.view(n * n, -1)).view(m, m, batch, count, columns, -1)
+            lines = out[:, first * m : (first + count) * m].view(batch, count, m, columns, m, num_out)
+            lines[..., part] = outputs.permute(2, 3, 0, 4, 1, 5)
     return out[:, :h, :w].permute(0, 3, 1, 2)  # (B, K, h, w)
 
 
@@ -422,8 +408,8 @@ def blocked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     for place in itertools.product(range(batch), range(heads)):
         for start in range(0, n, QUERIES):
             part = (*place, slice(start, start + QUERIES))
-            exponentials = _onednn(queries[part], keys[place], None).exp2_().to(v.dtype)
-            sums = _onednn(exponentials, values[place], None)
+            exponentials = _by_onednn(queries[part], keys[place]).exp2_().to(v.dtype)
+            sums = _by_onednn(exponentials, values[place])
             torch.div(sums[:, :dim], sums[:, dim : dim + 1], out=out[part])
     return out
 
