@@ -145,57 +145,39 @@ def _by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 LARGE = 2**23  # numbers of a weight, which no cache holds
 MANY = 1024  # positions of all maps of a batch: with as many, Winograd's filtering in tiles of 4 by 4 is the fastest
-SOME = 512  # positions from which it is worth a try
+SOME = 512  # positions from which it is, in tiles of 2 by 2
 MIN_CHANNELS = 128  # below, moving tiles costs more than the products save
-MIN_TRAINED = 320  # channels from which the filtering with gradients is faster, in tiles of 4 by 4
-_LOCK = threading.Lock()  # held while counts of readers change, and while a weight is laid out
+MIN_TRAINED = 320  # the same with gradients
+_LOCK = threading.Lock()  # held while a weight is laid out
 
 
 @kernel
 def _conv3x3(conv: nn.Conv2d, x: Tensor) -> Tensor:
-    weight, bias, positions = conv.weight, conv.bias, x.shape[0] * x.shape[2] * x.shape[3]
+    weight, about = conv.weight, vars(conv)
     other = x.dtype != torch.float32 or x.device.type != "cpu" or torch.is_autocast_enabled("cpu")
     if other or torch.compiler.is_compiling():
-        return conv._conv_forward(x, weight, bias)
-    about = vars(conv)
+        return conv._conv_forward(x, weight, conv.bias)
     if about.get("may_move", False):
         with _LOCK:
-            # Lay the weight out if it is frozen and no thread reads it.  At the first call, whatever the map's size:
-            # later, it would change the last bits of what came before.  Not when it is loaded: that takes as long as
-            # loading.
+            # Lay the weight out if it is frozen.  At the first call, before any thread reads it, and whatever the map's
+            # size: later, it would change the last bits of what came before.  Not when it is loaded: that takes as
+            # long as loading.
             before = weight.data
-            if about.get("readers", 0) == 0 and not weight.requires_grad and not _is_last(before):
+            if not weight.requires_grad and not _is_last(before):
                 weight.data = channels_last(before)
                 MappedPages().release(before)
-            about["readers"] = about.get("readers", 0) + 1
-    try:
-        if not torch.is_grad_enabled() or not (x.requires_grad or weight.requires_grad):
-            return WAYS[way(x, weight)](x, weight, bias)
-        if weight.numel() >= LARGE and positions < MANY and _is_last(weight):
-            return _Product.apply(x, weight, bias)  # type: ignore[no-untyped-call]
-        if positions >= MANY and min(weight.shape[:2]) >= MIN_TRAINED:
-            return _Filtered.apply(x, weight, bias, 4)  # type: ignore[no-untyped-call]
-        return conv._conv_forward(x, weight, bias)
-    finally:
-        if about.get("may_move", False):
-            with _LOCK:
-                about["readers"] -= 1
+            about["may_move"] = False
+    return WAYS[way(x, weight)](x, weight, conv.bias)
 
 
 def way(x: Tensor, weight: Tensor) -> str:
-    """Name the fastest way of WAYS to convolve x (B,C,h,w) with weight (K,C,3,3), without gradients."""
-    positions = x.shape[0] * x.shape[2] * x.shape[3]
-    if positions >= MANY:
+    """Name the fastest way of WAYS to convolve x (B,C,h,w) with weight (K,C,3,3)."""
+    positions, trains = x[:, 0].numel(), torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    if positions >= MANY and min(weight.shape[:2]) >= (MIN_TRAINED if trains else MIN_CHANNELS):
         return "tiles of 4"
-    small = "tiles of 2" if positions >= SOME else "plain"
-    if not _is_last(weight):
-        return small
-    first = "product" if weight.numel() >= LARGE else small
-    if positions < SOME:
-        return first
-    ways = {name: functools.partial(WAYS[name], x, weight, None) for name in (first, "tiles of 2", "tiles of 4")}
-    what = f"3x3 convolution of {positions} positions, {weight.shape[1]} to {len(weight)} channels"
-    return fastest(what, "fp32", ways, x.device)
+    if SOME <= positions < MANY and not trains:
+        return "tiles of 2"
+    return "product" if weight.numel() >= LARGE and positions < MANY and _is_last(weight) else "plain"
 
 
 def _plain(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -210,20 +192,11 @@ def as_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     For large weights on small maps.  PyTorch's convolution (oneDNN) reorders the weights at every call, which takes
     longer than the sums; the product reads them as they lie, channels last.
     """
-    b, _, h, w = x.shape
-    return product(_neighbourhoods(x), _as_rows(weight), bias).view(b, h, w, -1).permute(0, 3, 1, 2)
-
-
-def _as_rows(weight: Tensor) -> Tensor:
-    """Return the weight (K,C,3,3) as the rows of that product: (K,9C), a view if channels are last."""
-    return weight.permute(0, 2, 3, 1).reshape(len(weight), -1)
-
-
-def _neighbourhoods(x: Tensor) -> Tensor:
-    """Return what a 3x3 convolution of x (B,C,h,w), padding 1, reads at each position: (Bhw,9C)."""
-    b, _, h, w = x.shape
+    h, w = x.shape[2:]
     padded = F.pad(x.permute(0, 2, 3, 1), (0, 0, 1, 1, 1, 1))
-    return padded.unfold(1, 3, 1).unfold(2, 3, 1).permute(0, 1, 2, 4, 5, 3).reshape(b * h * w, -1)
+    neighbours = [padded[:, i : i + h, j : j + w] for i in range(3) for j in range(3)]
+    rows = weight.permute(0, 2, 3, 1).flatten(1)  # (K, 9C), a view if channels are last
+    return product(torch.cat(neighbours, dim=-1), rows, bias).permute(0, 3, 1, 2)
 
 
 # ---- Winograd's minimal filtering -----------------------------------------------------------------------------------
@@ -304,41 +277,6 @@ def filtered(x: Tensor, weight: Tensor, bias: Tensor | None, m: int, of_input: b
     return out[:, :h, :w].permute(0, 3, 1, 2)  # (B, K, h, w)
 
 
-WAYS: dict[str, Callable[[Tensor, Tensor, Tensor | None], Tensor]] = {
-    "plain": _plain,
-    "product": as_product,
-    "tiles of 2": functools.partial(filtered, m=2),
-    "tiles of 4": functools.partial(filtered, m=4),
-}
-
-
-class _Product(torch.autograd.Function):
-    """as_product, with gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return as_product(x, weight, bias)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (x, weight), (of_x, of_weight, of_bias) = ctx.saved_tensors, ctx.needs_input_grad
-        (b, channels, h, w), num_out = x.shape, len(weight)
-        rows = channels_last(grad).permute(0, 2, 3, 1).reshape(-1, num_out)  # (Bhw, K)
-        grad_x = grad_weight = None
-        if of_x:
-            columns = (rows @ _as_rows(weight)).view(b, h, w, 3, 3, channels)
-            padded = x.new_zeros(b, h + 2, w + 2, channels)
-            for i in range(3):
-                for j in range(3):
-                    padded[:, i : i + h, j : j + w] += columns[:, :, :, i, j]
-            grad_x = padded[:, 1:-1, 1:-1].permute(0, 3, 1, 2)
-        if of_weight:
-            grad_weight = (rows.T @ _neighbourhoods(x)).view(num_out, 3, 3, channels).permute(0, 3, 1, 2)
-        return grad_x, grad_weight, rows.sum(0) if of_bias else None
-
-
 class _Filtered(torch.autograd.Function):
     """Winograd's filtering, with gradients; that of the weight is PyTorch's."""
 
@@ -357,6 +295,14 @@ class _Filtered(torch.autograd.Function):
         settings = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)  # stride, padding, dilation; not transposed
         _, *others = torch.ops.aten.convolution_backward(grad, x, weight, [len(weight)], *settings, mask)
         return grad_x, *others, None
+
+
+WAYS: dict[str, Callable[[Tensor, Tensor, Tensor | None], Tensor]] = {
+    "plain": _plain,
+    "product": as_product,
+    "tiles of 2": functools.partial(filtered, m=2),
+    "tiles of 4": lambda x, weight, bias: _Filtered.apply(x, weight, bias, 4),  # type: ignore[no-untyped-call]
+}
 
 
 # ---- attention ------------------------------------------------------------------------------------------------------
