@@ -84,11 +84,6 @@ LARGE_MAP = 256 * 256  # positions above which strips are used: below, the plain
 def _group_norm(norm: nn.GroupNorm, x: Tensor) -> Tensor:
     if not _suits(x) or x.ndim != 4 or x[0, 0].numel() <= LARGE_MAP or not _is_last(x):
         return nn.GroupNorm.forward(norm, x)
-    return normalise(x, norm)
-
-
-def normalise(x: Tensor, norm: nn.GroupNorm) -> Tensor:
-    """Normalise a large x (B,C,h,w), channels last, by groups of channels, as exactly as small maps."""
     return tiling.normalised(norm, x, x.device)(slice(None))
 
 

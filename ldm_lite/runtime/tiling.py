@@ -11,7 +11,6 @@ which all maps are kept anyway.
 Shape letters: B batch, C channels, H W a feature map's size, G groups of channels, S strips.
 """
 
-import copy
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
@@ -21,7 +20,7 @@ from torch.nn import functional as F
 
 from ldm_lite.core.layers import Upsample, channels_last
 from ldm_lite.core.vae import Decoder, Downsample, Encoder, ResnetBlock
-from ldm_lite.runtime.patching import patch, patch_of
+from ldm_lite.runtime.patching import patch, patch_of, twin
 from ldm_lite.runtime.seamless import is_seamless
 
 STRIP = 2**22  # numbers in a strip: 8 MiB in half precision
@@ -50,9 +49,7 @@ def tiled(vae: Network, rest: torch.device | str | None = None) -> Network:
     """
     if not _is_kl(vae):
         return vae
-    result: Any = copy.copy(vae)
-    result._modules = dict(vae._modules)
-    result.encoder, result.decoder = copy.copy(result.encoder), copy.copy(result.decoder)
+    result: Network = twin(vae)
     tile(result, rest)
     return result
 
