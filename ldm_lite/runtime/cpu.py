@@ -78,38 +78,13 @@ def _fastest(what: str, ways: Mapping[str, Callable[..., Tensor]], *some: Any) -
 # ---- group normalisation --------------------------------------------------------------------------------------------
 
 LARGE_MAP = 256 * 256  # positions above which strips are used: below, the plain kernel's error is 1e-6 at most
-NORM_STRIP = 128 * 128  # positions of a strip at most: its error is 2e-7
 
 
 @kernel
 def _group_norm(norm: nn.GroupNorm, x: Tensor) -> Tensor:
     if not _suits(x) or x.ndim != 4 or x[0, 0].numel() <= LARGE_MAP or not _is_last(x):
         return nn.GroupNorm.forward(norm, x)
-    return normalise(x, norm)
-
-
-def normalise(x: Tensor, norm: nn.GroupNorm) -> Tensor:
-    """Normalise a large x (B,C,h,w), channels last, by groups of channels, as exactly as small maps.
-
-    PyTorch's kernel sums each group in one float32 accumulator: at 512 x 512 positions the relative error is 1e-5, a
-    hundred times that of other layers, and it grows with the map.  Here it normalises strips of the map, each by its
-    own statistics; those of the whole map follow from them in float64, and one more pass corrects the strips.
-    """
-    (batch, channels, h, w), groups = x.shape, norm.num_groups
-    num = next((s for s in range(1, h) if h % s == 0 and h // s * w <= NORM_STRIP), h)  # strips of a map
-    strips = x.permute(0, 2, 3, 1).view(batch * num, h // num, w, channels).permute(0, 3, 1, 2)
-    size = (batch * num, channels, h // num * w)
-    out, means, rates = torch.native_group_norm(strips, None, None, *size, groups, norm.eps)  # rate: 1/deviation
-    means, rates = (part.double().view(batch, num, groups, 1) for part in (means, rates))
-
-    squares = rates**-2 - norm.eps + means**2  # mean squares
-    mean, square = means.mean(dim=1, keepdim=True), squares.mean(dim=1, keepdim=True)  # of the whole map
-    rate = (square - mean**2 + norm.eps).rsqrt()
-    weight, bias = norm.weight.double().view(groups, -1), norm.bias.double().view(groups, -1)
-    scale = (rate / rates * weight).float().view(-1, channels, 1, 1)
-    shift = ((means - mean) * rate * weight + bias).float().view(-1, channels, 1, 1)
-    torch.addcmul(shift, out, scale, out=out)
-    return out.permute(0, 2, 3, 1).view(batch, h, w, channels).permute(0, 3, 1, 2)
+    return tiling.normalised(norm, x, x.device)(slice(None))
 
 
 # ---- products -------------------------------------------------------------------------------------------------------
@@ -117,7 +92,7 @@ def normalise(x: Tensor, norm: nn.GroupNorm) -> Tensor:
 
 MIN_PRODUCT = 2**27  # multiplications: smaller products take less than two milliseconds
 TIMED = 512  # rows of a product that is timed, at most
-_ONEDNN: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)  # not public: without it a 1x1 convolution serves
+_ONEDNN: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)  # not public
 
 
 @kernel
@@ -131,100 +106,73 @@ def _conv1x1(layer: Conv1x1, x: Tensor) -> Tensor:
     return product(pixels, layer.weight.flatten(1), layer.bias).permute(0, 3, 1, 2)
 
 
-def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x (...,C) times weight (K,C) transposed, plus bias (K,), by the faster library if it is large: (...,K)."""
-    out, channels = weight.shape
-    if not _suits(x) or x.numel() * out < MIN_PRODUCT or not (x.is_contiguous() and weight.is_contiguous()):
-        return F.linear(x, weight, bias)
-    rows = min(TIMED, 1 << (x.numel() // channels - 1).bit_length())  # products of like sizes share a choice
-    what = f"product of {rows} rows, {channels} to {out} channels"
-    ways: dict[str, Callable[..., Tensor]] = {"torch": F.linear, "onednn": _onednn}
-    return _fastest(what, ways, x.view(-1, channels)[:rows], weight, bias)(x, weight, bias)
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x (...,C) times weight (K,C) transposed, plus bias (K,), by the faster library if it is large: (...,K).
+
+    Of weights (P,K,C) each multiplies its x (P,M,C), without bias: (P,M,K).
+    """
+    num_out, channels = weight.shape[-2:]
+    if not _suits(x) or x.numel() * num_out < MIN_PRODUCT or not x.is_contiguous():
+        return _by_torch(x, weight, bias)
+    many = weight.ndim == 3
+    rows = x.shape[1] if many else x.numel() // channels
+    rows = min(TIMED, 1 << (rows - 1).bit_length())  # products of like sizes share a choice
+    what = f"product{'s' if many else ''} of {rows} rows, {channels} to {num_out} channels"
+    some = (x[:2, :rows], weight[:2]) if many else (x.view(-1, channels)[:rows], weight)
+    return _fastest(what, {"torch": _by_torch, "onednn": _by_onednn}, *some, bias)(x, weight, bias)
 
 
-def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    if _ONEDNN is not None:
-        product: Tensor = _ONEDNN(x, weight, bias, "none", [], "")
-        return product
-    image = x.reshape(1, -1, 1, x.shape[-1]).permute(0, 3, 1, 2)  # (1, C, M, 1), channels last
-    out = F.conv2d(image, weight[:, :, None, None], bias)
-    return out.permute(0, 2, 3, 1).reshape(*x.shape[:-1], len(weight))
+def _by_torch(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return F.linear(x, weight, bias) if weight.ndim == 2 else torch.bmm(x, weight.mT)
 
 
-def _multiply_each(x: Tensor, weight: Tensor, out: Tensor) -> None:
-    """Write P products of x (P,M,C) and weight (P,K,C) transposed, by the faster library, to out (P,M,K)."""
-
-    def by_torch(x: Tensor, weight: Tensor, out: Tensor) -> Tensor:
-        return torch.bmm(x, weight.transpose(1, 2), out=out)
-
-    def by_onednn(x: Tensor, weight: Tensor, out: Tensor) -> Tensor:
-        for rows, matrix, product in zip(x, weight, out, strict=True):
-            product.copy_(_onednn(rows, matrix.contiguous(), None))  # with gaps it takes a hundred times as long
-        return out
-
-    (_, rows, channels), num_out = x.shape, weight.shape[1]
-    way: Callable[..., Tensor] = by_torch
-    if rows * channels * num_out >= MIN_PRODUCT // 4:
-        what = f"products of {1 << (rows - 1).bit_length()} rows, {channels} to {num_out} channels"
-        way = _fastest(what, {"torch": by_torch, "onednn": by_onednn}, x[:2], weight[:2], out[:2])
-    way(x, weight, out)
+def _by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    if _ONEDNN is None:
+        return _by_torch(x, weight, bias)
+    if weight.ndim == 3:
+        return torch.stack([_by_onednn(*factors) for factors in zip(x, weight, strict=True)])
+    # A matrix with gaps would take a hundred times as long.
+    result: Tensor = _ONEDNN(x, weight.contiguous(), bias, "none", [], "")
+    return result
 
 
 # ---- 3x3 convolutions -----------------------------------------------------------------------------------------------
 
 LARGE = 2**23  # numbers of a weight, which no cache holds
 MANY = 1024  # positions of all maps of a batch: with as many, Winograd's filtering in tiles of 4 by 4 is the fastest
-SOME = 512  # positions from which it is worth a try
+SOME = 512  # positions from which it is, in tiles of 2 by 2
 MIN_CHANNELS = 128  # below, moving tiles costs more than the products save
-MIN_TRAINED = 320  # channels from which the filtering with gradients is faster, in tiles of 4 by 4
-_LOCK = threading.Lock()  # held while counts of readers change, and while a weight is laid out
+MIN_TRAINED = 320  # the same with gradients
+_LOCK = threading.Lock()  # held while a weight is laid out
 
 
 @kernel
 def _conv3x3(conv: nn.Conv2d, x: Tensor) -> Tensor:
-    weight, bias, positions = conv.weight, conv.bias, x.shape[0] * x.shape[2] * x.shape[3]
+    weight, about = conv.weight, vars(conv)
     other = x.dtype != torch.float32 or x.device.type != "cpu" or torch.is_autocast_enabled("cpu")
     if other or torch.compiler.is_compiling():
-        return conv._conv_forward(x, weight, bias)
-    about = vars(conv)
+        return conv._conv_forward(x, weight, conv.bias)
     if about.get("may_move", False):
         with _LOCK:
-            # Lay the weight out if it is frozen and no thread reads it.  At the first call, whatever the map's size:
-            # later, it would change the last bits of what came before.  Not when it is loaded: that takes as long as
-            # loading.
+            # Lay the weight out if it is frozen.  At the first call, before any thread reads it, and whatever the map's
+            # size: later, it would change the last bits of what came before.  Not when it is loaded: that takes as
+            # long as loading.
             before = weight.data
-            if about.get("readers", 0) == 0 and not weight.requires_grad and not _is_last(before):
+            if not weight.requires_grad and not _is_last(before):
                 weight.data = channels_last(before)
                 MappedPages().release(before)
-            about["readers"] = about.get("readers", 0) + 1
-    try:
-        if not torch.is_grad_enabled() or not (x.requires_grad or weight.requires_grad):
-            return WAYS[way(x, weight)](x, weight, bias)
-        if weight.numel() >= LARGE and positions < MANY and _is_last(weight):
-            return _Product.apply(x, weight, bias)  # type: ignore[no-untyped-call]
-        if positions >= MANY and min(weight.shape[:2]) >= MIN_TRAINED:
-            return _Filtered.apply(x, weight, bias, 4)  # type: ignore[no-untyped-call]
-        return conv._conv_forward(x, weight, bias)
-    finally:
-        if about.get("may_move", False):
-            with _LOCK:
-                about["readers"] -= 1
+            about["may_move"] = False
+    return WAYS[way(x, weight)](x, weight, conv.bias)
 
 
 def way(x: Tensor, weight: Tensor) -> str:
-    """Name the fastest way of WAYS to convolve x (B,C,h,w) with weight (K,C,3,3), without gradients."""
-    positions = x.shape[0] * x.shape[2] * x.shape[3]
-    if positions >= MANY:
+    """Name the fastest way of WAYS to convolve x (B,C,h,w) with weight (K,C,3,3)."""
+    positions, trains = x[:, 0].numel(), torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    if positions >= MANY and min(weight.shape[:2]) >= (MIN_TRAINED if trains else MIN_CHANNELS):
         return "tiles of 4"
-    small = "tiles of 2" if positions >= SOME else "plain"
-    if not _is_last(weight):
-        return small
-    first = "product" if weight.numel() >= LARGE else small
-    if positions < SOME:
-        return first
-    ways = {name: functools.partial(WAYS[name], x, weight, None) for name in (first, "tiles of 2", "tiles of 4")}
-    what = f"3x3 convolution of {positions} positions, {weight.shape[1]} to {len(weight)} channels"
-    return fastest(what, "fp32", ways, x.device)
+    if SOME <= positions < MANY and not trains:
+        return "tiles of 2"
+    return "product" if weight.numel() >= LARGE and positions < MANY and _is_last(weight) else "plain"
 
 
 def _plain(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -239,20 +187,11 @@ def as_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     For large weights on small maps.  PyTorch's convolution (oneDNN) reorders the weights at every call, which takes
     longer than the sums; the product reads them as they lie, channels last.
     """
-    b, _, h, w = x.shape
-    return product(_neighbourhoods(x), _as_rows(weight), bias).view(b, h, w, -1).permute(0, 3, 1, 2)
-
-
-def _as_rows(weight: Tensor) -> Tensor:
-    """Return the weight (K,C,3,3) as the rows of that product: (K,9C), a view if channels are last."""
-    return weight.permute(0, 2, 3, 1).reshape(len(weight), -1)
-
-
-def _neighbourhoods(x: Tensor) -> Tensor:
-    """Return what a 3x3 convolution of x (B,C,h,w), padding 1, reads at each position: (Bhw,9C)."""
-    b, _, h, w = x.shape
+    h, w = x.shape[2:]
     padded = F.pad(x.permute(0, 2, 3, 1), (0, 0, 1, 1, 1, 1))
-    return padded.unfold(1, 3, 1).unfold(2, 3, 1).permute(0, 1, 2, 4, 5, 3).reshape(b * h * w, -1)
+    neighbours = [padded[:, i : i + h, j : j + w] for i in range(3) for j in range(3)]
+    rows = weight.permute(0, 2, 3, 1).flatten(1)  # (K, 9C), a view if channels are last
+    return product(torch.cat(neighbours, dim=-1), rows, bias).permute(0, 3, 1, 2)
 
 
 # ---- Winograd's minimal filtering -----------------------------------------------------------------------------------
@@ -304,73 +243,33 @@ def filtered(x: Tensor, weight: Tensor, bias: Tensor | None, m: int, of_input: b
     out = x.new_empty(batch, rows * m, columns * m, num_out)
     together = min(rows, max(1, TILES // (batch * columns)))  # rows of tiles
     strip = x.new_empty(batch, together * m + 2, columns * m + 2, channels)  # their pixels, and the padding
-    strip[:, 0], strip[:, :, 0], strip[:, :, w + 1 :] = 0, 0, 0
+    strip[:, :, 0], strip[:, :, w + 1 :] = 0, 0
     image, line, pixel, _ = strip.stride()
-
-    def transformed(outputs: slice) -> Tensor:
-        """Return the weights of some channels out: (n*n, K, C)."""
-        some = weight[:, outputs] if of_input else weight[outputs]
-        matrix = to_weight.flip(1) if of_input else to_weight
-        taps = some.permute(0, 2, 3, 1).reshape(len(some), 9, -1)  # a view, if channels are last
-        result = torch.bmm(matrix.expand(len(some), -1, -1), taps).transpose(0, 1)
-        return result.transpose(1, 2) if of_input else result
-
     step = -(-num_out // -(-n * n * channels * num_out // PART))
-    whole = transformed(slice(None)) if together < rows else None  # several strips of tiles read them
-    for first in range(0, rows, together):
-        count = min(together, rows - first)
-        top = first * m - 1  # the line of the image that is the strip's first
-        begin, end = max(0, top), min(h, top + count * m + 2)
-        strip[:, begin - top : end - top, 1 : w + 1] = pixels[:, begin:end]
-        strip[:, end - top :] = 0
-        # input tiles, which overlap by two: a view of the strip, copied and transformed
-        tiles = strip.as_strided((n, n, batch, count, columns, channels), (line, pixel, image, m * line, m * pixel, 1))
-        inputs = (to_input @ tiles.reshape(n * n, -1)).view(n * n, -1, channels)  # (n*n, T, C)
-        products = x.new_empty(*inputs.shape[:2], num_out)  # (n*n, T, K)
-        for k in range(0, num_out, step):
-            part = slice(k, k + step)
-            _multiply_each(inputs, transformed(part) if whole is None else whole[:, part], products[:, :, part])
-        if bias is not None:
-            products[n + 1] += bias  # this position goes to each output of its tile with weight 1
-        outputs = (to_output @ products.view(n * n, -1)).view(m, m, batch, count, columns, num_out)
-        part_of_out = out[:, first * m : (first + count) * m]
-        part_of_out.view(batch, count, m, columns, m, num_out).copy_(outputs.permute(2, 3, 0, 4, 1, 5))
+    for part in (slice(k, k + step) for k in range(0, num_out, step)):
+        some = weight[:, part] if of_input else weight[part]
+        taps = some.permute(0, 2, 3, 1).reshape(len(some), 9, -1)  # a view, if channels are last
+        matrix = to_weight.flip(1) if of_input else to_weight
+        weights = torch.bmm(matrix.expand(len(some), -1, -1), taps).transpose(0, 1)
+        weights = weights.mT if of_input else weights  # (n*n, some of K, C)
+        for first in range(0, rows, together):
+            count = min(together, rows - first)
+            if part.start == 0 or together < rows:  # a single strip keeps its inputs
+                top = first * m - 1  # the line of the image that is the strip's first
+                begin, end = max(0, top), min(h, top + count * m + 2)
+                strip[:, begin - top : end - top, 1 : w + 1] = pixels[:, begin:end]
+                strip[:, : begin - top], strip[:, end - top :] = 0, 0
+                # input tiles, which overlap by two: a view of the strip, copied and transformed
+                size = n, n, batch, count, columns, channels
+                tiles = strip.as_strided(size, (line, pixel, image, m * line, m * pixel, 1))
+                inputs = (to_input @ tiles.reshape(n * n, -1)).view(n * n, -1, channels)  # (n*n, T, C)
+            products = product(inputs, weights)  # (n*n, T, some of K)
+            if bias is not None:
+                products[n + 1] += bias[part]  # this position goes to each output of its tile with weight 1
+            outputs = (to_output @ products.view(n * n, -1)).view(m, m, batch, count, columns, -1)
+            lines = out[:, first * m : (first + count) * m].view(batch, count, m, columns, m, num_out)
+            lines[..., part] = outputs.permute(2, 3, 0, 4, 1, 5)
     return out[:, :h, :w].permute(0, 3, 1, 2)  # (B, K, h, w)
-
-
-WAYS: dict[str, Callable[[Tensor, Tensor, Tensor | None], Tensor]] = {
-    "plain": _plain,
-    "product": as_product,
-    "tiles of 2": functools.partial(filtered, m=2),
-    "tiles of 4": functools.partial(filtered, m=4),
-}
-
-
-class _Product(torch.autograd.Function):
-    """as_product, with gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return as_product(x, weight, bias)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (x, weight), (of_x, of_weight, of_bias) = ctx.saved_tensors, ctx.needs_input_grad
-        (b, channels, h, w), num_out = x.shape, len(weight)
-        rows = channels_last(grad).permute(0, 2, 3, 1).reshape(-1, num_out)  # (Bhw, K)
-        grad_x = grad_weight = None
-        if of_x:
-            columns = (rows @ _as_rows(weight)).view(b, h, w, 3, 3, channels)
-            padded = x.new_zeros(b, h + 2, w + 2, channels)
-            for i in range(3):
-                for j in range(3):
-                    padded[:, i : i + h, j : j + w] += columns[:, :, :, i, j]
-            grad_x = padded[:, 1:-1, 1:-1].permute(0, 3, 1, 2)
-        if of_weight:
-            grad_weight = (rows.T @ _neighbourhoods(x)).view(num_out, 3, 3, channels).permute(0, 3, 1, 2)
-        return grad_x, grad_weight, rows.sum(0) if of_bias else None
 
 
 class _Filtered(torch.autograd.Function):
@@ -391,6 +290,14 @@ class _Filtered(torch.autograd.Function):
         settings = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)  # stride, padding, dilation; not transposed
         _, *others = torch.ops.aten.convolution_backward(grad, x, weight, [len(weight)], *settings, mask)
         return grad_x, *others, None
+
+
+WAYS: dict[str, Callable[[Tensor, Tensor, Tensor | None], Tensor]] = {
+    "plain": _plain,
+    "product": as_product,
+    "tiles of 2": functools.partial(filtered, m=2),
+    "tiles of 4": lambda x, weight, bias: _Filtered.apply(x, weight, bias, 4),  # type: ignore[no-untyped-call]
+}
 
 
 # ---- attention ------------------------------------------------------------------------------------------------------
@@ -442,8 +349,8 @@ def blocked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     for place in itertools.product(range(batch), range(heads)):
         for start in range(0, n, QUERIES):
             part = (*place, slice(start, start + QUERIES))
-            exponentials = _onednn(queries[part], keys[place], None).exp2_().to(v.dtype)
-            sums = _onednn(exponentials, values[place], None)
+            exponentials = _by_onednn(queries[part], keys[place]).exp2_().to(v.dtype)
+            sums = _by_onednn(exponentials, values[place])
             torch.div(sums[:, :dim], sums[:, dim : dim + 1], out=out[part])
     return out
 

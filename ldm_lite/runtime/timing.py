@@ -6,7 +6,6 @@ torch, so that later processes neither time again nor choose otherwise, which wo
 
 import contextlib
 import functools
-import json
 import logging
 import math
 import os
@@ -18,11 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
 
 log = logging.getLogger("ldm_lite")
 
@@ -45,13 +39,12 @@ def fastest(what: str, key: Hashable, ways: Mapping[str, Callable[[], object]], 
         return _CHOICES[full_key]
     with _TIMES:
         if full_key not in _CHOICES:
-            line = f"{what}, {key}"  # of the file
-            known = _read().get(machine(), {}).get(line, "") if on_cpu else ""
-            _CHOICES[full_key] = known if known in ways else _time(what, line, ways, device)
+            known = _kept(f"{what}, {key}", ways) if on_cpu else None
+            _CHOICES[full_key] = known or _time(what, f"{what}, {key}", ways, device)
         return _CHOICES[full_key]
 
 
-def _time(what: str, line: str, ways: Mapping[str, Callable[[], object]], device: torch.device) -> str:
+def _time(what: str, size: str, ways: Mapping[str, Callable[[], object]], device: torch.device) -> str:
     """Time the ways, and return the choice; that of a CPU goes to the file."""
     on_cpu, seconds, default = device.type == "cpu", dict.fromkeys(ways, math.inf), next(iter(ways))
     for number in range(3 if on_cpu else 4):  # in turn; the first round warms up
@@ -68,7 +61,7 @@ def _time(what: str, line: str, ways: Mapping[str, Callable[[], object]], device
     best = min(ways, key=seconds.__getitem__)
     chosen = best if seconds[best] < (CPU_MARGIN if on_cpu else MARGIN) * seconds[default] else default
     if on_cpu:
-        chosen = _remember(line, chosen, ways)
+        chosen = _remember(size, chosen, ways)
     log.info("%s: %s (%s)", what, chosen, ", ".join(f"{name} {1e6 * seconds[name]:.0f} us" for name in ways))
     return chosen
 
@@ -98,8 +91,8 @@ def cache_folder() -> Path:
 
 
 def choices_file() -> Path:
-    """Return the file of choices for CPUs, JSON: {machine: {what was timed: name of the fastest way}}."""
-    return cache_folder() / "kernels.json"
+    """Return the file of choices for CPUs: lines of the machine, what was timed and the fastest way, between tabs."""
+    return cache_folder() / "kernels.txt"
 
 
 def machine() -> str:
@@ -119,40 +112,42 @@ def _cpu_model() -> str:
 
 def summary() -> str:
     """Say in one line how many choices for this CPU are kept, and where."""
-    lines = _read().get(machine(), {})
-    return f"{len(lines)} kernels timed, {choices_file()}" if lines else "no kernels timed yet"
+    timed = _read()
+    return f"{len(timed)} kernels timed, {choices_file()}" if timed else "no kernels timed yet"
 
 
-def _read() -> dict[str, dict[str, str]]:
-    """Return the file of choices; nothing if it is missing or broken."""
+def _read() -> dict[str, list[str]]:
+    """Return what the file has for this machine: what was timed, and the fastest ways, the oldest first."""
     try:
-        machines = json.loads(choices_file().read_text())
-        return {str(name): {str(k): str(v) for k, v in dict(lines).items()} for name, lines in dict(machines).items()}
+        lines = [line.split("\t") for line in choices_file().read_text("utf-8", "replace").splitlines()]
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, TypeError) as error:
+    except OSError as error:
         log.warning("%s cannot be read (%s): kernels are timed anew", choices_file(), error)
         return {}
+    names: dict[str, list[str]] = {}
+    for line in lines:
+        if len(line) == 3 and line[0] == machine():
+            names.setdefault(line[1], []).append(line[2])
+    return names
 
 
-def _remember(line: str, name: str, ways: Collection[str]) -> str:
+def _kept(size: str, ways: Collection[str]) -> str | None:
+    """Return the first choice of the file that is one of these ways, or None."""
+    return next((name for name in _read().get(size, ()) if name in ways), None)
+
+
+def _remember(size: str, name: str, ways: Collection[str]) -> str:
     """Add a choice to the file, and return it; if another process was first, return its choice if it is a way."""
     path = choices_file()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path.with_suffix(".lock"), "w") as lock:
-            if fcntl is not None:
-                fcntl.flock(lock, fcntl.LOCK_EX)
-            machines = _read()
-            lines = machines.setdefault(machine(), {})
-            chosen = lines[line] = lines[line] if lines.get(line) in ways else name
-            fresh = path.with_suffix(f".{os.getpid()}")
-            fresh.write_text(json.dumps(machines, indent=1))
-            fresh.replace(path)
-        return chosen
+        with open(path, "a", encoding="utf-8") as file:  # the system appends lines of several processes whole
+            file.write(f"{machine()}\t{size}\t{name}\n")
     except OSError as error:
         log.warning("%s cannot be written (%s): every process times its kernels", path, error)
         return name
+    return _kept(size, ways) or name
 
 
 @contextlib.contextmanager

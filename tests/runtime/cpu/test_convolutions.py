@@ -1,7 +1,7 @@
 """3x3 convolutions on a CPU: which way is taken, and gradients."""
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -37,7 +37,7 @@ def test_a_product_is_the_convolution(frozen: bool, last: bool, monkeypatch: pyt
         x, grad = (each.contiguous(memory_format=torch.channels_last) for each in (x, grad))
     inputs = [x.requires_grad_(), *([] if frozen else conv.parameters())]
     out = conv(x)
-    assert "_Product" in type(out.grad_fn).__name__
+    assert "Convolution" not in type(out.grad_fn).__name__
     double = x.detach().double().requires_grad_()
     wanted = exact(double)
     assert toy.relative_error(out.detach(), wanted.detach().numpy()) < 1e-6
@@ -90,12 +90,11 @@ def test_large_weights_on_small_maps_take_a_product(
     use(network.requires_grad_(False), may_move=True)
     with torch.no_grad():
         for conv in network:
-            for side in (32, 4, 8, 32):
+            for side in (32, 4, 8, 16, 32):
                 conv(toy.normal(0, 2, 128, side, side))
         small = network[0].half()(toy.normal(0, 2, 128, 4, 4).half())
     # The second has too few channels out.
-    assert taken == [("tiles of 4", 32), ("product", 4), ("product", 8), ("tiles of 4", 32)]
-    assert [vars(conv).get("readers", 0) for conv in network] == [0, 0]
+    assert taken == [("tiles of 4", 32), ("product", 4), ("product", 8), ("tiles of 2", 16), ("tiles of 4", 32)]
     assert small.dtype == torch.float16
     assert all(torch.equal(value, before[key].to(value.dtype)) for key, value in network.state_dict().items())
 
@@ -112,32 +111,8 @@ def test_is_taken_where_it_is_faster(taken: list[tuple[str, int]]) -> None:
         narrow(toy.normal(0, 1, 128, 32, 32))
     assert taken == [("tiles of 4", 32), ("tiles of 2", 16), ("plain", 8)]
     wide(toy.normal(0, 1, 128, 32, 32))  # with gradients it is too narrow
-    assert len(taken) == 3
+    assert taken[3:] == [("plain", 32)]
     assert list(network.state_dict()) == before
-
-
-@pytest.mark.parametrize("name", ["product", "tiles of 2", "tiles of 4"])
-@torch.no_grad()
-def test_between_small_and_large_the_fastest_is_measured(
-    name: str, monkeypatch: pytest.MonkeyPatch, taken: list[tuple[str, int]]
-) -> None:
-    """Once for each size, among all ways that weights with channels last have."""
-    monkeypatch.setattr(cpu, "LARGE", 9 * 128 * 128)
-    asked = []
-
-    def choose(what: str, key: str, ways: Mapping[str, Callable[[], object]], device: torch.device) -> str:
-        asked.append((what, *ways))
-        return name
-
-    monkeypatch.setattr(cpu, "fastest", choose)
-    conv = toy.fill(nn.Conv2d(128, 128, 3, padding=1)).requires_grad_(False)
-    x = toy.normal(0, 2, 128, 16, 16)
-    wanted = F.conv2d(x.double(), conv.weight.double(), conv.bias.double(), padding=1)
-    use(conv, may_move=True)
-    assert toy.relative_error(conv(x), wanted.numpy()) < 5e-6
-    assert taken == [(name, 16)]
-    assert asked == [("3x3 convolution of 512 positions, 128 to 128 channels", "product", "tiles of 2", "tiles of 4")]
-    assert conv.weight.is_contiguous(memory_format=torch.channels_last)
 
 
 @pytest.mark.parametrize("frozen", [True, False])

@@ -6,7 +6,7 @@ import toy
 from torch import Tensor, nn
 
 from ldm_lite.core.layers import channels_last
-from ldm_lite.runtime import cpu, fused_norm
+from ldm_lite.runtime import cpu, fused_norm, tiling
 
 
 def large(batch: int, h: int, w: int) -> Tensor:
@@ -30,7 +30,7 @@ def error(made: Tensor, plain: nn.GroupNorm, x: Tensor) -> float:
 @pytest.mark.parametrize("shape", [(1, 512, 512), (2, 264, 272), (1, 257, 300)], ids=str)
 def test_is_exact_where_the_plain_kernel_is_not(shape: tuple[int, int, int]) -> None:
     x, plain = large(*shape), norm()
-    found = cpu.normalise(x, plain)
+    found = tiling.normalised(plain, x, x.device)(slice(None))
     assert found.shape == x.shape
     assert found.is_contiguous(memory_format=torch.channels_last)
     assert error(found, norm(), x) < 5e-7
@@ -38,7 +38,7 @@ def test_is_exact_where_the_plain_kernel_is_not(shape: tuple[int, int, int]) -> 
 
 def test_is_taken_for_large_maps(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[object] = []
-    monkeypatch.setattr(cpu, "normalise", lambda x, norm: calls.append(x.shape) or x)
+    monkeypatch.setattr(tiling, "normalised", lambda norm, x, device: calls.append(x.shape) or (lambda rows: x))
     network = nn.Sequential(norm())
     cpu.use(network)
     x = large(1, 264, 264)
