@@ -362,7 +362,9 @@ def recognise(file: Tensors, options: LoadOptions) -> tuple[Family, dict[str, Te
     metadata |= main.metadata
     parts = {**networks, **replaced}
     if "unet" in parts and any(key in parts["unet"] for key in DENOISERS):
-        parts = imported("ldm_lite.zoo.transformers:placed")(networks, replaced, {**metadata, **options.added_metadata})
+        parts = imported("ldm_lite.checkpoint.transformers:placed")(
+            networks, replaced, {**metadata, **options.added_metadata}
+        )
     for role, part in parts.items():
         metadata |= metadata_of(role, part.metadata)
     metadata |= check_metadata(options.added_metadata)

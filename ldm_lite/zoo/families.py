@@ -114,7 +114,7 @@ def detect_family(shapes: Mapping[str, Shapes], metadata: Mapping[str, str], sgm
     if "unet" not in shapes:
         check_complete(shapes, FAMILIES["sd1"].networks)
     if any(key in shapes["unet"] for key in DENOISERS):
-        row = imported("ldm_lite.zoo.transformers:fitted")(shapes, metadata)
+        row = imported("ldm_lite.checkpoint.transformers:fitted")(shapes, metadata)
         return _with_facts(row, metadata) if row.text_encoders else row
     unet, rows = UNetSpec.from_shapes(shapes["unet"]), dict[str, Family]()
     for name, module in FAMILIES.modules.items():  # those whose UNets read another context are not imported
@@ -259,7 +259,7 @@ def check_complete(roles: Collection[str], required: Iterable[str], row: Family 
         raise ValueError(f"is {what}, to be used with a checkpoint: `control=FILE:IMAGE`")
     if missing := [role for role in required if role not in roles]:
         options = " and ".join(dict.fromkeys(f"`{re.sub('_[0-9]+$', '', role)}=FILE`" for role in missing))
-        files = "" if row is None else imported("ldm_lite.zoo.transformers:suppliers")(row, missing)
+        files = "" if row is None else imported("ldm_lite.checkpoint.transformers:suppliers")(row, missing)
         raise ValueError(f"holds only {', '.join(roles)}: name what is missing with {options}{files}")
 
 

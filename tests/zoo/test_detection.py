@@ -12,13 +12,13 @@ from released import AUTOENCODERS, TRANSFORMERS
 from torch import nn
 
 from ldm_lite.checkpoint.reader import SGM, on_meta, split
+from ldm_lite.checkpoint.transformers import placed
 from ldm_lite.core.files import Tensors
 from ldm_lite.core.layers import Shapes
 from ldm_lite.models.qwen3 import QWEN3_4B, QWEN25_7B
 from ldm_lite.models.qwen_image import CLEAN
 from ldm_lite.zoo.families import FAMILIES, check_complete, detect_family
 from ldm_lite.zoo.family import NETWORKS, Spec, build, infer_vae
-from ldm_lite.zoo.transformers import placed
 
 MANIFESTS = json.loads(gzip.decompress((Path(__file__).parents[1] / "data" / "manifests.json.gz").read_bytes()))
 UNET, STAGE, CLIP, OPEN_CLIP, COND = (
