@@ -91,10 +91,13 @@ ROWS = {
 
 def row(unet: Shapes, metadata: Mapping[str, str]) -> Family:
     """Return the row of a file, with the spec of its network.  Raises ValueError for other networks."""
-    spec = QwenImageSpec.from_shapes(unet)
-    if metadata.get("family") == "qwen_image_edit_2511":  # of whose files only ComfyUI's tell themselves
-        spec = replace(spec, clean_references=True)
-    return chosen(ROWS, spec, metadata, variant=lambda spec: (spec.in_channels, spec.clean_references))
+
+    def spec_of(unet: Shapes) -> QwenImageSpec:
+        spec = QwenImageSpec.from_shapes(unet)
+        is_2511 = metadata.get("family") == "qwen_image_edit_2511"  # of whose files only ComfyUI's tell themselves
+        return replace(spec, clean_references=True) if is_2511 else spec
+
+    return chosen(ROWS, spec_of, unet, metadata, variant=lambda spec: (spec.in_channels, spec.clean_references))
 
 
 MOST = 1024  # tokens of a text, with the end of its template

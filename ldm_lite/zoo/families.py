@@ -67,7 +67,7 @@ DENOISERS = {
     "joint_blocks.0.context_block.attn.qkv.weight": "ldm_lite.families.sd3:row",
     "cap_pad_token": "ldm_lite.families.z_image:row",
     "txt_norm.weight": "ldm_lite.families.qwen_image:row",
-    "encoder_pooling.1.positional_embedding": "ldm_lite.families.deepfloyd:stage",
+    "encoder_pooling.1.positional_embedding": "ldm_lite.families.deepfloyd:row",
 }
 
 
@@ -175,15 +175,17 @@ def extra_channels(spec: Any) -> int:
 
 def chosen(
     rows: Mapping[str, Family],
-    spec: Any,
+    spec_of: Callable[[Shapes], Any],
+    unet: Shapes,
     metadata: Mapping[str, str],
     variant: Callable[[Any], object] = extra_channels,
 ) -> Family:
-    """Return the row of a network, with its spec: one whose network is of the same variant, whatever its size.
+    """Return the row of a network, with the spec that its shapes tell: one of the same variant, whatever its size.
 
     Several rows may have the same one (FLUX.1 dev and Kontext; 3.5 large and its Turbo): the metadata's "family"
     chooses, else it is the first.  Raises ValueError if there is none.
     """
+    spec = spec_of(unet)
     alike = {name: row for name, row in rows.items() if variant(row.unet) == variant(spec)}
     if not alike:
         raise ValueError(f"unknown transformer: {spec.in_channels} channels in, {spec.out_channels} out")
