@@ -5,8 +5,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from ldm_lite.checkpoint.loading import tokenizer_of
 from ldm_lite.checkpoint.model import Model
-from ldm_lite.checkpoint.vocabularies import tokenizer_of
 from ldm_lite.conditioning.prompts import Conditioner, PromptOptions, Prompts, hidden, size_of
 from ldm_lite.core.denoise import Conditioning
 from ldm_lite.core.layers import sinusoids

@@ -10,7 +10,6 @@ from typing import Any
 
 from ldm_lite.checkpoint import hub
 from ldm_lite.checkpoint.reader import KINDS, joined, metadata_of, open_checkpoint, places_in, prefix, split
-from ldm_lite.checkpoint.vocabularies import T5_VOCABS
 from ldm_lite.cli.files import read_object
 from ldm_lite.core.files import Tensors
 from ldm_lite.formats.diffusers_config import (
@@ -19,6 +18,7 @@ from ldm_lite.formats.diffusers_config import (
     read_network,
     read_scheduler,
 )
+from ldm_lite.formats.vocabularies import T5_VOCABS
 
 log = logging.getLogger("ldm_lite")
 

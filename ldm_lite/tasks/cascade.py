@@ -19,7 +19,8 @@ from torch import Tensor
 
 from ldm_lite import generate
 from ldm_lite.checkpoint import hub
-from ldm_lite.checkpoint.model import Model, load_model
+from ldm_lite.checkpoint.loading import load_model
+from ldm_lite.checkpoint.model import Model
 from ldm_lite.checkpoint.parts import load_t5
 from ldm_lite.cli.command_options import CascadeOptions, StageOptions
 from ldm_lite.cli.options import LoadOptions
