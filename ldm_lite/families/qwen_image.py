@@ -19,7 +19,7 @@ from ldm_lite.models.qwen3 import QWEN25_7B
 from ldm_lite.models.qwen25_vl import QWEN25_VL_7B
 from ldm_lite.models.qwen_image import RELEASED, QwenImageSpec
 from ldm_lite.models.wan_vae import WAN_VAE
-from ldm_lite.text.tokenizer import Qwen3Tokenizer
+from ldm_lite.text.qwen3 import Qwen3Tokenizer
 from ldm_lite.zoo.families import chosen
 from ldm_lite.zoo.family import Family, Flow, Hint, References
 

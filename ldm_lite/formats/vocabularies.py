@@ -6,7 +6,8 @@ from pathlib import Path
 
 from ldm_lite.checkpoint import hub
 from ldm_lite.core.files import Tensors
-from ldm_lite.text.tokenizer import Qwen3Tokenizer, T5Tokenizer
+from ldm_lite.text.qwen3 import Qwen3Tokenizer
+from ldm_lite.text.t5 import T5Tokenizer
 from ldm_lite.zoo.family import Family
 
 T5_VOCABS = ("spiece.model", "tokenizer.json")  # the file of T5's pieces

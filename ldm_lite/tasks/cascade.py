@@ -35,7 +35,7 @@ from ldm_lite.runtime.precision import pick_device, pick_dtype
 from ldm_lite.tasks.job import OnStep, results
 from ldm_lite.tasks.upscale import enlarge
 from ldm_lite.text.caption import clean
-from ldm_lite.text.tokenizer import T5Tokenizer
+from ldm_lite.text.t5 import T5Tokenizer
 
 log = logging.getLogger("ldm_lite")
 T = TypeVar("T")
