@@ -47,7 +47,7 @@ from ldm_lite.zoo.families import (
     with_prediction,
     with_vae,
 )
-from ldm_lite.zoo.family import Family, Spec, build, text_roles
+from ldm_lite.zoo.family import Family, Flow, Spec, build, text_roles
 
 log = logging.getLogger("ldm_lite")
 
@@ -170,16 +170,17 @@ def recognise(opened: Tensors, options: LoadOptions) -> Recognised:
     """
     networks, told = split(opened), options.added_metadata
     file, replaced, texts = networks.file, dict[str, Tensors](), list[Tensors]()
-    for name, source in ((name, source) for name, sources in options.parts.items() for source in sources):
-        others = split(open_source(source))
-        of_role = [part for role, part in others.items() if role.startswith(name)]
-        if not of_role:
-            raise ValueError(f"{source}: holds no {name.replace('_', ' ')}, only {', '.join(sorted(others))}")
-        if name == "text_encoder":
-            texts += of_role
-        else:
-            replaced[name] = of_role[0]
-            file = others.file if name == "unet" else file
+    for name, sources in options.parts.items():
+        for source in sources:
+            others = split(open_source(source))
+            of_role = [part for role, part in others.items() if role.startswith(name)]
+            if not of_role:
+                raise ValueError(f"{source}: holds no {name.replace('_', ' ')}, only {', '.join(sorted(others))}")
+            if name == "text_encoder":
+                texts += of_role
+            else:
+                replaced[name] = of_role[0]
+                file = others.file if name == "unet" else file
     replaced |= dict(zip(text_roles(texts), texts, strict=True))
     parts = {**networks, **replaced}
 
@@ -235,12 +236,12 @@ MERGED = 2e-3  # relative: the buffers of files merged in half precision are off
 def schedule_of(family: Family, file: Tensors, metadata: Mapping[str, str], zero_snr: bool) -> Schedule:
     """Return the family's noise schedule, or the file's own, with a warning, if its buffers differ."""
     schedule = family.noise.schedule(family.prediction)
-    if schedule.is_flow:
+    if isinstance(family.noise, Flow):
         if zero_snr:
             raise ValueError(f"{family.title} is a rectified flow, which has no SNR to zero: leave out `zero_snr`")
         return schedule
     schedule = replace(schedule, spacing=metadata.get("spacing"))
-    usual = {"betas": schedule.betas, "alphas_cumprod": schedule.alpha_bar}
+    usual = {"betas": family.noise.betas, "alphas_cumprod": schedule.alpha_bar}
     stored = {name: read_weight(file, name).double().numpy() for name in usual if name in file}
     is_usual = (
         values.shape == usual[name].shape and np.allclose(values, usual[name], rtol=MERGED, atol=0)

@@ -1,8 +1,8 @@
 """Transformers, and the text encoders that they read: in the same file, or in files of their own."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ldm_lite.checkpoint.reader import KINDS, errors_of
 from ldm_lite.core.files import Tensors, imported
@@ -61,6 +61,31 @@ def placed(
             texts[kind] = part
     others = {role: part for role, part in parts.items() if not role.startswith("text_encoder")}
     return others | {role: texts[kind] for role, kind in zip(row.texts, kinds, strict=True) if kind in texts}
+
+
+def extra_channels(spec: Any) -> int:
+    """Return how many channels more than it predicts a network reads."""
+    extra: int = spec.in_channels - spec.out_channels
+    return extra
+
+
+def chosen(
+    rows: Mapping[str, Family],
+    spec_of: Callable[[Shapes], Any],
+    unet: Shapes,
+    metadata: Mapping[str, str],
+    variant: Callable[[Any], object] = extra_channels,
+) -> Family:
+    """Return the row of a network, with the spec that its shapes tell: one of the same variant, whatever its size.
+
+    Several rows may have the same one (FLUX.1 dev and Kontext; 3.5 large and its Turbo): the metadata's "family"
+    chooses, else it is the first.  Raises ValueError if there is none.
+    """
+    spec = spec_of(unet)
+    alike = {name: row for name, row in rows.items() if variant(row.unet) == variant(spec)}
+    if not alike:
+        raise ValueError(f"unknown transformer: {spec.in_channels} channels in, {spec.out_channels} out")
+    return replace(alike.get(metadata.get("family", "")) or next(iter(alike.values())), unet=spec)
 
 
 def _row(unet: Shapes, metadata: Mapping[str, str]) -> Family | None:

@@ -6,6 +6,7 @@ from functools import partial
 import torch
 
 from ldm_lite.checkpoint.model import Model
+from ldm_lite.checkpoint.transformers import chosen
 from ldm_lite.conditioning.plain import num_tokens, t5_states, t5_tokenizer
 from ldm_lite.conditioning.prompts import Conditioner, PromptOptions, Prompts
 from ldm_lite.core.denoise import Conditioning
@@ -13,7 +14,6 @@ from ldm_lite.families.flux import DEV
 from ldm_lite.models.chroma import RELEASED, ChromaSpec
 from ldm_lite.models.ops import inside
 from ldm_lite.models.t5 import T5_XXL
-from ldm_lite.zoo.families import chosen
 from ldm_lite.zoo.family import Hint
 
 HD = replace(

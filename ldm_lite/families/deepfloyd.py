@@ -4,10 +4,10 @@ from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 
+from ldm_lite.checkpoint.transformers import chosen
 from ldm_lite.families.sd1 import SD1
 from ldm_lite.models.pixels import PixelSpec
 from ldm_lite.models.unet_if import IFSpec
-from ldm_lite.zoo.families import chosen
 from ldm_lite.zoo.family import COSINE, Preserving
 
 IF_I_XL = IFSpec(

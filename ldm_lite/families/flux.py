@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ldm_lite.checkpoint.model import Model
+from ldm_lite.checkpoint.transformers import chosen
 from ldm_lite.conditioning.plain import t5_states, t5_tokenizer
 from ldm_lite.conditioning.prompts import Conditioner, PromptOptions, Prompts, hidden
 from ldm_lite.core.denoise import Conditioning
@@ -19,7 +20,6 @@ from ldm_lite.families.sd1 import SD1
 from ldm_lite.models.clip import CLIP_L
 from ldm_lite.models.flux import RELEASED, FluxSpec
 from ldm_lite.models.t5 import T5_XXL
-from ldm_lite.zoo.families import chosen
 from ldm_lite.zoo.family import KL_F8_16, Family, Flow, Hint
 
 MASK = 64  # channels of Fill's mask: the 8x8 pixels of a latent position

@@ -8,6 +8,7 @@ import torch
 from PIL import Image
 
 from ldm_lite.checkpoint.model import Model
+from ldm_lite.checkpoint.transformers import chosen
 from ldm_lite.conditioning.plain import num_tokens
 from ldm_lite.conditioning.prompts import Conditioner, PromptOptions, Prompts
 from ldm_lite.core.denoise import Conditioning
@@ -16,7 +17,6 @@ from ldm_lite.families.sd1 import SD1
 from ldm_lite.models.flux2 import KL_F16_128, RELEASED, Flux2Spec
 from ldm_lite.models.ops import inside
 from ldm_lite.models.qwen3 import QWEN3_4B
-from ldm_lite.zoo.families import chosen
 from ldm_lite.zoo.family import Flow, Hint, References
 
 # Logarithms of the shift of 200 steps, which grow with the image's tokens: see flow_flux2.

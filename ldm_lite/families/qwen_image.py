@@ -9,6 +9,7 @@ from PIL import Image
 from torch import Tensor
 
 from ldm_lite.checkpoint.model import Model
+from ldm_lite.checkpoint.transformers import chosen
 from ldm_lite.conditioning.plain import num_tokens
 from ldm_lite.conditioning.prompts import Conditioner, PromptOptions, Prompts
 from ldm_lite.core.denoise import Conditioning
@@ -20,7 +21,6 @@ from ldm_lite.models.qwen25_vl import QWEN25_VL_7B
 from ldm_lite.models.qwen_image import RELEASED, QwenImageSpec
 from ldm_lite.models.wan_vae import WAN_VAE
 from ldm_lite.text.qwen3 import Qwen3Tokenizer
-from ldm_lite.zoo.families import chosen
 from ldm_lite.zoo.family import Family, Flow, Hint, References
 
 UNIT = 32  # of the sides of a reference

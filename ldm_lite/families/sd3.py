@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from ldm_lite.checkpoint.model import Model
+from ldm_lite.checkpoint.transformers import chosen, extra_channels
 from ldm_lite.conditioning.plain import num_tokens, t5_states, t5_tokenizer
 from ldm_lite.conditioning.prompts import Conditioner, PromptOptions, Prompts, hidden
 from ldm_lite.core.denoise import Conditioning
@@ -16,7 +17,6 @@ from ldm_lite.models.clip import CLIP_L
 from ldm_lite.models.mmdit import RELEASED, MMDiTSpec
 from ldm_lite.models.open_clip import OPEN_CLIP_G
 from ldm_lite.models.t5 import T5_XXL
-from ldm_lite.zoo.families import chosen, extra_channels
 from ldm_lite.zoo.family import KL_F8_16, Flow, Hint, SkipLayers
 
 SD3 = replace(

@@ -6,13 +6,13 @@ from functools import partial
 import torch
 
 from ldm_lite.checkpoint.model import Model
+from ldm_lite.checkpoint.transformers import chosen
 from ldm_lite.conditioning.plain import num_tokens
 from ldm_lite.conditioning.prompts import Conditioner, PromptOptions, Prompts
 from ldm_lite.core.denoise import Conditioning
 from ldm_lite.families.sd1 import SD1
 from ldm_lite.models.qwen3 import QWEN3_4B
 from ldm_lite.models.z_image import MULTIPLE, RELEASED, ZImageSpec
-from ldm_lite.zoo.families import chosen
 from ldm_lite.zoo.family import KL_F8_16, Flow, Hint
 
 PLAIN = replace(

@@ -167,31 +167,6 @@ def _guessed(rows: Mapping[str, Family], metadata: Mapping[str, str], sgm: bool)
     return rows[name]
 
 
-def extra_channels(spec: Any) -> int:
-    """Return how many channels more than it predicts a network reads."""
-    extra: int = spec.in_channels - spec.out_channels
-    return extra
-
-
-def chosen(
-    rows: Mapping[str, Family],
-    spec_of: Callable[[Shapes], Any],
-    unet: Shapes,
-    metadata: Mapping[str, str],
-    variant: Callable[[Any], object] = extra_channels,
-) -> Family:
-    """Return the row of a network, with the spec that its shapes tell: one of the same variant, whatever its size.
-
-    Several rows may have the same one (FLUX.1 dev and Kontext; 3.5 large and its Turbo): the metadata's "family"
-    chooses, else it is the first.  Raises ValueError if there is none.
-    """
-    spec = spec_of(unet)
-    alike = {name: row for name, row in rows.items() if variant(row.unet) == variant(spec)}
-    if not alike:
-        raise ValueError(f"unknown transformer: {spec.in_channels} channels in, {spec.out_channels} out")
-    return replace(alike.get(metadata.get("family", "")) or next(iter(alike.values())), unet=spec)
-
-
 def _fit_open_clip(family: Family, text: Shapes) -> Family:
     """Fit a row to a file whose OpenCLIP lacks the layers and the projection that the family does not use."""
     row: Any = family.text
