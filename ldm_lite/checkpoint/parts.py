@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -15,7 +15,8 @@ from ldm_lite.checkpoint.reader import (
     T5,
     errors_of,
     joined,
-    load_network,
+    load_weights,
+    on_meta,
     open_checkpoint,
     open_source,
     places_in,
@@ -26,7 +27,7 @@ from ldm_lite.core.files import Tensors, imported
 from ldm_lite.runtime.precision import pick_device, pick_dtype
 from ldm_lite.runtime.setup import prepare
 from ldm_lite.zoo.families import with_vae
-from ldm_lite.zoo.family import Autoencoder, Spec, infer_vae
+from ldm_lite.zoo.family import Autoencoder, Spec, build, infer_vae
 
 if TYPE_CHECKING:
     from ldm_lite.models.rrdb import RRDBNet
@@ -106,3 +107,11 @@ def load_t5(paths: Sequence[Path], device: torch.device, dtype: torch.dtype) -> 
         spec = imported("ldm_lite.models.t5:T5Spec").from_shapes(tensors.shapes)
     encoder: T5Encoder = load_network(spec, tensors, "T5", device, dtype)
     return encoder
+
+
+def load_network(spec: Spec, tensors: Tensors, title: str, device: torch.device, dtype: torch.dtype) -> Any:
+    """Build the network that a spec describes, and fill it.  The title names it in errors.  Raises as load_weights."""
+    with errors_of(tensors.path), on_meta():
+        network = build(spec)
+    load_weights(network, tensors, title, device, dtype)
+    return network

@@ -24,7 +24,6 @@ from ldm_lite.core.networks import WithoutInit
 from ldm_lite.core.pipeline import bundled
 from ldm_lite.runtime.memory import MappedPages
 from ldm_lite.zoo.families import DENOISERS, stored_facts
-from ldm_lite.zoo.family import Spec, build
 
 log = logging.getLogger("ldm_lite")
 
@@ -319,16 +318,6 @@ def read_weight(tensors: Tensors, key: str) -> Tensor:
         name = str(value.dtype).removeprefix("torch.")
         raise ValueError(f"{tensors.path}: {key} is stored as {name}, wanted floating-point numbers of 8 to 64 bits")
     return value
-
-
-def load_network(
-    spec: Spec, tensors: Tensors, title: str, device: torch.device, dtype: torch.dtype, in_blocks: bool = False
-) -> Any:
-    """Build the network that a spec describes, and fill it.  The title names it in errors.  Raises as load_weights."""
-    with errors_of(tensors.path), on_meta():
-        network = build(spec)
-    load_weights(network, tensors, title, device, dtype, in_blocks)
-    return network
 
 
 def load_weights(
