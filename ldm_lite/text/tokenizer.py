@@ -116,7 +116,7 @@ class TextTokenizer:
                 "wanted valid Unicode: remove it"
             ) from None
         units: list[tuple[tuple[int, ...], int]] = []
-        for first, end, name in self._pieces(text):
+        for first, end, name in self._pieces(text) if self.added else [(0, len(text), ())]:
             if name:
                 units.append((name, first))
                 continue
@@ -137,16 +137,14 @@ class TextTokenizer:
 
         The longest name counts, and none inside another word.
         """
-        at = 0
-        if self.added:
-            longest = sorted(self.added, key=lambda pair: -len(pair[0]))
-            edges = ((r"(?<!\w)" * name[0].isalnum(), name, r"(?!\w)" * name[-1].isalnum()) for name, _ in longest)
-            pattern = "|".join(f"({before}{re.escape(name)}{after})" for before, name, after in edges)
-            for match in re.finditer(pattern, text, re.IGNORECASE):
-                assert match.lastindex is not None
-                yield at, match.start(), ()
-                at = match.end()
-                yield match.start(), at, longest[match.lastindex - 1][1]
+        longest, at = sorted(self.added, key=lambda pair: -len(pair[0])), 0
+        edges = ((r"(?<!\w)" * name[0].isalnum(), name, r"(?!\w)" * name[-1].isalnum()) for name, _ in longest)
+        pattern = "|".join(f"({before}{re.escape(name)}{after})" for before, name, after in edges)
+        for match in re.finditer(pattern, text, re.IGNORECASE):
+            assert match.lastindex is not None
+            yield at, match.start(), ()
+            at = match.end()
+            yield match.start(), at, longest[match.lastindex - 1][1]
         yield at, len(text), ()
 
 
@@ -165,7 +163,7 @@ class CLIPTokenizer(TextTokenizer):
         """Return a prompt as ftfy fixes it, except for the names of embeddings."""
         if text.isascii() and text.isprintable() and "&" not in text:
             return text
-        pieces = self._pieces(text)
+        pieces = self._pieces(text) if self.added else [(0, len(text), ())]
         fixed = "".join(text[first:end] if name else self._fix(text[first:end]) for first, end, name in pieces)
         return fixed.lower() if "\u03a3" in fixed else fixed  # only Python knows the final sigma
 

@@ -77,15 +77,10 @@ class Families(Mapping[str, Family]):
 
     modules: Mapping[str, Module]  # by the names of their files
 
-    def rows(self, name: str) -> dict[str, Family]:
-        """Return the rows of a module."""
-        rows: dict[str, Family] = imported(f"ldm_lite.families.{name}:ROWS")
-        return rows
-
     def __getitem__(self, name: str) -> Family:
         for module, (names, _) in self.modules.items():
             if name in names:
-                return self.rows(module)[name]
+                return imported(f"ldm_lite.families.{module}:ROWS")[name]
         raise KeyError(name)
 
     def __iter__(self) -> Iterator[str]:
@@ -119,7 +114,8 @@ def detect_family(shapes: Mapping[str, Shapes], metadata: Mapping[str, str], sgm
     unet, rows = UNetSpec.from_shapes(shapes["unet"]), dict[str, Family]()
     for name, module in FAMILIES.modules.items():  # those whose UNets read another context are not imported
         if unet.context_dim in module.contexts and not rows:
-            rows = {name: row for name, row in FAMILIES.rows(name).items() if _as_inferred(row.unet) == unet}
+            like = imported(f"ldm_lite.families.{name}:ROWS")
+            rows = {name: row for name, row in like.items() if _as_inferred(row.unet) == unet}
     if rows:
         row = rows.get(metadata.get("family", "")) or _guessed(rows, metadata, sgm)
         if "ln_final.weight" in shapes.get("text_encoder", {}):
