@@ -61,8 +61,8 @@ def load_model(options: LoadOptions, kind: type[M], check: Callable[[M], None] |
     """Open a checkpoint and load its networks as the options say, into a Model or a subclass.
 
     options.ckpt is a name as open_source takes it, open Tensors, or None: the bundled model.  `check` is called before
-    any weights are read, with the model while its networks are still on the meta device.  Raises FileNotFoundError
-    or ValueError, one line that says what to do; what `check` raises.
+    any weights are read, with the model while its networks are on the meta device: these are filled afterwards, so it
+    changes none.  Raises FileNotFoundError or ValueError, one line that says what to do; what `check` raises.
     """
     start = time.perf_counter()
     loras: list[Any] = []
