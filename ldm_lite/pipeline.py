@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from ldm_lite import generate
-from ldm_lite.checkpoint.model import Model, load_model
+from ldm_lite.checkpoint.loading import load_model
+from ldm_lite.checkpoint.model import Model
 from ldm_lite.cli.options import LoadOptions
 from ldm_lite.cli.progress import step_bar
 from ldm_lite.cli.task_options import (

@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from ldm_lite.checkpoint import model as loading
-from ldm_lite.checkpoint.model import with_autoencoder
+from ldm_lite.checkpoint import loading
+from ldm_lite.checkpoint.model import Model
+from ldm_lite.checkpoint.parts import with_autoencoder
 from ldm_lite.checkpoint.reader import open_source
 from ldm_lite.cli.options import LoadOptions
 from ldm_lite.cli.task_options import Img2imgOptions, InpaintOptions, Txt2imgOptions, UpscaleOptions
@@ -291,7 +292,7 @@ class _Rows:
         return job, start(job, items)
 
 
-def _encoded(model: loading.Model, prompts: Sequence[str | None], options: PromptOptions) -> Conditioning:
+def _encoded(model: Model, prompts: Sequence[str | None], options: PromptOptions) -> Conditioning:
     """Encode N prompts, each once and some at a time: N rows on the CPU, or one if all are the same."""
     places = {prompt: place for place, prompt in enumerate(dict.fromkeys(prompts))}
     unique = list(places)

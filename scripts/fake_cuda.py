@@ -21,9 +21,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ldm_lite import generate
+from ldm_lite.checkpoint.loading import tokenizer_of
 from ldm_lite.checkpoint.model import Model
 from ldm_lite.checkpoint.reader import on_meta
-from ldm_lite.checkpoint.vocabularies import tokenizer_of
 from ldm_lite.cli.command_options import CascadeOptions
 from ldm_lite.cli.task_options import Img2imgOptions, InpaintOptions, Txt2imgOptions, UpscaleOptions
 from ldm_lite.control.control import Control

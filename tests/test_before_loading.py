@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 import ldm_lite
 from ldm_lite import img2img, inpaint, txt2img, upscale
-from ldm_lite.checkpoint import model as loading
+from ldm_lite.checkpoint import loading
 from ldm_lite.checkpoint.reader import open_checkpoint
 from ldm_lite.zoo.family import Hint
 
@@ -54,7 +54,7 @@ def unread(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*arguments: Any, **named: Any) -> None:
         raise AssertionError("weights were read")
 
-    monkeypatch.setattr(loading, "load_network", fail)
+    monkeypatch.setattr(loading, "load_weights", fail)
 
 
 @pytest.mark.parametrize(("command", "arguments", "message"), CASES, ids=[arguments for _, arguments, _ in CASES])

@@ -21,7 +21,8 @@ from torch import Tensor
 import ldm_lite
 from ldm_lite import Pipeline
 from ldm_lite.cascade import main
-from ldm_lite.checkpoint.model import Model, load_model
+from ldm_lite.checkpoint.loading import load_model
+from ldm_lite.checkpoint.model import Model
 from ldm_lite.cli.command_options import CascadeOptions as Options
 from ldm_lite.cli.command_options import StageOptions
 from ldm_lite.cli.options import LoadOptions

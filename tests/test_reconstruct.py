@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 import ldm_lite
 from ldm_lite import img2img, txt2img
-from ldm_lite.checkpoint.model import with_autoencoder
-from ldm_lite.checkpoint.parts import load_autoencoder
+from ldm_lite.checkpoint.parts import load_autoencoder, with_autoencoder
 from ldm_lite.image import to_array, to_pixels
 from ldm_lite.reconstruct import main
 from ldm_lite.tasks.reconstruct import reconstruct

@@ -14,16 +14,17 @@ import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from ldm_lite.checkpoint import hub
+from ldm_lite.checkpoint.model import Model
 from ldm_lite.checkpoint.reader import open_checkpoint
 from ldm_lite.core.files import Tensors
 from ldm_lite.models.clip import CLIPTextEncoder, num_known
 from ldm_lite.models.open_clip import OpenCLIPTextEncoder
-from ldm_lite.text.tokenizer import TextTokenizer
 
 log = logging.getLogger("ldm_lite")
 
@@ -33,7 +34,7 @@ BUNDLED = re.compile(rf"^bundle_emb\.(.+?)\.(emb_params|clip_[lg]|{INVERSION}\..
 PICTURES = (".png", ".webp", ".jxl", ".avif")
 
 CLIP = (CLIPTextEncoder, OpenCLIPTextEncoder)  # the text encoders that embeddings are made for
-Learned = Mapping[int, Tensor]  # width D of a text encoder -> all vectors (V,D)
+M = TypeVar("M", bound=Model)
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,19 +115,27 @@ def _vectors(file: Tensors, keys: Sequence[str]) -> dict[int, Tensor]:
     return found
 
 
-def learn(
-    embeddings: Iterable[Embedding],
-    encoders: Sequence[CLIPTextEncoder | OpenCLIPTextEncoder],
-    tokenizer: TextTokenizer,
-    learned: Learned,
-) -> tuple[TextTokenizer, Learned]:
-    """Return the tokenizer with the names of embeddings, and all vectors, for these text encoders.
+def with_embeddings(model: M, sources: Sequence[str | os.PathLike[str]]) -> M:
+    """Return the model with textual inversions loaded, FILE or NAME=FILE; prompts use them by name.
 
-    The log lists each name with its number of vectors.  Raises ValueError, one line, for vectors of another width, and
-    for two embeddings of one name, unless they are equal.
+    The networks are shared.  Raises FileNotFoundError, and ValueError for other files, and as learn does.
     """
-    specs = [net.spec for net in encoders]
-    widths, added, learned = [spec.width for spec in specs], dict(tokenizer.added), dict(learned)
+    return learn(model, [embedding for source in sources for embedding in open_embeddings(source)], "`embedding`")
+
+
+def learn(model: M, embeddings: Iterable[Embedding], option: str) -> M:
+    """Return the model with the names of embeddings in its tokenizer, and their vectors.
+
+    The log lists each name with its number of vectors.  Raises ValueError, one line, for vectors of another width than
+    the text encoders', for two embeddings of one name, unless they are equal, and for a model without CLIP, to which
+    the option gave them.
+    """
+    specs, tokenizer = [net.spec for net in model.text_encoders if isinstance(net, CLIP)], model.tokenizer
+    if tokenizer is None or not specs:
+        raise ValueError(
+            f"{model.family.title} reads no text with CLIP, which embeddings are made for: leave out {option}"
+        )
+    widths, added, learned = [spec.width for spec in specs], dict(tokenizer.added), dict(model.learned)
     known = num_known(max(spec.vocab_size for spec in specs))
     for embedding in embeddings:
         count = len(next(iter(embedding.vectors.values())))
@@ -159,4 +168,4 @@ def learn(
         other = "" if embedding.stored is None else f"; the name stored in it, {embedding.stored!r}, is not used"
         vectors = f"{count} vector{'s' * (count > 1)}"
         log.info("%s: in a prompt, %r stands for %s%s%s", embedding.file, embedding.name, vectors, word, other)
-    return replace(tokenizer, added=tuple(added.items())), learned
+    return replace(model, tokenizer=replace(tokenizer, added=tuple(added.items())), learned=learned)

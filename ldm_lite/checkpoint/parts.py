@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from ldm_lite.checkpoint.model import Model
 from ldm_lite.checkpoint.reader import (
     T5,
     errors_of,
     joined,
-    load_network,
+    load_weights,
+    on_meta,
     open_checkpoint,
     open_source,
     places_in,
@@ -23,11 +26,14 @@ from ldm_lite.cli.options import RuntimeOptions
 from ldm_lite.core.files import Tensors, imported
 from ldm_lite.runtime.precision import pick_device, pick_dtype
 from ldm_lite.runtime.setup import prepare
-from ldm_lite.zoo.family import Autoencoder, Spec, infer_vae
+from ldm_lite.zoo.families import with_vae
+from ldm_lite.zoo.family import Autoencoder, Spec, build, infer_vae
 
 if TYPE_CHECKING:
     from ldm_lite.models.rrdb import RRDBNet
     from ldm_lite.models.t5 import T5Encoder
+
+M = TypeVar("M", bound=Model)
 
 
 def load_autoencoder(
@@ -45,6 +51,15 @@ def load_autoencoder(
     # The matmul precision is set per process: leave it alone.
     prepare({"vae": network}, RuntimeOptions(), torch_device)
     return network
+
+
+def with_autoencoder(model: M, source: str | os.PathLike[str]) -> M:
+    """Return the model with another autoencoder, such as TAESD for previews.
+
+    The networks are shared.  Raises FileNotFoundError, and ValueError if its latents are not the model's.
+    """
+    vae = load_autoencoder(source, device=model.device, dtype=model.dtype)
+    return replace(model.with_networks(vae=vae), family=with_vae(model.family, vae.spec, os.fspath(source)))
 
 
 def open_autoencoder(source: str | os.PathLike[str] | None) -> tuple[Tensors, Spec]:
@@ -92,3 +107,11 @@ def load_t5(paths: Sequence[Path], device: torch.device, dtype: torch.dtype) -> 
         spec = imported("ldm_lite.models.t5:T5Spec").from_shapes(tensors.shapes)
     encoder: T5Encoder = load_network(spec, tensors, "T5", device, dtype)
     return encoder
+
+
+def load_network(spec: Spec, tensors: Tensors, title: str, device: torch.device, dtype: torch.dtype) -> Any:
+    """Build the network that a spec describes, and fill it.  The title names it in errors.  Raises as load_weights."""
+    with errors_of(tensors.path), on_meta():
+        network = build(spec)
+    load_weights(network, tensors, title, device, dtype)
+    return network

@@ -11,7 +11,7 @@ import re
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +22,8 @@ from ldm_lite.core import files
 from ldm_lite.core.files import Tensors, imported
 from ldm_lite.core.networks import WithoutInit
 from ldm_lite.core.pipeline import bundled
-from ldm_lite.models.qwen3 import VISION
 from ldm_lite.runtime.memory import MappedPages
 from ldm_lite.zoo.families import DENOISERS, stored_facts
-from ldm_lite.zoo.family import Spec, build
 
 log = logging.getLogger("ldm_lite")
 
@@ -146,27 +144,49 @@ def joined(path: Path, places: Mapping[str, tuple[Tensors, str]], metadata: Mapp
 
 SGM = "conditioner.embedders."  # prefix of text encoders in files of generative-models: SDXL, SD-Turbo
 T5 = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
-QWEN3, QWEN25 = "layers.0.self_attn.q_norm.weight", "layers.0.self_attn.k_proj.bias"
-# A component's role, a key that it always has, and its possible prefixes.  The first match wins.
-COMPONENTS = (
-    ("control", "input_hint_block.0.weight", ("control_model.", "")),
-    ("adapter", "body.0.block1.weight", ("adapter.", "")),
-    ("adapter", "body.0.body.0.block1.weight", ("adapter.", "")),
-    ("style", "style_embedding", ("adapter.", "")),
-    ("ip_adapter", "ip_adapter.1.to_k_ip.weight", ("",)),
-    ("redux", "redux_up.weight", ("",)),
-    ("upscaler", "body.0.rdb1.conv1.weight", ("",)),
-    ("vision", "embeddings.patch_embedding.weight", ("vision_model.", "")),
-    ("unet", "input_blocks.0.0.weight", ("model.diffusion_model.", "")),
-    *(("unet", key, ("model.diffusion_model.", "diffusion_model.", "")) for key in DENOISERS),
-    ("vae", "decoder.conv_in.weight", ("first_stage_model.", "vae.", "")),
-    ("vae", "decoder.1.weight", ("",)),  # TAESD
-    ("vae", "encoder.0.weight", ("",)),
-    ("text_encoder", T5, ("",)),
-    ("text_encoder", QWEN3, ("text_encoders.qwen3_4b.transformer.model.", "model.", "")),
-    ("text_encoder", QWEN25, ("text_encoders.qwen25_7b.transformer.model.", "model.language_model.", "model.", "")),
-    ("text_encoder_3", T5, ("text_encoders.t5xxl.transformer.",)),  # a family with fewer encoders gives it its place
-    (
+
+
+class Kind(NamedTuple):
+    """A kind of network, and how it is found in a file."""
+
+    role: str
+    probe: str  # a key that it always has
+    prefixes: tuple[str, ...]  # of its keys; the first that fits counts
+    beside: str = ""  # how those of its keys begin that stand one module further out
+    spec: str = ""  # the class of its spec, if it is a text encoder that several families share
+
+
+# The first kind of a role that a file has is that network.
+KINDS = (
+    Kind("control", "input_hint_block.0.weight", ("control_model.", "")),
+    Kind("adapter", "body.0.block1.weight", ("adapter.", "")),
+    Kind("adapter", "body.0.body.0.block1.weight", ("adapter.", "")),
+    Kind("style", "style_embedding", ("adapter.", "")),
+    Kind("ip_adapter", "ip_adapter.1.to_k_ip.weight", ("",)),
+    Kind("redux", "redux_up.weight", ("",)),
+    Kind("upscaler", "body.0.rdb1.conv1.weight", ("",)),
+    Kind("vision", "embeddings.patch_embedding.weight", ("vision_model.", ""), beside="visual_projection.weight"),
+    Kind("unet", "input_blocks.0.0.weight", ("model.diffusion_model.", "")),
+    *(Kind("unet", key, ("model.diffusion_model.", "diffusion_model.", "")) for key in DENOISERS),
+    Kind("vae", "decoder.conv_in.weight", ("first_stage_model.", "vae.", "")),
+    Kind("vae", "decoder.1.weight", ("",)),  # TAESD
+    Kind("vae", "encoder.0.weight", ("",)),
+    Kind("text_encoder", T5, ("",), spec="T5Spec"),
+    Kind(
+        "text_encoder",
+        "layers.0.self_attn.q_norm.weight",
+        ("text_encoders.qwen3_4b.transformer.model.", "model.", ""),
+        spec="Qwen3Spec",
+    ),
+    Kind(
+        "text_encoder",
+        "layers.0.self_attn.k_proj.bias",
+        ("text_encoders.qwen25_7b.transformer.model.", "model.language_model.", "model.", ""),
+        beside="visual.",
+        spec="Qwen25Spec",
+    ),
+    Kind("text_encoder_3", T5, ("text_encoders.t5xxl.transformer.",)),  # a family with fewer encoders moves it
+    Kind(
         "text_encoder",
         "embeddings.token_embedding.weight",
         (
@@ -177,12 +197,14 @@ COMPONENTS = (
             "text_model.",
             "",
         ),
+        beside="text_projection.weight",
+        spec="CLIPTextSpec",
     ),
-    ("text_encoder", "ln_final.weight", ("cond_stage_model.model.", f"{SGM}0.model.", "")),
-    ("text_encoder", "token_emb.weight", ("cond_stage_model.transformer.", "")),  # BERT
-    ("text_encoder", "embedding.weight", ("cond_stage_model.", "")),  # classes
-    ("text_encoder", "channel_mapper.weight", ("cond_stage_model.", "")),  # label maps
-    ("text_encoder_2", "ln_final.weight", (f"{SGM}1.model.", "text_encoders.clip_g.transformer.")),
+    Kind("text_encoder", "ln_final.weight", ("cond_stage_model.model.", f"{SGM}0.model.", ""), spec="OpenCLIPTextSpec"),
+    Kind("text_encoder", "token_emb.weight", ("cond_stage_model.transformer.", "")),  # BERT
+    Kind("text_encoder", "embedding.weight", ("cond_stage_model.", "")),  # classes
+    Kind("text_encoder", "channel_mapper.weight", ("cond_stage_model.", "")),  # label maps
+    Kind("text_encoder_2", "ln_final.weight", (f"{SGM}1.model.", "text_encoders.clip_g.transformer.")),
 )
 # Keys that carry no weights and are ignored without a warning, unless a network has them.
 NO_WEIGHTS = re.compile(
@@ -195,7 +217,6 @@ NO_WEIGHTS = re.compile(
     r"|^(text_encoders\.qwen25_7b\.transformer\.|model\.)?visual\."  # Qwen2.5-VL's, where it reads text alone
     r"|(^|\.)__index_timestep_zero__$"  # a mark of Qwen-Image-Edit 2511
 )
-PROJECTIONS = {"text_encoder": "text_projection.weight", "vision": "visual_projection.weight"}  # beside CLIP's encoders
 EMA = "model_ema."
 # The metadata of each role's network, which follow it when it replaces another's.
 METADATA_OF_ROLE = {
@@ -215,7 +236,7 @@ class Parts(dict[str, Tensors]):
 def prefix(role: str, keys: Container[str], sgm: bool = False) -> str:
     """Return the prefix of a network's keys in the original layout, or with `sgm` in that of generative-models."""
     roles = (role, "text_encoder_3") if T5 in keys else (role,)  # T5's place depends on the family
-    prefixes = next(prefixes for name, probe, prefixes in COMPONENTS if name in roles and probe in keys)
+    prefixes = next(kind.prefixes for kind in KINDS if kind.role in roles and kind.probe in keys)
     return next((place for place in prefixes if place.startswith(SGM) == sgm), prefixes[0])
 
 
@@ -237,19 +258,17 @@ def split(tensors: Tensors) -> Parts:
     parts = Parts()
     parts.file = tensors
     unused = {key for key in tensors if not key.startswith(EMA)}
-    for role, probe, prefixes in COMPONENTS:
-        before = next((prefix for prefix in prefixes if prefix + probe in unused), None)
-        if before is None or role in parts:
+    for kind in KINDS:
+        before = next((prefix for prefix in kind.prefixes if prefix + kind.probe in unused), None)
+        if before is None or kind.role in parts:
             continue
         keys = {key.removeprefix(before): key for key in tensors if key in unused and key.startswith(before)}
-        if role in PROJECTIONS:
-            projection = re.sub(r"(text|vision)_model\.$", "", before) + PROJECTIONS[role]
-            keys |= {PROJECTIONS[role]: projection} if projection in unused else {}
-        if probe == QWEN25:
-            seeing = re.sub(r"(language_model|model)\.$", "", before) + VISION
-            keys |= {VISION + key.removeprefix(seeing): key for key in unused if key.startswith(seeing)}
+        if kind.beside:
+            outside = re.sub(r"\w+\.$", "", before)
+            further = (key for key in tensors if key in unused and key.startswith(outside + kind.beside))
+            keys |= {key.removeprefix(outside): key for key in further}
         unused -= set(keys.values())
-        parts[role] = tensors.renamed(keys)
+        parts[kind.role] = tensors.renamed(keys)
     if not parts:
         has = _sample(sorted(tensors))
         raise ValueError(f"{tensors.path}: holds no known UNet, autoencoder or text encoder (it has {has})")
@@ -299,16 +318,6 @@ def read_weight(tensors: Tensors, key: str) -> Tensor:
         name = str(value.dtype).removeprefix("torch.")
         raise ValueError(f"{tensors.path}: {key} is stored as {name}, wanted floating-point numbers of 8 to 64 bits")
     return value
-
-
-def load_network(
-    spec: Spec, tensors: Tensors, title: str, device: torch.device, dtype: torch.dtype, in_blocks: bool = False
-) -> Any:
-    """Build the network that a spec describes, and fill it.  The title names it in errors.  Raises as load_weights."""
-    with errors_of(tensors.path), on_meta():
-        network = build(spec)
-    load_weights(network, tensors, title, device, dtype, in_blocks)
-    return network
 
 
 def load_weights(

@@ -22,17 +22,16 @@ from torch.nn import functional as F
 from ldm_lite.checkpoint.model import Model
 from ldm_lite.checkpoint.reader import open_checkpoint, read_weight
 from ldm_lite.cli.files import open_file, read_text
+from ldm_lite.conditioning.prompts import PromptOptions, Prompts, size_of
 from ldm_lite.core.denoise import Conditioning
 from ldm_lite.image import read_image
 from ldm_lite.models.bert import BERTTextEncoder
 from ldm_lite.models.embedders import ClassEmbedder, LabelMapRescaler
 
-Prompts = Sequence[str | None]
-
 MOST_BYTES = 2**30  # of a file of embeddings
 
 
-def nothing(model: Model, prompts: Prompts) -> Conditioning:
+def nothing(model: Model, prompts: Prompts, options: PromptOptions) -> Conditioning:
     """Unconditional models.  Raises ValueError for a prompt."""
     for prompt in prompts:
         if prompt:
@@ -40,7 +39,7 @@ def nothing(model: Model, prompts: Prompts) -> Conditioning:
     return {}
 
 
-def classes(model: Model, prompts: Prompts) -> Conditioning:
+def classes(model: Model, prompts: Prompts, options: PromptOptions) -> Conditioning:
     """Embed class numbers as context (B,1,D).  Raises ValueError for anything else."""
     assert isinstance(model.text_encoder, ClassEmbedder)
     spec = model.text_encoder.spec
@@ -57,7 +56,7 @@ def classes(model: Model, prompts: Prompts) -> Conditioning:
     return {"context": model.text_encoder(numbers)}
 
 
-def layouts(model: Model, prompts: Prompts) -> Conditioning:
+def layouts(model: Model, prompts: Prompts, options: PromptOptions) -> Conditioning:
     """Embed JSON files of boxes (see read_boxes) as context (B,92,D).  Raises ValueError for other files."""
     assert isinstance(model.text_encoder, BERTTextEncoder)
     paths = [_file(model, prompt, 'a JSON file, [{"class": 12, "box": [x, y, x, y]}]') for prompt in prompts]
@@ -65,18 +64,18 @@ def layouts(model: Model, prompts: Prompts) -> Conditioning:
     return {"context": model.text_encoder(torch.tensor(rows, device=model.device))}
 
 
-def label_maps(model: Model, prompts: Prompts, size: tuple[int, int]) -> Conditioning:
-    """Encode images of labels as concat (B,C',h,w), for results of size (height, width).
+def label_maps(model: Model, prompts: Prompts, options: PromptOptions) -> Conditioning:
+    """Encode images of labels as concat (B,C',h,w), for results of options.size.
 
     A map of another size is scaled by nearest neighbour.  Raises ValueError for images that are not label maps.
     """
     assert isinstance(model.text_encoder, LabelMapRescaler)
-    num_labels = model.text_encoder.spec.num_labels
+    num_labels, (height, width) = model.text_encoder.spec.num_labels, size_of(model, options)
 
     def labels_of(image: Image.Image) -> NDArray[np.int64]:
         if image.mode not in ("L", "P", "I;16", "I"):
             raise ValueError(f"is not a label map: its mode is {image.mode}, wanted one channel (L or P) of labels")
-        return np.asarray(image.resize(size[::-1], Image.Resampling.NEAREST)).astype(np.int64)
+        return np.asarray(image.resize((width, height), Image.Resampling.NEAREST)).astype(np.int64)
 
     maps = []
     for prompt in prompts:
@@ -90,14 +89,14 @@ def label_maps(model: Model, prompts: Prompts, size: tuple[int, int]) -> Conditi
     return {"concat": model.text_encoder(torch.stack(maps).to(model.device))}
 
 
-def embeddings(model: Model, prompts: Prompts, num_tokens: int) -> Conditioning:
+def embeddings(model: Model, prompts: Prompts, options: PromptOptions) -> Conditioning:
     """Read files of normalised CLIP embeddings, (D,) or (T,D), as context (B,T,D); no prompt gives zeros.
 
-    Embeddings are padded with zeros to num_tokens.  Raises ValueError for other files.
+    Embeddings are padded with zeros to options.num_chunks.  Raises ValueError for other files.
     """
     none = torch.zeros(1, model.family.unet.context_dim or 0, dtype=torch.float32, device="cpu")
     tokens = [read_embeddings(model, prompt) if prompt else none for prompt in prompts]
-    rows = [F.pad(values, (0, 0, 0, max(0, num_tokens - len(values)))) for values in tokens]
+    rows = [F.pad(values, (0, 0, 0, max(0, options.num_chunks - len(values)))) for values in tokens]
     return {"context": torch.stack(rows).to(model.device)}
 
 

@@ -1,21 +1,20 @@
 """Chroma1: HD (and Base), and Flash, whose weights do not tell them apart; T5 alone reads the text."""
 
-from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
 import torch
 
 from ldm_lite.checkpoint.model import Model
+from ldm_lite.checkpoint.transformers import chosen
 from ldm_lite.conditioning.plain import num_tokens, t5_states, t5_tokenizer
 from ldm_lite.conditioning.prompts import Conditioner, PromptOptions, Prompts
 from ldm_lite.core.denoise import Conditioning
-from ldm_lite.core.layers import Shapes
 from ldm_lite.families.flux import DEV
 from ldm_lite.models.chroma import RELEASED, ChromaSpec
 from ldm_lite.models.ops import inside
 from ldm_lite.models.t5 import T5_XXL
-from ldm_lite.zoo.families import chosen
-from ldm_lite.zoo.family import Family, Hint
+from ldm_lite.zoo.family import Hint
 
 HD = replace(
     DEV,
@@ -32,11 +31,7 @@ ROWS = {
     "chroma": HD,
     "chroma_flash": replace(HD, title="Chroma1-Flash", sampler="heun", steps=8, scale=1.0, hints=()),
 }
-
-
-def row(unet: Shapes, metadata: Mapping[str, str]) -> Family:
-    """Return the row of a file, with the spec of its network.  Raises ValueError for other networks."""
-    return chosen(ROWS, ChromaSpec.from_shapes(unet), metadata)
+row = partial(chosen, ROWS, ChromaSpec.from_shapes)
 
 
 MOST = 512  # tokens of T5

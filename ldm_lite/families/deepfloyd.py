@@ -1,13 +1,14 @@
 """DeepFloyd IF: stages on pixels, the second of which enlarges; T5 is in a file of its own, shared by them."""
 
-from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
+from operator import attrgetter
 
-from ldm_lite.core.layers import Shapes
+from ldm_lite.checkpoint.transformers import chosen
 from ldm_lite.families.sd1 import SD1
 from ldm_lite.models.pixels import PixelSpec
 from ldm_lite.models.unet_if import IFSpec
-from ldm_lite.zoo.family import COSINE, Family, Preserving
+from ldm_lite.zoo.family import COSINE, Preserving
 
 IF_I_XL = IFSpec(
     in_channels=3,
@@ -70,9 +71,4 @@ ROWS = {
         threshold=(0.95, 1.0),
     ),
 }
-
-
-def stage(unet: Shapes, metadata: Mapping[str, str]) -> Family:
-    """Return the row of a stage's file, with the spec of this one."""
-    spec = IFSpec.from_shapes(unet)
-    return replace(ROWS["if_II" if spec.super_resolution else "if_I"], unet=spec)
+row = partial(chosen, ROWS, IFSpec.from_shapes, variant=attrgetter("super_resolution"))

@@ -2,39 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 from torch.nn import functional as F
 
 from ldm_lite.checkpoint.model import Model
+from ldm_lite.checkpoint.transformers import chosen
 from ldm_lite.conditioning.plain import t5_states, t5_tokenizer
 from ldm_lite.conditioning.prompts import Conditioner, PromptOptions, Prompts, hidden
 from ldm_lite.core.denoise import Conditioning
 from ldm_lite.core.files import Tensors
-from ldm_lite.core.layers import Shapes
 from ldm_lite.families.sd1 import SD1
 from ldm_lite.models.clip import CLIP_L
 from ldm_lite.models.flux import RELEASED, FluxSpec
 from ldm_lite.models.t5 import T5_XXL
-from ldm_lite.zoo.families import chosen
 from ldm_lite.zoo.family import KL_F8_16, Family, Flow, Hint
 
 MASK = 64  # channels of Fill's mask: the 8x8 pixels of a latent position
 INPUTS = ("img_in", "diffusion_model_img_in", "lora_unet_img_in", "transformer_x_embedder")  # names of the first layer
 
 
-def row(unet: Shapes, metadata: Mapping[str, str]) -> Family:
-    """Return the row of a file, with the spec of its network.  Raises ValueError for other networks."""
-
-    def variant(spec: FluxSpec) -> object:
-        condition = spec.in_channels - spec.out_channels
-        kinds = {0: "", spec.out_channels: "image", spec.out_channels + MASK: "mask"}
-        return spec.guidance, kinds.get(condition, condition)
-
-    return chosen(ROWS, FluxSpec.from_shapes(unet), metadata, variant)
+def variant(spec: FluxSpec) -> object:
+    """What tells the rows apart: whether it reads the guidance scale, and what it reads beside the latents."""
+    beside = spec.in_channels - spec.out_channels
+    return spec.guidance, {0: "", spec.out_channels: "image", spec.out_channels + MASK: "mask"}.get(beside, beside)
 
 
 def widened(family: Family, unet: Tensors, loras: Sequence[Any]) -> tuple[Family, Tensors]:
@@ -98,6 +93,7 @@ ROWS = {
     "flux_control": CONTROL,
     "flux_canny": replace(CONTROL, title="FLUX.1 Canny", scale=30.0, hints=()),
 }
+row = partial(chosen, ROWS, FluxSpec.from_shapes, variant=variant)
 
 
 def encode(model: Model, prompts: Prompts, options: PromptOptions) -> Conditioning:

@@ -1,13 +1,14 @@
 """FLUX.2 [klein], and its base, whose weights do not tell them apart; Qwen3 reads the text."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
 import torch
 from PIL import Image
 
 from ldm_lite.checkpoint.model import Model
+from ldm_lite.checkpoint.transformers import chosen
 from ldm_lite.conditioning.plain import num_tokens
 from ldm_lite.conditioning.prompts import Conditioner, PromptOptions, Prompts
 from ldm_lite.core.denoise import Conditioning
@@ -16,8 +17,7 @@ from ldm_lite.families.sd1 import SD1
 from ldm_lite.models.flux2 import KL_F16_128, RELEASED, Flux2Spec
 from ldm_lite.models.ops import inside
 from ldm_lite.models.qwen3 import QWEN3_4B
-from ldm_lite.zoo.families import chosen
-from ldm_lite.zoo.family import Family, Flow, Hint, References
+from ldm_lite.zoo.family import Flow, Hint, References
 
 # Logarithms of the shift of 200 steps, which grow with the image's tokens: see flow_flux2.
 BY_SIZE = (0.00016927 * 256 + 0.45666666, 0.00016927 * 4096 + 0.45666666)
@@ -69,12 +69,15 @@ ROWS = {
 }
 
 
-def row(unet: Shapes, metadata: Mapping[str, str]) -> Family:
-    """Return the row of a file, with the spec of its network.  Raises ValueError for other networks."""
+def spec_of(unet: Shapes) -> Flux2Spec:
+    """Return the spec of a network.  Raises ValueError for FLUX.2 [dev]."""
     spec = Flux2Spec.from_shapes(unet)
     if spec.guidance:
         raise ValueError("is FLUX.2 [dev], which reads text with Mistral 3: that is not here, take FLUX.2 [klein]")
-    return chosen(ROWS, spec, metadata)
+    return spec
+
+
+row = partial(chosen, ROWS, spec_of)
 
 
 def encode(model: Model, prompts: Prompts, options: PromptOptions) -> Conditioning:

@@ -6,7 +6,7 @@ Source: Rombach et al. 2022; CompVis/latent-diffusion, configs.
 from dataclasses import replace
 
 from ldm_lite.conditioning import inputs
-from ldm_lite.conditioning.prompts import Conditioner, clip, size_of
+from ldm_lite.conditioning.prompts import Conditioner, clip
 from ldm_lite.families.sd1 import SD1
 from ldm_lite.models.bert import BERT_LARGE, BERTSpec
 from ldm_lite.models.embedders import ClassSpec, LabelMapSpec
@@ -198,16 +198,12 @@ ROWS = {
 }
 
 TEXT = Conditioner(clip, without_clip_skip="has no CLIP")  # of their own encoder
-NOTHING = Conditioner(
-    lambda model, prompts, options: inputs.nothing(model, prompts), reads="none", without_clip_skip="has no CLIP"
-)
-CLASSES = replace(NOTHING, encode=lambda model, prompts, options: inputs.classes(model, prompts), reads="text")
-LAYOUTS = replace(NOTHING, encode=lambda model, prompts, options: inputs.layouts(model, prompts), reads="files")
-LABEL_MAPS = replace(
-    LAYOUTS, encode=lambda model, prompts, options: inputs.label_maps(model, prompts, size_of(model, options))
-)
+NOTHING = Conditioner(inputs.nothing, reads="none", without_clip_skip="has no CLIP")
+CLASSES = replace(NOTHING, encode=inputs.classes, reads="text")
+LAYOUTS = replace(NOTHING, encode=inputs.layouts, reads="files")
+LABEL_MAPS = replace(LAYOUTS, encode=inputs.label_maps)
 EMBEDDINGS = replace(
     LAYOUTS,
-    encode=lambda model, prompts, options: inputs.embeddings(model, prompts, options.num_chunks),
+    encode=inputs.embeddings,
     length=lambda model, prompt: len(inputs.read_embeddings(model, prompt)),
 )

@@ -9,6 +9,7 @@ from PIL import Image
 from torch import Tensor
 
 from ldm_lite.checkpoint.model import Model
+from ldm_lite.checkpoint.transformers import chosen
 from ldm_lite.conditioning.plain import num_tokens
 from ldm_lite.conditioning.prompts import Conditioner, PromptOptions, Prompts
 from ldm_lite.core.denoise import Conditioning
@@ -19,8 +20,7 @@ from ldm_lite.models.qwen3 import QWEN25_7B
 from ldm_lite.models.qwen25_vl import QWEN25_VL_7B
 from ldm_lite.models.qwen_image import RELEASED, QwenImageSpec
 from ldm_lite.models.wan_vae import WAN_VAE
-from ldm_lite.text.tokenizer import Qwen3Tokenizer
-from ldm_lite.zoo.families import chosen
+from ldm_lite.text.qwen3 import Qwen3Tokenizer
 from ldm_lite.zoo.family import Family, Flow, Hint, References
 
 UNIT = 32  # of the sides of a reference
@@ -91,10 +91,13 @@ ROWS = {
 
 def row(unet: Shapes, metadata: Mapping[str, str]) -> Family:
     """Return the row of a file, with the spec of its network.  Raises ValueError for other networks."""
-    spec = QwenImageSpec.from_shapes(unet)
-    if metadata.get("family") == "qwen_image_edit_2511":  # of whose files only ComfyUI's tell themselves
-        spec = replace(spec, clean_references=True)
-    return chosen(ROWS, spec, metadata, variant=lambda spec: (spec.in_channels, spec.clean_references))
+
+    def spec_of(unet: Shapes) -> QwenImageSpec:
+        spec = QwenImageSpec.from_shapes(unet)
+        is_2511 = metadata.get("family") == "qwen_image_edit_2511"  # of whose files only ComfyUI's tell themselves
+        return replace(spec, clean_references=True) if is_2511 else spec
+
+    return chosen(ROWS, spec_of, unet, metadata, variant=lambda spec: (spec.in_channels, spec.clean_references))
 
 
 MOST = 1024  # tokens of a text, with the end of its template

@@ -1,24 +1,23 @@
 """Stable Diffusion 3 and 3.5: CLIP-L, OpenCLIP bigG and T5, which may be missing; 3.5 medium skips layers to guide."""
 
-from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch.nn import functional as F
 
 from ldm_lite.checkpoint.model import Model
+from ldm_lite.checkpoint.transformers import chosen, extra_channels
 from ldm_lite.conditioning.plain import num_tokens, t5_states, t5_tokenizer
 from ldm_lite.conditioning.prompts import Conditioner, PromptOptions, Prompts, hidden
 from ldm_lite.core.denoise import Conditioning
-from ldm_lite.core.layers import Shapes
 from ldm_lite.families.sd1 import SD1
 from ldm_lite.families.sdxl import second_tokenizer
 from ldm_lite.models.clip import CLIP_L
 from ldm_lite.models.mmdit import RELEASED, MMDiTSpec
 from ldm_lite.models.open_clip import OPEN_CLIP_G
 from ldm_lite.models.t5 import T5_XXL
-from ldm_lite.zoo.families import chosen, extra_channels
-from ldm_lite.zoo.family import KL_F8_16, Family, Flow, Hint, SkipLayers
+from ldm_lite.zoo.family import KL_F8_16, Flow, Hint, SkipLayers
 
 SD3 = replace(
     SD1,
@@ -55,13 +54,12 @@ ROWS = {
 }
 
 
-def row(unet: Shapes, metadata: Mapping[str, str]) -> Family:
-    """Return the row of a file, with the spec of its network.  Raises ValueError for other networks."""
+def variant(spec: MMDiTSpec) -> object:
+    """What tells the rows apart."""
+    return spec.qk_norm, spec.dual_depth > 0, extra_channels(spec)
 
-    def variant(spec: MMDiTSpec) -> object:
-        return spec.qk_norm, spec.dual_depth > 0, extra_channels(spec)
 
-    return chosen(ROWS, MMDiTSpec.from_shapes(unet), metadata, variant)
+row = partial(chosen, ROWS, MMDiTSpec.from_shapes, variant=variant)
 
 
 TOKENS = 77  # of CLIP

@@ -6,14 +6,13 @@ import torch
 from torch import Tensor
 
 from ldm_lite.checkpoint.model import Model
-from ldm_lite.checkpoint.vocabularies import tokenizer_of
 from ldm_lite.conditioning.prompts import Conditioner, PromptOptions, Prompts, hidden, size_of
 from ldm_lite.core.denoise import Conditioning
 from ldm_lite.core.layers import sinusoids
 from ldm_lite.families.sd1 import SD1
 from ldm_lite.models.clip import CLIP_L
 from ldm_lite.models.open_clip import OPEN_CLIP_G
-from ldm_lite.text.tokenizer import TextTokenizer
+from ldm_lite.text.tokenizer import OpenCLIPTokenizer
 from ldm_lite.zoo.family import Hint
 
 PLAIN = replace(
@@ -113,12 +112,10 @@ def of_refiner(model: Model, prompts: Prompts, options: PromptOptions) -> Condit
     return {"context": context, "y": with_numbers(pooled, torch.tensor((*_cut(model, options), score)))}
 
 
-def second_tokenizer(model: Model) -> TextTokenizer:
+def second_tokenizer(model: Model) -> OpenCLIPTokenizer:
     """Return the tokenizer of a model's second text encoder, with the names of embeddings."""
-    tokenizer = tokenizer_of(model.family.text_encoders[1])
-    assert tokenizer is not None
     assert model.tokenizer is not None
-    return replace(tokenizer, added=model.tokenizer.added)
+    return OpenCLIPTokenizer(model.family.text_encoders[1].length, added=model.tokenizer.added)
 
 
 def _cut(model: Model, options: PromptOptions) -> tuple[int, int, int, int]:

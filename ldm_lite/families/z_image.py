@@ -1,20 +1,19 @@
 """Z-Image and Z-Image Turbo, whose weights do not tell them apart; Qwen3 reads the text."""
 
-from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
 import torch
 
 from ldm_lite.checkpoint.model import Model
+from ldm_lite.checkpoint.transformers import chosen
 from ldm_lite.conditioning.plain import num_tokens
 from ldm_lite.conditioning.prompts import Conditioner, PromptOptions, Prompts
 from ldm_lite.core.denoise import Conditioning
-from ldm_lite.core.layers import Shapes
 from ldm_lite.families.sd1 import SD1
 from ldm_lite.models.qwen3 import QWEN3_4B
 from ldm_lite.models.z_image import MULTIPLE, RELEASED, ZImageSpec
-from ldm_lite.zoo.families import chosen
-from ldm_lite.zoo.family import KL_F8_16, Family, Flow, Hint
+from ldm_lite.zoo.family import KL_F8_16, Flow, Hint
 
 PLAIN = replace(
     SD1,
@@ -46,11 +45,7 @@ ROWS = {
     ),
     "z_image": PLAIN,
 }
-
-
-def row(unet: Shapes, metadata: Mapping[str, str]) -> Family:
-    """Return the row of a file, with the spec of its network.  Raises ValueError for other networks."""
-    return chosen(ROWS, ZImageSpec.from_shapes(unet), metadata)
+row = partial(chosen, ROWS, ZImageSpec.from_shapes)
 
 
 def encode(model: Model, prompts: Prompts, options: PromptOptions) -> Conditioning:

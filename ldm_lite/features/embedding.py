@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ldm_lite.checkpoint.model import with_embeddings
+from ldm_lite.adapters.textual_inversion import with_embeddings
 from ldm_lite.tasks.features import Feature
 
 

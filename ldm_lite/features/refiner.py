@@ -8,7 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-from ldm_lite.checkpoint.model import Model, load_model, with_embeddings
+from ldm_lite.adapters.textual_inversion import with_embeddings
+from ldm_lite.checkpoint.loading import load_model
+from ldm_lite.checkpoint.model import Model
 from ldm_lite.cli.options import LoadOptions
 from ldm_lite.core.denoise import Call, Constraint, Draw, Inputs, InputSource, State, run_plan
 from ldm_lite.core.job import Item

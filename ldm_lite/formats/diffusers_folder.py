@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ldm_lite.checkpoint import hub
-from ldm_lite.checkpoint.reader import QWEN3, QWEN25, T5, joined, metadata_of, open_checkpoint, places_in, prefix, split
-from ldm_lite.checkpoint.vocabularies import T5_VOCABS
+from ldm_lite.checkpoint.reader import KINDS, joined, metadata_of, open_checkpoint, places_in, prefix, split
 from ldm_lite.cli.files import read_object
 from ldm_lite.core.files import Tensors
 from ldm_lite.formats.diffusers_config import (
@@ -19,6 +18,7 @@ from ldm_lite.formats.diffusers_config import (
     read_network,
     read_scheduler,
 )
+from ldm_lite.formats.vocabularies import T5_VOCABS
 
 log = logging.getLogger("ldm_lite")
 
@@ -30,8 +30,8 @@ BESIDE = (
     *("tokenizer", "tokenizer_2", "tokenizer_3"),
 )
 TOKENIZER = ("special_tokens_map.json", "tokenizer_config.json")
-# Keys of text encoders that read plain text.
-PLAIN_TEXTS = {T5, *(before + key for before in ("", "model.", "model.language_model.") for key in (QWEN3, QWEN25))}
+# Keys of text encoders that read plain text, which are those that are no CLIP.
+PLAIN_TEXTS = {place + kind.probe for kind in KINDS if kind.spec and "CLIP" not in kind.spec for place in kind.prefixes}
 IGNORED = ("safety_checker", "image_encoder", "depth_estimator", "image_normalizer")
 # Of files with weights, and of indices of their shards.
 WEIGHTS = re.compile(r"(diffusion_pytorch_model|model|pytorch_model)(\.fp16)?\.(safetensors|bin)")

@@ -106,7 +106,6 @@ class Chroma(Flux):
 
 # ---- released -------------------------------------------------------------------------------------------------------
 
-PROBE = "distilled_guidance_layer.in_proj.weight"  # a key that only these networks have
 CHROMA = ChromaSpec(
     **{**vars(FLUX_DEV), "vector_dim": 1, "guidance": False},
     sinusoids=64,

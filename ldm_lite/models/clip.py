@@ -143,5 +143,4 @@ class CLIPTextEncoder(SkippingEncoder, core.CLIPTextEncoder):
 
 # ---- released -------------------------------------------------------------------------------------------------------
 
-PROBE = "embeddings.token_embedding.weight"  # a key that only these networks have
 CLIP_L = CLIPTextSpec(vocab_size=49408, length=77, width=768, mlp_width=3072, layers=12, heads=12)

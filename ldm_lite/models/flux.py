@@ -294,7 +294,6 @@ class Flux(nn.Module):
 
 # ---- released -------------------------------------------------------------------------------------------------------
 
-PROBE = "double_blocks.0.img_attn.norm.key_norm.scale"  # a key that only these networks have
 FLUX_DEV = FluxSpec(
     in_channels=16,
     out_channels=16,

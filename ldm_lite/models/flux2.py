@@ -173,7 +173,6 @@ class Flux2Autoencoder(AutoencoderKL):
 
 # ---- released -------------------------------------------------------------------------------------------------------
 
-PROBE = "double_stream_modulation_img.lin.weight"  # a key that only these networks have
 KLEIN = Flux2Spec(
     in_channels=128,
     out_channels=128,

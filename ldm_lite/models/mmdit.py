@@ -213,7 +213,6 @@ class MMDiT(nn.Module):
 
 # ---- released -------------------------------------------------------------------------------------------------------
 
-PROBE = "joint_blocks.0.context_block.attn.qkv.weight"  # a key that only these networks have
 SD3_MEDIUM = MMDiTSpec(
     in_channels=16,
     out_channels=16,

@@ -124,7 +124,6 @@ class OpenCLIPTextEncoder(SkippingEncoder):
 
 # ---- released -------------------------------------------------------------------------------------------------------
 
-PROBE = "ln_final.weight"  # a key that only these networks have
 OPEN_CLIP_H = OpenCLIPTextSpec(
     vocab_size=49408, length=77, width=1024, mlp_width=4096, layers=24, heads=16, projection=True
 )

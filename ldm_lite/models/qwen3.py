@@ -168,7 +168,6 @@ class Qwen3(nn.Module):
 
 # ---- released -------------------------------------------------------------------------------------------------------
 
-PROBE = "layers.0.self_attn.q_norm.weight"  # a key that only these networks have
 QWEN3_4B = Qwen3Spec(vocab_size=151936, width=2560, mlp_width=9728, layers=36, heads=32, kv_heads=8, head_dim=128)
 QWEN25_7B = Qwen25Spec(
     vocab_size=152064, width=3584, mlp_width=18944, layers=28, heads=28, kv_heads=4, head_dim=128, states=(-1,)

@@ -218,7 +218,6 @@ def places(num_text: int, grids: Sequence[Sequence[int]], device: torch.device) 
 
 # ---- released -------------------------------------------------------------------------------------------------------
 
-PROBE = "txt_norm.weight"  # a key that only these networks have
 QWEN_IMAGE = QwenImageSpec(
     in_channels=16,
     out_channels=16,

@@ -176,5 +176,4 @@ class T5Encoder(nn.Module):
 
 # ---- released -------------------------------------------------------------------------------------------------------
 
-PROBE = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"  # a key that only these networks have
 T5_XXL = T5Spec(vocab_size=32128, width=4096, mlp_width=10240, layers=24, heads=64, head_dim=64, buckets=32)

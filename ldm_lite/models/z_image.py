@@ -221,7 +221,6 @@ class ZImage(nn.Module):
 
 # ---- released -------------------------------------------------------------------------------------------------------
 
-PROBE = "cap_pad_token"  # a key that only these networks have
 Z_IMAGE = ZImageSpec(
     in_channels=16,
     out_channels=16,

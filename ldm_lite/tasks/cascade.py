@@ -19,7 +19,8 @@ from torch import Tensor
 
 from ldm_lite import generate
 from ldm_lite.checkpoint import hub
-from ldm_lite.checkpoint.model import Model, load_model
+from ldm_lite.checkpoint.loading import load_model
+from ldm_lite.checkpoint.model import Model
 from ldm_lite.checkpoint.parts import load_t5
 from ldm_lite.cli.command_options import CascadeOptions, StageOptions
 from ldm_lite.cli.options import LoadOptions
@@ -34,7 +35,7 @@ from ldm_lite.runtime.precision import pick_device, pick_dtype
 from ldm_lite.tasks.job import OnStep, results
 from ldm_lite.tasks.upscale import enlarge
 from ldm_lite.text.caption import clean
-from ldm_lite.text.tokenizer import T5Tokenizer
+from ldm_lite.text.t5 import T5Tokenizer
 
 log = logging.getLogger("ldm_lite")
 T = TypeVar("T")

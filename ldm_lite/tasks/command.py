@@ -11,8 +11,9 @@ from typing import Any
 from PIL import Image
 
 from ldm_lite.checkpoint import hub
-from ldm_lite.checkpoint.model import Model, load_model, with_autoencoder
-from ldm_lite.checkpoint.parts import is_upscaler, open_autoencoder
+from ldm_lite.checkpoint.loading import load_model
+from ldm_lite.checkpoint.model import Model
+from ldm_lite.checkpoint.parts import is_upscaler, open_autoencoder, with_autoencoder
 from ldm_lite.cli.command_options import CascadeOptions, StageOptions
 from ldm_lite.cli.options import LoadOptions, SaveOptions, given
 from ldm_lite.cli.output import Saver

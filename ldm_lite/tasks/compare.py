@@ -27,7 +27,8 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from ldm_lite.checkpoint.model import Model, load_model
+from ldm_lite.checkpoint.loading import load_model
+from ldm_lite.checkpoint.model import Model
 from ldm_lite.checkpoint.reader import on_meta
 from ldm_lite.cli.command_options import CompareOptions
 from ldm_lite.cli.files import read_json

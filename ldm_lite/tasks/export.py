@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-from ldm_lite.checkpoint.model import Model, load_model
+from ldm_lite.checkpoint.loading import load_model
+from ldm_lite.checkpoint.model import Model
 from ldm_lite.cli.command_options import ExportOptions
 from ldm_lite.cli.options import LoadOptions
 from ldm_lite.conditioning.prompts import PromptOptions, encode_prompts, guided

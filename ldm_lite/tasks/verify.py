@@ -14,7 +14,8 @@ import torch
 from numpy.typing import NDArray
 
 from ldm_lite.checkpoint.hub import download
-from ldm_lite.checkpoint.model import Model, load_model
+from ldm_lite.checkpoint.loading import load_model
+from ldm_lite.checkpoint.model import Model
 from ldm_lite.cli.command_options import VerifyOptions
 from ldm_lite.cli.options import LoadOptions
 from ldm_lite.cli.task_options import Txt2imgOptions

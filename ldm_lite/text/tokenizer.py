@@ -1,46 +1,31 @@
-"""Tokenizers on the `tokenizers` library: CLIP's and Qwen's byte-level BPE, BERT's WordPiece, T5's SentencePiece.
+"""Tokenizers on the `tokenizers` library: CLIP's byte-level BPE and BERT's WordPiece.  t5.py and qwen3.py have others.
 
-Shapes: B texts, T = `length` tokens (77 for all of these).
-The vocabularies of CLIP and BERT are in this folder (made by `scripts/make_vocab.py`); T5's and Qwen3's are read from
-their checkpoints' files.  The ids of CLIP, BERT and Qwen3 equal those of transformers 5, T5's those of SentencePiece.
+Shapes: B texts, T = `length` tokens (77 for these).
+Their vocabularies come with the package (made by `scripts/make_vocab.py`), and their ids equal those of transformers 5.
 CLIP's originals first clean the text, which `clean` does: without it, typographic quotes and the like get other ids.
 The Unicode version of `tokenizers` decides what a letter is.
 Sources: Radford et al. 2021, sec. 2.4, and `clip/simple_tokenizer.py` of OpenAI CLIP (MIT); Devlin et al. 2019 and
-bert-base-uncased (Apache-2.0); Kudo and Richardson 2018, and `sentencepiece_model.proto` of SentencePiece.
+bert-base-uncased (Apache-2.0).
 """
 
 import gzip
-import json
 import re
-import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
-from tokenizers import AddedToken, Regex, Tokenizer, normalizers, pre_tokenizers
-from tokenizers.models import BPE, Unigram, WordPiece
+from tokenizers import Tokenizer, normalizers, pre_tokenizers
+from tokenizers.models import WordPiece
 from torch import Tensor
 
-from ldm_lite.cli.files import read_bytes
 from ldm_lite.cli.options import MOST_CHARACTERS
 from ldm_lite.core.tokenizer import END, START, clip_bpe
 from ldm_lite.text.clean import fix_text, unescape
 
 _BERT_VOCAB = Path(__file__).with_name("bert_vocab.txt.gz")
-_QWEN3_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-SAID, ANSWERED = "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"
-WITHOUT_THINKING = "<think>\n\n</think>\n\n"
-QWEN3_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-QWEN3_FURTHER = (  # which follow in Qwen's vocabulary
-    *("<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>", "<|box_end|>", "<|quad_start|>", "<|quad_end|>"),
-    *("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"),
-)
-IMAGE = "<|image_pad|>"  # a token of an image
 
 
 def check_length(text: str, most: int = MOST_CHARACTERS) -> None:
@@ -131,7 +116,7 @@ class TextTokenizer:
                 "wanted valid Unicode: remove it"
             ) from None
         units: list[tuple[tuple[int, ...], int]] = []
-        for first, end, name in self._pieces(text):
+        for first, end, name in self._pieces(text) if self.added else [(0, len(text), ())]:
             if name:
                 units.append((name, first))
                 continue
@@ -152,16 +137,14 @@ class TextTokenizer:
 
         The longest name counts, and none inside another word.
         """
-        at = 0
-        if self.added:
-            longest = sorted(self.added, key=lambda pair: -len(pair[0]))
-            edges = ((r"(?<!\w)" * name[0].isalnum(), name, r"(?!\w)" * name[-1].isalnum()) for name, _ in longest)
-            pattern = "|".join(f"({before}{re.escape(name)}{after})" for before, name, after in edges)
-            for match in re.finditer(pattern, text, re.IGNORECASE):
-                assert match.lastindex is not None
-                yield at, match.start(), ()
-                at = match.end()
-                yield match.start(), at, longest[match.lastindex - 1][1]
+        longest, at = sorted(self.added, key=lambda pair: -len(pair[0])), 0
+        edges = ((r"(?<!\w)" * name[0].isalnum(), name, r"(?!\w)" * name[-1].isalnum()) for name, _ in longest)
+        pattern = "|".join(f"({before}{re.escape(name)}{after})" for before, name, after in edges)
+        for match in re.finditer(pattern, text, re.IGNORECASE):
+            assert match.lastindex is not None
+            yield at, match.start(), ()
+            at = match.end()
+            yield match.start(), at, longest[match.lastindex - 1][1]
         yield at, len(text), ()
 
 
@@ -180,7 +163,7 @@ class CLIPTokenizer(TextTokenizer):
         """Return a prompt as ftfy fixes it, except for the names of embeddings."""
         if text.isascii() and text.isprintable() and "&" not in text:
             return text
-        pieces = self._pieces(text)
+        pieces = self._pieces(text) if self.added else [(0, len(text), ())]
         fixed = "".join(text[first:end] if name else self._fix(text[first:end]) for first, end, name in pieces)
         return fixed.lower() if "\u03a3" in fixed else fixed  # only Python knows the final sigma
 
@@ -205,92 +188,6 @@ class BERTTokenizer(TextTokenizer):
         return _bert()
 
 
-@dataclass(frozen=True)
-class T5Tokenizer(TextTokenizer):
-    """T5's tokenizer, from its checkpoint's `spiece.model` or `tokenizer.json`: the text, </s>.
-
-    The mask for T5Encoder is `ids != pad_id`.  Raises ValueError, one line, for any other file.
-    """
-
-    path: Path | None = None
-
-    after = (1,)
-
-    def _backend(self) -> Tokenizer:
-        if self.path is None:
-            raise ValueError("T5 needs its vocabulary: wanted the path of a spiece.model or tokenizer.json")
-        return _t5(self.path)
-
-
-@dataclass(frozen=True)
-class Qwen3Tokenizer(TextTokenizer):
-    """Qwen3's tokenizer and Qwen2.5's, from its `tokenizer.json`, or `vocab.json` with `merges.txt` beside it.
-
-    A text is put into the template of a chat, as what the user says, perhaps after what the system says and after
-    images, and truncated at the end of the whole, as transformers does, with `enable_thinking` or without.  Raises
-    ValueError, one line, for any other file.
-    """
-
-    path: Path | None = None
-    thinks: bool = True
-    system: str = ""
-    images: tuple[tuple[str, int], ...] = ()  # that the user shows before the text: what is said of each, its tokens
-
-    def _backend(self) -> Tokenizer:
-        if self.path is None:
-            raise ValueError("Qwen3 needs its vocabulary: wanted the path of a tokenizer.json")
-        if not self.thinks and _qwen3(self.path).token_to_id("<think>") is None:
-            raise ValueError(f"{self.path}: lacks <think>: wanted Qwen3's tokenizer.json")
-        if self.images and _qwen3(self.path).token_to_id(IMAGE) is None:
-            raise ValueError(f"{self.path}: lacks {IMAGE}: wanted the tokenizer.json of Qwen2.5-VL or Qwen3")
-        return _qwen3(self.path)
-
-    @property
-    def end_id(self) -> int:
-        """The id of the end of a document, which Qwen3 pads with."""
-        token: int = self._backend().get_vocab()["<|endoftext|>"]
-        return token
-
-    @property
-    def vocab_size(self) -> int:
-        """1 + the largest id."""
-        return 1 + max(self._backend().get_vocab().values())
-
-    def units(self, text: str) -> list[tuple[tuple[int, ...], int]]:
-        """Return the tokens of a text in its template, and where in the text each begins."""
-        before = self.before_text
-        whole = self._with_images(
-            f"{before}{text}{ANSWERED}{'' if self.thinks else WITHOUT_THINKING}" if isinstance(text, str) else text
-        )
-        return [(tokens, min(max(start - len(before), 0), len(text))) for tokens, start in whole]
-
-    @property
-    def before_text(self) -> str:
-        """The template up to the text."""
-        said = f"<|im_start|>system\n{self.system}<|im_end|>\n{SAID}" if self.system else SAID
-        return said + "".join(f"{name}<|vision_start|>{IMAGE}<|vision_end|>" for name, _ in self.images)
-
-    def _with_images(self, text: str) -> list[tuple[tuple[int, ...], int]]:
-        """Return the tokens of a text that begins with the template, in which each image has all of its tokens."""
-        image, counts = self._backend().token_to_id(IMAGE), iter([count for _, count in self.images])
-        units: list[tuple[tuple[int, ...], int]] = []
-        for tokens, start in super().units(text):
-            units += [(tokens, start)] * (next(counts, 1) if tokens == (image,) else 1)
-        return units
-
-    @property
-    def num_before(self) -> int:
-        """Number of the tokens of the template up to the text."""
-        return len(self._with_images(self.before_text))
-
-    @property
-    def image_starts(self) -> list[int]:
-        """The places of the first tokens of its images."""
-        tokens = [token for (token,), _ in self._with_images(self.before_text)]
-        image = self._backend().token_to_id(IMAGE) if self.images else None
-        return [i for i, token in enumerate(tokens) if token == image != tokens[i - 1]]
-
-
 # ---- backends: shared by all tokenizers, never changed --------------------------------------------------------------
 
 
@@ -305,115 +202,3 @@ def _bert() -> Tokenizer:
     tokenizer.normalizer = normalizers.BertNormalizer()
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     return tokenizer
-
-
-@cache
-def _t5(path: Path) -> Tokenizer:
-    content = read_bytes(path, 2**26)
-    try:
-        is_json = content[:1] == b"{"
-        tokenizer = Tokenizer.from_str(content.decode("utf-8")) if is_json else _sentencepiece(content)
-        if (tokenizer.token_to_id("<pad>"), tokenizer.token_to_id("</s>")) != (0, 1):
-            raise ValueError("<pad> and </s> are not its first two pieces")
-    except Exception as error:  # `tokenizers` raises Exception itself
-        reason = str(error)[:200]
-        raise ValueError(
-            f"{path}: is not a spiece.model or tokenizer.json of T5 ({reason}): download it again"
-        ) from error
-    tokenizer.no_padding()
-    tokenizer.no_truncation()
-    return tokenizer
-
-
-@cache
-def _qwen3(path: Path) -> Tokenizer:
-    try:
-        if path.name == "vocab.json":
-            tokenizer = _byte_level(path)
-        else:
-            tokenizer = Tokenizer.from_str(read_bytes(path, 2**26).decode("utf-8"))
-        if missing := [token for token in QWEN3_SPECIAL if tokenizer.token_to_id(token) is None]:
-            raise ValueError(f"lacks {missing[0]}")
-    except Exception as error:  # `tokenizers` raises Exception itself
-        reason = str(error)[:200]
-        raise ValueError(f"{path}: is not a tokenizer of Qwen3 ({reason}): wanted its tokenizer.json") from error
-    tokenizer.no_padding()
-    tokenizer.no_truncation()
-    return tokenizer
-
-
-def _byte_level(path: Path) -> Tokenizer:
-    """Build Qwen's tokenizer of a vocab.json and the merges.txt beside it."""
-    vocab = json.loads(read_bytes(path, 2**26))
-    lines = read_bytes(path.with_name("merges.txt"), 2**26).decode("utf-8").split("\n")
-    merges = [
-        (left, right) for left, _, right in (line.partition(" ") for line in lines) if right and left != "#version:"
-    ]
-    tokenizer = Tokenizer(BPE(vocab=vocab, merges=merges))
-    tokenizer.add_special_tokens([*QWEN3_SPECIAL, *QWEN3_FURTHER])
-    tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(_QWEN3_WORDS), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    return tokenizer
-
-
-def _sentencepiece(content: bytes) -> Tokenizer:
-    """Build the tokenizer of a serialised sentencepiece ModelProto.  Raises ValueError if it is not a unigram model."""
-    pieces: list[tuple[str, float]] = []
-    special: list[str] = []
-    unknown, charsmap = 0, b""
-    for field, value in _fields(content):
-        if field == 1:
-            piece = dict(_fields(value))
-            text, (score,), kind = piece[1].decode("utf-8"), struct.unpack("<f", piece[2]), piece.get(3, 1)
-            if kind == 2:
-                unknown = len(pieces)
-            if kind in (2, 3):
-                special.append(text)
-            pieces.append((text, score))
-        elif field == 2 and dict(_fields(value)).get(3, 1) != 1:
-            raise ValueError("not a unigram model")
-        elif field == 3:
-            charsmap = dict(_fields(value)).get(2, b"")
-    if not pieces:
-        raise ValueError("no pieces in it")
-    tokenizer = Tokenizer(Unigram(pieces, unk_id=unknown, byte_fallback=False))
-    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
-    mapped = [normalizers.Precompiled(charsmap)] if charsmap else []
-    tokenizer.normalizer = normalizers.Sequence(
-        [*mapped, normalizers.Replace(Regex("^ +| +$"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=True)
-    return tokenizer
-
-
-def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
-    """Yield the fields of a protobuf message: (number, int or bytes), fixed-width ones as bytes."""
-    at = 0
-
-    def varint() -> int:
-        nonlocal at
-        value, shift = 0, 0
-        while True:
-            byte = message[at]
-            value, shift, at = value | (byte & 127) << shift, shift + 7, at + 1
-            if byte < 128:
-                return value
-            if shift > 63:
-                raise ValueError("a number of more than 64 bits")
-
-    while at < len(message):
-        key = varint()
-        field, wire = key >> 3, key & 7
-        if wire == 0:
-            yield field, varint()
-            continue
-        size = {1: 8, 5: 4}[wire] if wire != 2 else varint()
-        if at + size > len(message):
-            raise ValueError("truncated")
-        yield field, message[at : at + size]
-        at += size

@@ -67,7 +67,7 @@ DENOISERS = {
     "joint_blocks.0.context_block.attn.qkv.weight": "ldm_lite.families.sd3:row",
     "cap_pad_token": "ldm_lite.families.z_image:row",
     "txt_norm.weight": "ldm_lite.families.qwen_image:row",
-    "encoder_pooling.1.positional_embedding": "ldm_lite.families.deepfloyd:stage",
+    "encoder_pooling.1.positional_embedding": "ldm_lite.families.deepfloyd:row",
 }
 
 
@@ -77,15 +77,10 @@ class Families(Mapping[str, Family]):
 
     modules: Mapping[str, Module]  # by the names of their files
 
-    def rows(self, name: str) -> dict[str, Family]:
-        """Return the rows of a module."""
-        rows: dict[str, Family] = imported(f"ldm_lite.families.{name}:ROWS")
-        return rows
-
     def __getitem__(self, name: str) -> Family:
         for module, (names, _) in self.modules.items():
             if name in names:
-                return self.rows(module)[name]
+                return imported(f"ldm_lite.families.{module}:ROWS")[name]
         raise KeyError(name)
 
     def __iter__(self) -> Iterator[str]:
@@ -114,12 +109,13 @@ def detect_family(shapes: Mapping[str, Shapes], metadata: Mapping[str, str], sgm
     if "unet" not in shapes:
         check_complete(shapes, FAMILIES["sd1"].networks)
     if any(key in shapes["unet"] for key in DENOISERS):
-        row = imported("ldm_lite.zoo.transformers:fitted")(shapes, metadata)
+        row = imported("ldm_lite.checkpoint.transformers:fitted")(shapes, metadata)
         return _with_facts(row, metadata) if row.text_encoders else row
     unet, rows = UNetSpec.from_shapes(shapes["unet"]), dict[str, Family]()
     for name, module in FAMILIES.modules.items():  # those whose UNets read another context are not imported
         if unet.context_dim in module.contexts and not rows:
-            rows = {name: row for name, row in FAMILIES.rows(name).items() if _as_inferred(row.unet) == unet}
+            like = imported(f"ldm_lite.families.{name}:ROWS")
+            rows = {name: row for name, row in like.items() if _as_inferred(row.unet) == unet}
     if rows:
         row = rows.get(metadata.get("family", "")) or _guessed(rows, metadata, sgm)
         if "ln_final.weight" in shapes.get("text_encoder", {}):
@@ -165,29 +161,6 @@ def _guessed(rows: Mapping[str, Family], metadata: Mapping[str, str], sgm: bool)
     if name != usual:
         log.info("taken for %s by %s: else add `metadata=family=%s`", rows[name].title, reason, usual)
     return rows[name]
-
-
-def extra_channels(spec: Any) -> int:
-    """Return how many channels more than it predicts a network reads."""
-    extra: int = spec.in_channels - spec.out_channels
-    return extra
-
-
-def chosen(
-    rows: Mapping[str, Family],
-    spec: Any,
-    metadata: Mapping[str, str],
-    variant: Callable[[Any], object] = extra_channels,
-) -> Family:
-    """Return the row of a network, with its spec: one whose network is of the same variant, whatever its size.
-
-    Several rows may have the same one (FLUX.1 dev and Kontext; 3.5 large and its Turbo): the metadata's "family"
-    chooses, else it is the first.  Raises ValueError if there is none.
-    """
-    alike = {name: row for name, row in rows.items() if variant(row.unet) == variant(spec)}
-    if not alike:
-        raise ValueError(f"unknown transformer: {spec.in_channels} channels in, {spec.out_channels} out")
-    return replace(alike.get(metadata.get("family", "")) or next(iter(alike.values())), unet=spec)
 
 
 def _fit_open_clip(family: Family, text: Shapes) -> Family:
@@ -259,7 +232,7 @@ def check_complete(roles: Collection[str], required: Iterable[str], row: Family 
         raise ValueError(f"is {what}, to be used with a checkpoint: `control=FILE:IMAGE`")
     if missing := [role for role in required if role not in roles]:
         options = " and ".join(dict.fromkeys(f"`{re.sub('_[0-9]+$', '', role)}=FILE`" for role in missing))
-        files = "" if row is None else imported("ldm_lite.zoo.transformers:suppliers")(row, missing)
+        files = "" if row is None else imported("ldm_lite.checkpoint.transformers:suppliers")(row, missing)
         raise ValueError(f"holds only {', '.join(roles)}: name what is missing with {options}{files}")
 
 

@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import ldm_lite
-from ldm_lite.checkpoint.model import _scaled, stored_schedule
 from ldm_lite.core.files import Tensors
 from ldm_lite.diffusion.schedule import Schedule, scaled_linear_betas
+from ldm_lite.formats.buffers import scaled, stored_schedule
 from ldm_lite.zoo.families import FAMILIES
 from ldm_lite.zoo.family import Preserving
 
@@ -90,21 +90,19 @@ def test_what_is_no_schedule_is_refused(changed: dict[str, Tensor], message: str
 
 def test_a_rounded_scale_factor_is_the_family_s() -> None:
     for dtype in DTYPES:
-        assert _scaled(SMALL, file({"scale_factor": torch.tensor(0.18215).to(dtype)})) == SMALL
-    assert _scaled(SMALL, file({"scale_factor": torch.tensor(0.19)})).scale_factor == pytest.approx(0.19)
+        assert scaled(SMALL, file({"scale_factor": torch.tensor(0.18215).to(dtype)})) == SMALL
+    assert scaled(SMALL, file({"scale_factor": torch.tensor(0.19)})).scale_factor == pytest.approx(0.19)
     churches = FAMILIES["ldm_lsun_churches256"]
-    assert _scaled(churches, file({"scale_factor": torch.tensor(0.22).half()})).scale_factor == pytest.approx(
-        0.22, 1e-3
-    )
+    assert scaled(churches, file({"scale_factor": torch.tensor(0.22).half()})).scale_factor == pytest.approx(0.22, 1e-3)
     for dtype in FP8:
         with pytest.raises(ValueError, match="too coarse to be used"):
-            _scaled(churches, file({"scale_factor": torch.tensor(0.22).to(dtype)}))
+            scaled(churches, file({"scale_factor": torch.tensor(0.22).to(dtype)}))
 
 
 @pytest.mark.parametrize("value", [-1.0, 0.0, float("inf"), float("nan"), [0.1, 0.2], 3, True])
 def test_an_odd_scale_factor_is_refused(value: object) -> None:
     with pytest.raises(ValueError, match=r"^a.ckpt: (its )?scale_factor (cannot be|is stored as)"):
-        _scaled(SMALL, file({"scale_factor": torch.tensor(value)}))
+        scaled(SMALL, file({"scale_factor": torch.tensor(value)}))
 
 
 def test_odd_metadata_of_a_known_family_are_refused(tmp_path: Path, small_path: Path) -> None:

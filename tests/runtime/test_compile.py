@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
 import ldm_lite
-from ldm_lite.checkpoint.model import Model, load_model
+from ldm_lite.checkpoint.loading import load_model
+from ldm_lite.checkpoint.model import Model
 from ldm_lite.cli.options import LoadOptions, RuntimeOptions
 from ldm_lite.core.denoise import Branch, Combine, Inputs, Outputs, denoise_step, run_plan, weighted
 from ldm_lite.core.plan import rows_of

@@ -9,7 +9,8 @@ import torch
 import toy
 
 import ldm_lite
-from ldm_lite.checkpoint.model import Model, load_model
+from ldm_lite.checkpoint.loading import load_model
+from ldm_lite.checkpoint.model import Model
 from ldm_lite.cli.options import LoadOptions, RuntimeOptions
 from ldm_lite.core.denoise import denoise_step
 from ldm_lite.runtime import attention, bfloat16, cpu, fused_norm, joined, offload, setup

@@ -18,7 +18,8 @@ from tokenizers import Tokenizer
 
 from ldm_lite import Pipeline
 from ldm_lite.core import tokenizer as core
-from ldm_lite.text.tokenizer import _BERT_VOCAB, BERTTokenizer, T5Tokenizer
+from ldm_lite.text.t5 import T5Tokenizer
+from ldm_lite.text.tokenizer import _BERT_VOCAB, BERTTokenizer
 
 SOT, EOT = 49406, 49407
 GOLDEN = json.loads((Path(__file__).parents[1] / "data" / "tokenizer.json").read_text(encoding="utf-8"))

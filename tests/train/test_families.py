@@ -22,8 +22,8 @@ from training import SplitMix, check_gradient, load_options, losses, options, pl
 
 import ldm_lite
 from ldm_lite import Pipeline
+from ldm_lite.adapters.textual_inversion import with_embeddings
 from ldm_lite.batch import __main__ as batch_command
-from ldm_lite.checkpoint.model import with_embeddings
 from ldm_lite.diffusion.guidance import Conditioning
 from ldm_lite.networks import encode_captions
 from ldm_lite.train import encoded

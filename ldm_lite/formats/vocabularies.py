@@ -1,47 +1,23 @@
-"""Tokenizers, and the vocabularies of T5 and Qwen, which are files beside the weights or named by the user."""
+"""Vocabularies of T5 and Qwen, which are files beside the weights or named by the user."""
 
-import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from ldm_lite.checkpoint import hub
 from ldm_lite.core.files import Tensors
-from ldm_lite.models.clip import num_known
-from ldm_lite.text.tokenizer import (
-    BERTTokenizer,
-    CLIPTokenizer,
-    OpenCLIPTokenizer,
-    Qwen3Tokenizer,
-    T5Tokenizer,
-    TextTokenizer,
-)
-from ldm_lite.zoo.family import Family, Spec
-
-log = logging.getLogger("ldm_lite")
+from ldm_lite.text.qwen3 import Qwen3Tokenizer
+from ldm_lite.text.t5 import T5Tokenizer
+from ldm_lite.zoo.family import Family
 
 T5_VOCABS = ("spiece.model", "tokenizer.json")  # the file of T5's pieces
 QWEN3_VOCABS = ("tokenizer.json", "vocab.json")  # vocab.json with merges.txt beside it
-TOKENIZERS: dict[str, Callable[[int], TextTokenizer]] = {  # by the class of a text encoder's spec
-    "CLIPTextSpec": CLIPTokenizer,
-    "OpenCLIPTextSpec": OpenCLIPTokenizer,
-    "BERTSpec": BERTTokenizer,
-}
-WORDS = 30522  # of BERT's vocabulary
-
-
-def tokenizer_of(spec: Spec | None) -> TextTokenizer | None:
-    """Return the tokenizer of a text encoder; None if it does not read text, or its files have another of their own."""
-    kind = TOKENIZERS.get(type(spec).__name__)
-    if spec is None or kind is None or (kind is BERTTokenizer and spec.vocab_size != WORDS):  # else it reads boxes
-        return None
-    return kind(spec.length)
 
 
 def tokenizers_of(
     family: Family, parts: Mapping[str, Tensors], source: str | None, vocab: str | None
-) -> tuple[TextTokenizer | None, T5Tokenizer | None]:
-    """Return the tokenizer of a family's text encoder, and that of its T5; None where it has none.
+) -> tuple[Qwen3Tokenizer | None, T5Tokenizer | None]:
+    """Return the tokenizers of a family's Qwen and of its T5; None where it has none.
 
     Qwen's files, `source`, and T5's, `vocab`, are else looked for beside their weights.  Raises ValueError, one line,
     if they are not there or those of another model.
@@ -62,15 +38,7 @@ def tokenizers_of(
                 "instance `t5_vocab=google/t5-v1_1-xxl/spiece.model`"
             )
         t5 = T5Tokenizer(512, path=path)
-    if qwen is not None:
-        return replace(_qwen_tokenizer(parts[qwen], qwen, source), thinks=family.thinks), t5
-    for role, spec in family.texts.items():
-        if type(spec).__name__ in ("CLIPTextSpec", "OpenCLIPTextSpec") and spec.vocab_size > num_known(spec.vocab_size):
-            log.warning(
-                "%s: has tokens after CLIP's, which no prompt reaches: give their vectors with `embedding`",
-                parts[role].path,
-            )
-    return tokenizer_of(family.text), t5
+    return None if qwen is None else replace(_qwen_tokenizer(parts[qwen], qwen, source), thinks=family.thinks), t5
 
 
 def _qwen_tokenizer(encoder: Tensors, role: str, source: str | None) -> Qwen3Tokenizer:

