@@ -261,7 +261,7 @@ class LoadOptions(RuntimeOptions):
     device: str | None = option(None, "cuda, cuda:1, mps, cpu (default: the best there is)", common=True)
     dtype: str | None = option(
         None,
-        "fp32, fp16, bf16, auto (on a CPU the faster of fp32 and bf16), or by network: fp16,vae=fp32 "
+        "fp32, fp16, bf16, auto (bf16 on a CPU that multiplies in it), or by network: fp16,vae=fp32 "
         "(default: fp16 on CUDA, else fp32)",
         common=True,
     )

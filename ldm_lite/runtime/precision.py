@@ -5,8 +5,6 @@ from collections.abc import Collection, Iterable
 
 import torch
 
-from ldm_lite.runtime import bfloat16
-
 log = logging.getLogger("ldm_lite")
 
 AUTO = "auto"  # a name of pick_dtype
@@ -43,13 +41,13 @@ def pick_device(name: str | torch.device | None) -> torch.device:
 def pick_dtype(name: str | torch.dtype | None, device: torch.device) -> torch.dtype:
     """Return a dtype; None is float16 on CUDA and float32 elsewhere.  Raises ValueError for an unknown name.
 
-    "auto" is the same, but on a CPU that does not emulate bfloat16 it measures which of it and float32 is faster.
+    "auto" is the same, but bfloat16 on a CPU that multiplies in it, where it is faster.
     On a CPU it logs that bfloat16 would be faster, or warns that it is emulated.
     """
-    if name == AUTO and device.type == "cpu" and not emulates_bf16():
-        return torch.bfloat16 if bfloat16.pays() else torch.float32
+    if name == AUTO and device.type == "cpu" and has_fast_bf16(device):
+        return torch.bfloat16
     if name is None and device.type == "cpu" and has_fast_bf16(device):
-        log.info('this CPU multiplies in bfloat16: `dtype="auto"` takes it if it is faster than fp32; it is less exact')
+        log.info('this CPU multiplies in bfloat16: `dtype="auto"` takes it; it is faster than fp32, and less exact')
     if name is None or name == AUTO:
         return torch.float16 if device.type == "cuda" else torch.float32
     if isinstance(name, str) and name not in DTYPES:
