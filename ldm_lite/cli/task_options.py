@@ -383,6 +383,18 @@ class Txt2imgOptions(
         """How many times the job runs."""
         return (self.original_counts[1] if self.compat else 1) if self.n_iter is None else self.n_iter
 
+    def seeds_of(self, number: int, num_prompts: int) -> tuple[int, int]:
+        """Return the seed and the variation seed, 0 without, of the image with a number, counted from 0.
+
+        With `fixed_code` every batch starts from the first's.  A variation seed goes up in place of the seed.
+        """
+        further = number % num_prompts % self.images_at_a_time if self.fixed_code else number
+        has_variation = self.variation_seed is not None and self.variation_strength != 0
+        variation = (self.variation_seed or 0) + further if has_variation else 0
+        if not isinstance(self.seed, int):
+            return self.seed[number], variation
+        return self.seed + (0 if self.variation_strength else further), variation
+
 
 @dataclass(frozen=True)
 class ImageOptions(Txt2imgOptions):

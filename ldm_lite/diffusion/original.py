@@ -7,31 +7,17 @@ import numpy as np
 from ldm_lite.core.plan import Plan
 from ldm_lite.core.samplers import dpmpp_2m
 from ldm_lite.core.schedule import Level, Schedule
-from ldm_lite.diffusion.names import make_plan, resolve
+from ldm_lite.diffusion.spacings import original
 
 
-def original_plan(
-    sampler: str, schedule: Schedule, steps: int, *, eta: float | None = None, last: int | None = None
-) -> Plan:
-    """Return the plan of ddim, plms or dpmpp_2m (`dpm_solver`) in the original; arguments are those of make_plan.
+def original_levels(key: str, schedule: Schedule, steps: int) -> list[Level]:
+    """The spacing of a sampler of SAMPLERS in the original: ddim, plms, or dpmpp_2m (`dpm_solver`).
 
-    Raises ValueError where the original fails.
+    CompVis ldm/models/diffusion/dpm_solver, time_uniform: log a is linear between timesteps, from unit noise to
+    timestep 0.  Raises ValueError where the original fails.
     """
-    key, _ = resolve(sampler)
-    if key == "dpmpp_2m":
-        if eta:
-            raise ValueError(f"got eta {eta}, but {key} has none: leave it out")
-        return _dpm_solver(schedule, steps)
-    plan = make_plan(key, schedule, steps, eta=eta, spacing="original", last=last)
-    # Noise is drawn at every call, if only to multiply it by zero.
-    return dataclasses.replace(plan, adds_noise=plan.adds_noise | True)
-
-
-def _dpm_solver(schedule: Schedule, steps: int) -> Plan:
-    """DPM-Solver++ (2M), time_uniform, from unit noise to timestep 0; below 15 steps the last is of first order.
-
-    CompVis ldm/models/diffusion/dpm_solver: log a is linear between timesteps.
-    """
+    if key != "dpmpp_2m":
+        return original(schedule, steps)
     num = len(schedule.alpha_bar)
     if not 2 <= steps <= num:
         raise ValueError(f"got {steps} steps, wanted 2 to {num}: the original's DPM-Solver has no fewer")
@@ -39,8 +25,15 @@ def _dpm_solver(schedule: Schedule, steps: int) -> Plan:
         raise ValueError("the original's DPM-Solver is undefined at zero terminal SNR: take ddim")
     timesteps = np.linspace(num - 1, 0, steps + 1)
     alpha_bar = np.exp(np.interp(timesteps, np.arange(num), np.log(schedule.alpha_bar)))
-    levels = [Level(t, a, s) for t, a, s in zip(timesteps, np.sqrt(alpha_bar), np.sqrt(1 - alpha_bar), strict=True)]
-    plan = dpmpp_2m(schedule, steps, lambda *_: levels)
-    if steps < 15:
-        plan.mix[-1] = dpmpp_2m(schedule, 1, lambda *_: levels[-2:]).mix[0]
-    return dataclasses.replace(plan, initial=1.0)
+    return [Level(t, a, s) for t, a, s in zip(timesteps, np.sqrt(alpha_bar), np.sqrt(1 - alpha_bar), strict=True)]
+
+
+def as_original(key: str, plan: Plan, schedule: Schedule) -> Plan:
+    """Return the plan of a sampler with that spacing as the original runs it."""
+    if key != "dpmpp_2m":  # noise is drawn at every call, if only to multiply it by zero
+        return dataclasses.replace(plan, adds_noise=plan.adds_noise | True)
+    mix = plan.mix.copy()
+    if plan.num_steps < 15:  # the last step is of first order
+        levels = original_levels(key, schedule, plan.num_steps)
+        mix[-1] = dpmpp_2m(schedule, 1, lambda *_: levels[-2:]).mix[0]
+    return dataclasses.replace(plan, mix=mix, initial=1.0)

@@ -16,8 +16,10 @@ from ldm_lite.checkpoint.model import Model
 from ldm_lite.cli.task_options import Img2imgOptions, InpaintOptions, ShortcutsOptions, Txt2imgOptions
 from ldm_lite.core.denoise import Draw
 from ldm_lite.core.job import Item
+from ldm_lite.core.schedule import Level, Schedule
 from ldm_lite.diffusion.names import resolve
 from ldm_lite.diffusion.noise import SharedNoise, first_then
+from ldm_lite.diffusion.original import as_original, original_levels
 from ldm_lite.models.open_clip import OPEN_CLIP_H
 from ldm_lite.tasks.features import Feature
 from ldm_lite.tasks.image_inputs import FromImage
@@ -58,6 +60,8 @@ class Compat(Feature):
             raise ValueError(
                 f"`compat` knows the samplers of the original script, {', '.join(known)}, not {options.sampler}"
             )
+        if options.eta and sampler == "dpmpp_2m":
+            raise ValueError(f"got eta {options.eta}, but {sampler} has none: leave it out")
         return options
 
     def change_options(self, model: Model, options: Any) -> tuple[Model, Any]:
@@ -77,10 +81,17 @@ class Compat(Feature):
         if command == "txt2img" and model.family.conditioner == "bert":
             defaults |= _SIDES  # `laion400m`
         unset = {name: value for name, value in defaults.items() if getattr(options, name) is None}
-        return model, dataclasses.replace(options, **unset)
+        options = dataclasses.replace(options, **unset)
+        self.key = resolve(options.sampler)[0]
+
+        def original(schedule: Schedule, steps: int) -> list[Level]:  # its name is written into pictures
+            return original_levels(self.key, schedule, steps)
+
+        return model, dataclasses.replace(options, spacing=original)
 
     def change_job(self, job: Job) -> Job:
         """Draw all noise from one generator; an image's latents are sampled once for all batches."""
+        plan = None if job.plan is None else as_original(self.key, job.plan, job.model.schedule)
         seed, size, device = job.options.seed, job.options.images_at_a_time, job.model.device
         assert isinstance(seed, int)
         if self.generator is None:
@@ -105,4 +116,5 @@ class Compat(Feature):
             "RNG": None,
             "Noise": lambda item: f"original script, image {item.seed - seed}",
         }
-        return dataclasses.replace(job, begin=begin, noise_source=noise_source, settings=settings, truncated=True)
+        slots: dict[str, Any] = {"begin": begin, "noise_source": noise_source, "settings": settings}
+        return dataclasses.replace(job, plan=plan, truncated=True, **slots)

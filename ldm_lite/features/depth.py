@@ -14,8 +14,11 @@ class Depth(Feature):
     """Sets the channels of the network that are not the image's."""
 
     def change_options(self, model: Any, options: Any) -> tuple[Any, Any]:
-        """Read the file.  Raises ValueError, OSError if that does not hold a depth map."""
-        source = options.depth
+        """Read the file.  Raises ValueError for one too many or missing, and if it holds no depth map; OSError."""
+        source, reads = options.depth, model.family.task in ("depth", "control_image")
+        if (source is not None) != reads:
+            got, wanted = ("no", "one: `depth=FILE`") if source is None else ("a", "none")
+            raise ValueError(f"got {got} depth map, but {model.family.title} wants {wanted}")
         if not isinstance(source, (str, os.PathLike)):
             self.image = to_image(source)
         elif model.family.task == "depth":

@@ -18,8 +18,8 @@ from ldm_lite.checkpoint.model import Model
 from ldm_lite.cli.task_options import UPSCALERS, HiresOptions, Txt2imgOptions
 from ldm_lite.diffusion.names import resolve
 from ldm_lite.diffusion.schedule import Level
+from ldm_lite.features.edited_texts import EditedTexts
 from ldm_lite.image import PIXEL_UPSCALERS, to_array, to_pixels
-from ldm_lite.tasks.edited_texts import EditedTexts
 from ldm_lite.tasks.enlarge import Upscaler
 from ldm_lite.tasks.features import Feature
 from ldm_lite.tasks.image_inputs import FromImage
@@ -85,13 +85,14 @@ class Hires(Feature):
             enlarge = partial(_in_pixels, model, options.hires_upscaler, (width, height), larger)
         task = dataclasses.replace(job.task, options=second_options, plan=plan)
         texts: dict[str, Any] = {}
-        if isinstance(job.texts, EditedTexts) and isinstance(task.texts, EditedTexts):
-            texts["calls"] = dataclasses.replace(task.texts.calls, before=job.texts.calls.total)
         if options.hires_prompt is not None:
             texts["prompts"] = [options.hires_prompt] * len(job.texts.prompts)
         if options.hires_negative_prompt is not None:
             texts["negative_prompt"] = options.hires_negative_prompt
         second = task.job(larger, plan, dataclasses.replace(task.texts, **texts), without=self)
+        if isinstance(job.texts, EditedTexts) and isinstance(second.texts, EditedTexts):  # they count on
+            calls = dataclasses.replace(second.texts.calls, before=job.texts.calls.total)
+            second = dataclasses.replace(second, texts=dataclasses.replace(second.texts, calls=calls))
         settings = {
             "Variation seed": job.settings["Variation seed"],
             "RNG": job.settings["RNG"],

@@ -23,7 +23,7 @@ from ldm_lite.diffusion.noise import (
 )
 from ldm_lite.diffusion.plan import TimedPlan
 from ldm_lite.tasks.features import Feature
-from ldm_lite.tasks.job import Job, sampler_of
+from ldm_lite.tasks.job import Job
 
 
 class Noise(Feature):
@@ -39,6 +39,10 @@ class Noise(Feature):
             raise TypeError(f"got {kind} as `noise`, wanted a tensor (N,C,h,w) or a program's name")
         if (options.variation_strength == 0) != (options.variation_seed is None):
             raise ValueError("`variation_seed` and `variation_strength` belong together: give both, or neither")
+        if options.fixed_code and not isinstance(options.seed, int):
+            raise ValueError(
+                "got `fixed_code` and a list of seeds: it starts every batch from one seed's noise; give one"
+            )
         variations = options.variation_seed is not None or options.ensd != 0
         if options.compat and (program != "own" or variations):
             raise ValueError("`compat` has the original script's noise: leave other noise out, or `compat`")
@@ -54,7 +58,7 @@ class Noise(Feature):
         """Draw the noise of a program.  Raises ValueError for a Brownian tree and a sampler that has none."""
         options = job.options
         program = options.noise if isinstance(options.noise, str) else "own"
-        sampler = None if options.plan is not None else resolve(sampler_of(job.model, options))[0]
+        sampler = None if options.plan is not None else resolve(options.sampler or job.model.family.sampler)[0]
         able = sampler is not None and is_brownian(sampler)
         if options.brownian and not able:
             names = ", ".join(filter(is_brownian, SAMPLERS))
@@ -69,7 +73,11 @@ class Noise(Feature):
                 )
         # An image's latents may be sampled after the first noise.
         first_draws = 1 + bool(getattr(options, "samples_posterior", False) and program != "diffusers")
-        variation = job.task.variation
+        num_prompts = len(job.task.prompts)
+
+        def variation(item: Item) -> int:
+            return int(options.seeds_of(item.number, num_prompts)[1])
+
         drawn_before = job.noise_source  # that of the seeds, or compat's
 
         def noise_source(job: Job, items: Sequence[Item]) -> Draw:

@@ -30,13 +30,14 @@ class References(Feature):
         sees = any(getattr(spec, "vision", None) is not None for spec in model.family.text_encoders)
         if sees and (options.cond is not None or options.uncond is not None):
             raise ValueError("got `reference`, and `cond` or `uncond`, whose text has not seen it: give prompts")
-        opened = [open_source(source).image for source in sources(options.reference, "reference")]
+        files = sources(options.reference, "reference")
+        options = dataclasses.replace(options, reference=tuple(files))  # not the folders: keys of images tell the files
+        opened = [open_source(source).image for source in files]
         if rule.most is not None and len(opened) > rule.most:
             reads = f"{model.family.title} reads {rule.most}"
             raise ValueError(f"got {len(opened)} reference images, but {reads}: leave some out")
         self._opened, self._images = opened, [rule.fit(image, side_unit(model)) for image in opened]
         self._latents: list[Tensor] = []
-        self._texts: dict[int, tuple[PromptEncoder, PromptEncoder]] = {}
         if not isinstance(options, ImageOptions) and options.height is options.width is None:
             width, height = self._images[rule.sized_by].size
             options = dataclasses.replace(options, width=width, height=height)
@@ -48,11 +49,10 @@ class References(Feature):
             pixels = [to_pixels(image)[None] for image in self._images]
             self._latents = [job.model.encode_pixels(image).to(job.model.dtype) for image in pixels]
         latents = {f"reference_{i}": latent for i, latent in enumerate(self._latents, 1)}
-        return dataclasses.replace(job, channels={**job.channels, **latents}, texts=self._seeing(job.texts))
+        texts = self.once(job.texts, self._seeing)
+        return dataclasses.replace(job, channels={**job.channels, **latents}, texts=texts)
 
     def _seeing(self, texts: PromptEncoder) -> PromptEncoder:
-        """Return what encodes texts with the images; the same one for all jobs, since it keeps what it has encoded."""
-        if id(texts) not in self._texts:
-            options = dataclasses.replace(texts.options, reference=tuple(self._opened))
-            self._texts[id(texts)] = texts, dataclasses.replace(texts, options=options)
-        return self._texts[id(texts)][1]
+        """Return what encodes texts with the images."""
+        options = dataclasses.replace(texts.options, reference=tuple(self._opened))
+        return dataclasses.replace(texts, options=options)

@@ -20,10 +20,9 @@ from ldm_lite.core.denoise import Branch
 from ldm_lite.core.denoise import Conditioning as Parts
 from ldm_lite.diffusion.guidance import Guidance, classifier_free, composed
 from ldm_lite.diffusion.schedule import number
-from ldm_lite.tasks.edited_texts import EditedTexts
+from ldm_lite.features.edited_texts import EditedTexts
 from ldm_lite.tasks.features import Feature
 from ldm_lite.tasks.job import Job
-from ldm_lite.tasks.texts import PromptEncoder
 
 Box = tuple[float, float, float, float]  # left, top, right, bottom, in [0,1] of the image
 WHOLE: Box = (0.0, 0.0, 1.0, 1.0)
@@ -32,8 +31,6 @@ WHOLE: Box = (0.0, 0.0, 1.0, 1.0)
 class Regions(Feature):
     """Gives each part of a prompt a weight at each position."""
 
-    _texts: tuple[PromptEncoder, EditedTexts] | None = None  # those of the job, and the same with regions
-
     def check(self, options: Any) -> Any:
         """Raises ValueError for text that is no list of boxes."""
         self.boxes = read_regions(options.regions)
@@ -41,10 +38,8 @@ class Regions(Feature):
 
     def change_job(self, job: Job) -> Job:
         """Let parts have regions.  Raises ValueError, before anything is encoded, for others than there are regions."""
-        if self._texts is None or self._texts[0] is not job.texts:  # a second pass has texts of its own
-            assert isinstance(job.texts, EditedTexts)
-            self._texts = job.texts, dataclasses.replace(job.texts, compose=self._compose)
-        texts = self._texts[1]
+        assert isinstance(job.texts, EditedTexts), "EditedPrompts comes before"
+        texts = self.once(job.texts, lambda texts: dataclasses.replace(texts, compose=self._compose))
         weights = {texts.weights(prompt) for prompt in texts.prompts}
         if others := {len(parts) for parts in weights} - {len(self.boxes)}:
             raise ValueError(

@@ -1,11 +1,13 @@
 """seamless: images whose opposite edges fit together."""
 
+import dataclasses
 import logging
 from typing import Any
 
 from ldm_lite.runtime.compile import is_compiled
 from ldm_lite.runtime.seamless import AXES, seamless
 from ldm_lite.tasks.features import Feature
+from ldm_lite.tasks.job import Job
 
 log = logging.getLogger("ldm_lite")
 
@@ -34,3 +36,9 @@ class Seamless(Feature):
             )
         unet, vae = (seamless(network, options.seamless) for network in (model.unet, model.vae))
         return model.with_networks(unet=unet, vae=vae), options
+
+    def change_job(self, job: Job) -> Job:
+        """Name both axes as A1111 does, which has no other tiling."""
+        if job.options.seamless != "xy":
+            return job
+        return dataclasses.replace(job, settings={**job.settings, "Tiling": True})

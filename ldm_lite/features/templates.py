@@ -25,4 +25,4 @@ class Templates(Feature):
             first = options.seed
             seeds = range(first, first + len(templates)) if isinstance(first, int) else first
             texts = [prompts.one(template, seed) for template, seed in zip(templates, seeds, strict=False)]
-        return dataclasses.replace(options, prompt=texts, from_file=None, n_iter=1, dynamic=None, wildcards=None)
+        return dataclasses.replace(options, prompt=texts, n_iter=1, dynamic=None, wildcards=None)

@@ -17,7 +17,6 @@ from ldm_lite.checkpoint.digest import sampled
 from ldm_lite.checkpoint.model import Model
 from ldm_lite.cli.files import open_file
 from ldm_lite.core.job import Item
-from ldm_lite.tasks.image_inputs import sources
 from ldm_lite.tasks.job import Part, Task, guidance_of
 
 BLOCKS, BLOCK = 64, 2**16  # what is read of a large file
@@ -33,7 +32,7 @@ class Existing:
     def __init__(self, task: Task, in_folder: Counter[str]) -> None:
         """in_folder counts the keys in the folder."""
         self._model, self._task = task.model, task
-        models = [model for model in (task.model, task.options.refiner) if isinstance(model, Model)]
+        models = [task.model, *(value for value in vars(task.options).values() if isinstance(value, Model))]
         self._digest = _digest(*_settings(task), *map(_weights, models))
         self._left, self.skipped = Counter(in_folder), 0
 
@@ -45,7 +44,7 @@ class Existing:
         sources, items, keys = contents(part.sources) if part.sources else "", [], {}
         for item in part.items:
             prompt = item.prompt if self._model.tokenizer is not None else contents(item.prompt)
-            variation = self._task.variation(item)
+            _, variation = self._task.options.seeds_of(item.number, len(self._task.prompts))
             key = _digest(self._digest, prompt, (item.seed, variation), sources)
             if self._left[key]:
                 self._left[key] -= 1
@@ -89,7 +88,6 @@ def _settings(task: Task) -> Sequence[object]:
     program = options.noise if isinstance(options.noise, str) else None
     resolved = [guidance, program, task.image_scale, family.skip_layers, family.scale_factor, family.shift_factor]
     values = {name: getattr(options, name) for name in fields}
-    values["reference"] = sources(options.reference, "reference", least=0)  # the files of folders
     return [{name: contents(value) for name, value in values.items()}, steps, resolved]
 
 

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from ldm_lite.core import features as core
 from ldm_lite.core.files import imported
 
 log = logging.getLogger("ldm_lite")
+T = TypeVar("T")
+U = TypeVar("U")
 
 
 class Feature:
@@ -23,12 +25,20 @@ class Feature:
 
     def __init__(self) -> None:
         self._said: set[str] = set()
+        self._made: dict[int, tuple[Any, Any]] = {}
 
     def log(self, level: int, message: str) -> None:
         """Log a message once in a run, however many images start from an input of their own."""
         if message not in self._said:
             self._said.add(message)
             log.log(level, message)
+
+    def once(self, value: T, change: Callable[[T], U]) -> U:
+        """Return what `change` makes of a value, once in a run: an encoder of prompts keeps what it has encoded."""
+        if id(value) not in self._made:
+            self._made[id(value)] = value, change(value)  # the value too, whose id would be another's without it
+        changed: U = self._made[id(value)][1]
+        return changed
 
     def check(self, options: Any) -> Any:
         """Return the options, perhaps changed.  Raises ValueError for those that are wrong whatever the model."""
@@ -55,17 +65,22 @@ class Entry(NamedTuple):
 
     options: tuple[str, ...]  # if one of these is not its default
     family: str = ""  # or if the family has this
+    tasks: tuple[str, ...] = ()  # or if the family's task is one of these
 
 
 # In the order of application: options, model, noise, guidance, inside the network, around it.
 FEATURES = {
     "ldm_lite.features.from_png:FromPng": Entry(("from_png",)),
+    "ldm_lite.features.from_file:FromFile": Entry(("from_file",)),
     "ldm_lite.features.templates:Templates": Entry(("dynamic", "wildcards")),
     "ldm_lite.features.compat:Compat": Entry(("compat",)),
     "ldm_lite.features.embedding:Embedding": Entry(("embedding",)),
-    "ldm_lite.features.noise:Noise": Entry(("noise", "ensd", "variation_seed", "variation_strength", "brownian")),
+    "ldm_lite.features.noise:Noise": Entry(
+        ("noise", "ensd", "variation_seed", "variation_strength", "fixed_code", "brownian")
+    ),
+    "ldm_lite.features.edited_texts:EditedPrompts": Entry(("prompt_syntax", "regions")),
     "ldm_lite.features.regions:Regions": Entry(("regions",)),
-    "ldm_lite.features.depth:Depth": Entry(("depth",)),
+    "ldm_lite.features.depth:Depth": Entry(("depth",), tasks=("depth", "control_image")),
     "ldm_lite.features.references:References": Entry(("reference",)),
     "ldm_lite.features.guidance_schedule:GuidanceSchedule": Entry(("guidance_schedule",)),
     "ldm_lite.features.rescale:Rescale": Entry(("guidance_rescale", "dynamic_threshold"), family="norm_patch"),
@@ -113,7 +128,8 @@ def changed(
     in_use: list[Feature] = []
     by_name = {f"{type(feature).__module__}:{type(feature).__qualname__}": feature for feature in features}
     for name, entry in FEATURES.items():
-        if name in by_name or (entry.family and getattr(model.family, entry.family) is not None):
+        is_of_family = entry.family and getattr(model.family, entry.family) is not None
+        if name in by_name or is_of_family or model.family.task in entry.tasks:
             in_use.append(by_name.get(name) or imported(name)())
     early, late = ([feature for feature in in_use if feature.is_last == is_last] for is_last in (False, True))
     ordered: list[Any] = [*early, *further, *late]

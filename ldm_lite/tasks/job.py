@@ -11,7 +11,6 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -21,7 +20,6 @@ from torch import Tensor
 
 from ldm_lite import generate
 from ldm_lite.checkpoint.model import Model
-from ldm_lite.cli.files import read_text
 from ldm_lite.cli.task_options import Txt2imgOptions
 from ldm_lite.cli.version import __version__
 from ldm_lite.conditioning.prompts import conditioner_of
@@ -33,20 +31,15 @@ from ldm_lite.core.job import run as run_batches
 from ldm_lite.core.tasks import from_noise, seeded_noise
 from ldm_lite.diffusion.guidance import as_conditioning, cfg_plus_plus
 from ldm_lite.diffusion.names import make_plan, resolve, written
-from ldm_lite.diffusion.original import original_plan
 from ldm_lite.diffusion.plan import Plan
-from ldm_lite.diffusion.webui import calls_per_step
 from ldm_lite.image import to_array
-from ldm_lite.tasks.edited_texts import EditedTexts
 from ldm_lite.tasks.features import Feature, changed, check_features
 from ldm_lite.tasks.texts import PromptEncoder
 from ldm_lite.text.parameters import parameters
-from ldm_lite.text.schedule import Calls
 from ldm_lite.text.tokenizer import check_length
 
 log = logging.getLogger("ldm_lite")
 
-MOST_BYTES = 2**28  # of a file of prompts
 Options = TypeVar("Options", bound=Txt2imgOptions)
 OnStep = Callable[[State], object]
 Wrapper = Callable[[InputSource, Any], InputSource]  # (inputs, job) -> inputs
@@ -146,24 +139,11 @@ class Task:
     def items(self, place: int = 0) -> list[Item]:
         """Return the images of the place-th input, counted from 0."""
         options, count = self.options, len(self.prompts)
-        size = options.repeats * count
-        items = []
-        for number in range(place * size, (place + 1) * size):
-            if not isinstance(options.seed, int):
-                seed = options.seed[number]
-            else:  # a variation seed goes up in place of the seed
-                seed = options.seed + (0 if options.variation_strength else self.counted(number))
-            items.append(Item(number, self.prompts[number % count], options.negative_prompt or "", seed))
-        return items
-
-    def counted(self, number: int) -> int:
-        """Return by how much the seeds of an image go up: with `fixed_code` every batch starts from the first's."""
-        return number % len(self.prompts) % self.options.images_at_a_time if self.options.fixed_code else number
-
-    def variation(self, item: Item) -> int:
-        """Return the variation seed of an image; 0 without."""
-        seed = self.options.variation_seed
-        return 0 if seed is None or not self.options.variation_strength else seed + self.counted(item.number)
+        size, negative = options.repeats * count, options.negative_prompt or ""
+        return [
+            Item(number, self.prompts[number % count], negative, options.seeds_of(number, count)[0])
+            for number in range(place * size, (place + 1) * size)
+        ]
 
     def _warn_of_size(self, shape: tuple[int, int, int]) -> None:
         """Log once that small models, as the bundled one, make nothing of sizes that they were not trained on."""
@@ -177,14 +157,11 @@ class Task:
 
     @cached_property
     def texts(self) -> PromptEncoder:
-        """What encodes the prompts of all images."""
+        """What encodes the prompts of all images, before features change it."""
         options, guidance = self.options, guidance_of(self.model, self.options, self.plan, self.image_scale)
         has_guidance = guidance != 1 or self.image_scale not in (None, 1)
         ready = as_conditioning(options.cond), as_conditioning(options.uncond)
-        known = self.model, self.prompts, options.negative_prompt, options, *ready, has_guidance
-        if options.prompt_syntax != "a1111" and options.regions is None:
-            return PromptEncoder(*known)
-        return EditedTexts(*known, calls=calls_of(self.model, options, self.plan))
+        return PromptEncoder(self.model, self.prompts, options.negative_prompt, options, *ready, has_guidance)
 
     def job(
         self,
@@ -205,7 +182,7 @@ class Task:
             shape=shape,
             plan=plan,
             items=(),
-            encode=encode,
+            encode=lambda job, items: job.texts.encode(job, items),
             key=texts.key,
             solve=partial(generate.stream, self.model),
             task=self,
@@ -219,11 +196,6 @@ class Task:
             if feature is not without:
                 job = feature.change_job(job)
         return job
-
-
-def encode(job: Job, items: Sequence[Item]) -> InputSource:
-    """Job.encode: the prompts of a batch."""
-    return job.texts.encode(job, items)
 
 
 def run(task: Task, existing: Any = None, decoding: bool = True) -> Iterator[State | Result]:
@@ -285,8 +257,6 @@ def check(options: Options) -> tuple[Options, list[Feature]]:
     Raises ValueError and TypeError for options that are wrong whatever the model.
     """
     options, features = check_features(options)
-    if options.fixed_code and not isinstance(options.seed, int):
-        raise ValueError("got `fixed_code` and a list of seeds: it starts every batch from one seed's noise; give one")
     if options.plan is not None:
         if not isinstance(options.plan, Plan):
             raise TypeError(f"got {type(options.plan).__name__} as `plan`, wanted a Plan, as Pipeline.plan makes it")
@@ -313,9 +283,6 @@ def prepare(
             f"{model.name} is a checkpoint of {model.family.title}, which {task} cannot use: "
             f"take python -m ldm_lite.{' or '.join(able)}"
         )
-    if (options.depth is not None) != (model.family.task in ("depth", "control_image")):
-        got, wanted = ("no", "one: `depth=FILE`") if options.depth is None else ("a", "none")
-        raise ValueError(f"got {got} depth map, but {model.family.title} wants {wanted}")
     if options.seed is None:
         raise TypeError("got `seed` None, wanted a whole number or a list of them")
     prompts = read_prompts(options, model)
@@ -332,14 +299,11 @@ def check_seeds(task: Task, num_images: int = 1) -> None:
 def read_prompts(options: Txt2imgOptions, model: Model | None = None) -> list[str]:
     """Return the prompts of one repetition, empty ones if none is given.
 
-    Raises ValueError for a file that is not a list of prompts, for a text that is too long, and, with a model, for a
-    prompt missing that it needs.
+    Raises ValueError for a text that is too long and, with a model, for a prompt missing that it needs.
     """
     cond, prompt, count = as_conditioning(options.cond), options.prompt, options.images_at_a_time
     if cond is not None:
         prompts = [prompt if isinstance(prompt, str) else ""] * len(next(iter(cond.values())))
-    elif options.from_file is not None:
-        prompts = _prompts_of_file(options)
     elif isinstance(prompt, str):
         prompts = [prompt] * count
     elif prompt is not None:
@@ -354,24 +318,7 @@ def read_prompts(options: Txt2imgOptions, model: Model | None = None) -> list[st
     return prompts
 
 
-def _prompts_of_file(options: Txt2imgOptions) -> list[str]:
-    """Return the lines of the options' file.  The original script takes a blank line as a prompt."""
-    if options.prompt is not None:
-        raise ValueError("got a prompt and `from_file`: give one of them")
-    path = Path(options.from_file or "")
-    lines = read_text(path, MOST_BYTES).splitlines()
-    prompts = lines if options.compat else [line.strip() for line in lines if line.strip()]
-    if not prompts:
-        raise ValueError(f"{path}: holds no prompt, wanted one in each line")
-    return prompts
-
-
 # ---- plans ----------------------------------------------------------------------------------------------------------
-
-
-def sampler_of(model: Model, options: Txt2imgOptions) -> str:
-    """Return the sampler of the options, or the family's."""
-    return model.family.sampler if options.sampler is None else options.sampler
 
 
 def plan_of(model: Model, options: Txt2imgOptions, last: int | None = None, steps: int | None = None) -> Plan:
@@ -382,10 +329,8 @@ def plan_of(model: Model, options: Txt2imgOptions, last: int | None = None, step
         generate.check_plan(model, options.plan)
         plan: Plan = options.plan
         return plan
-    steps = (model.family.steps if options.steps is None else options.steps) if steps is None else steps
-    sampler = sampler_of(model, options)
-    if options.compat:
-        return original_plan(sampler, model.schedule, steps, eta=options.eta, last=last)
+    steps = steps or options.steps or model.family.steps
+    sampler = options.sampler or model.family.sampler
     spacing = resolve(sampler)[1] if options.spacing is None else options.spacing
     if isinstance(spacing, str) and spacing.split(":")[0] == "ays":
         spacing = spacing.replace("ays", model.family.ays, 1)
@@ -397,20 +342,12 @@ def guidance_of(
 ) -> float | Callable[..., Any]:
     """Return the guidance of the options; the sampler DDIM CFG++ has its own."""
     scale = model.family.scale if options.scale is None else options.scale
-    if plan is None or options.plan is not None or resolve(sampler_of(model, options))[0] != "ddim_cfgpp":
+    sampler = options.sampler or model.family.sampler
+    if plan is None or options.plan is not None or resolve(sampler)[0] != "ddim_cfgpp":
         return scale if options.guidance is None else options.guidance
     if options.guidance is not None or image_scale is not None:
         raise ValueError("DDIM CFG++ takes `scale` alone: leave other guidance out, or take another sampler")
     return cfg_plus_plus(plan, scale)
-
-
-def calls_of(model: Model, options: Txt2imgOptions, plan: Plan | None) -> Calls:
-    """Return the calls of the network that prompts count: as in A1111 those of all steps, whatever the strength."""
-    if plan is None or options.plan is not None:
-        return Calls(1 if plan is None else len(plan.t))
-    steps = model.family.steps if options.steps is None else options.steps
-    calls_each = calls_per_step(resolve(sampler_of(model, options))[0])
-    return Calls(steps * (calls_each or max(1, round(len(plan.t) / plan.num_steps))))
 
 
 # ---- the text of pictures -------------------------------------------------------------------------------------------
@@ -419,40 +356,35 @@ def calls_of(model: Model, options: Txt2imgOptions, plan: Plan | None) -> Calls:
 def settings_of(
     model: Model, options: Txt2imgOptions, plan: Plan | None, image_scale: float | None
 ) -> dict[str, object]:
-    """Return the settings of a whole job for its pictures' text, by their names there."""
-    scale = model.family.scale if options.scale is None else options.scale
-    scale = scale if options.guidance is None else options.guidance
+    """Return the settings of a whole job for its pictures' text, by their names there.
+
+    A1111 reads what it knows of them, `from_png` all but those of networks and files.
+    """
     steps = 0 if plan is None else plan.num_steps  # of an image's, those that run
     if plan is not None and options.plan is None and type(options) is Txt2imgOptions:
-        # those that were asked for, which some of A1111's timesteps do not have
-        steps = model.family.steps if options.steps is None else options.steps
+        steps = options.steps or model.family.steps  # all: some of A1111's timesteps are fewer than it was asked for
+    scale: object = model.family.scale if options.scale is None else options.scale
+    if options.guidance is not None:
+        scale = "a function" if callable(options.guidance) else options.guidance
     settings: dict[str, object] = {
         "Steps": steps,
         "Sampler": "custom plan",
-        "CFG scale": "a function" if callable(options.guidance) else scale,
+        "CFG scale": scale,
         "Model": model.name,
         "Image CFG scale": image_scale,
         "Control": " ".join(map(str, options.control)) or None,
     }
     for option in dataclasses.fields(options):
-        value = getattr(options, option.name)
-        if (name := option.metadata["png"]) is not None and value != option.default:
-            settings[name] = as_text(option.name, value)
+        value, about = getattr(options, option.name), option.metadata
+        if about["png"] is not None and value != option.default:
+            between = "," if "," in (about["metavar"] or "") else "x"  # Y,X or HxW
+            settings[about["png"]] = between.join(map(str, value)) if isinstance(value, tuple) else value
     if options.plan is None:
-        named = resolve(sampler_of(model, options))[1]
-        # a rectified flow's spacing replaces the sampler's own
-        is_own = options.spacing is None and named is None and model.schedule.is_flow
-        spacing = "original" if options.compat else model.schedule.spacing if is_own else options.spacing
-        settings |= written(sampler_of(model, options), spacing, not model.schedule.is_flow)
+        sampler, is_flow = options.sampler or model.family.sampler, model.schedule.is_flow
+        spacing = options.spacing
+        if spacing is None and is_flow and resolve(sampler)[1] is None:
+            spacing = model.schedule.spacing  # a rectified flow's replaces the sampler's own
+        settings |= written(sampler, spacing, not is_flow)
         if settings["Sampler"] in ("DDIM", "DDIM CFG++") and "Eta" in settings:
             settings["Eta DDIM"] = settings.pop("Eta")  # its name in A1111
     return settings | {"Version": f"ldm_lite {__version__}"}
-
-
-def as_text(name: str, value: Any) -> object:
-    """Return an option's value as a picture's text has it."""
-    if name == "seamless" and value == "xy":
-        return True  # A1111's only one
-    if not isinstance(value, tuple):
-        return value
-    return f"{value[0]},{value[1]}" if name == "crop_top_left" else f"{value[0]}x{value[1]}"

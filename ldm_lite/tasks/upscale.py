@@ -76,10 +76,10 @@ def enlarge(
 
 def check(options: UpscaleOptions) -> tuple[UpscaleOptions, list[Feature]]:
     """Return the options as features read them.  Raises ValueError for those that are wrong whatever the model."""
-    options, features = job.check(options)
     for name in ("compat", "from_file", "fixed_code", "control", "refiner", "seamless", "dynamic", "wildcards"):
         if getattr(options, name):
             raise ValueError(f"upscale has no `{name}`: leave it out")
+    options, features = job.check(options)
     if not isinstance(options.prompt, (str, type(None))) or options.cond is not None:
         raise ValueError("upscale takes one prompt for all images: give a text")
     if options.height is not None or options.width is not None:

@@ -1,10 +1,10 @@
-"""Prompts that change over the steps, or have parts that AND joins."""
+"""prompt_syntax: prompts that change over the steps, or have parts that AND joins, as in A1111."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -12,8 +12,39 @@ from ldm_lite.core.denoise import Conditioning as Parts
 from ldm_lite.core.denoise import InputSource
 from ldm_lite.core.job import Item
 from ldm_lite.diffusion.guidance import Guidance, InTurns, composed, reads_step_alone
+from ldm_lite.diffusion.names import resolve
+from ldm_lite.diffusion.webui import calls_per_step
+from ldm_lite.tasks.features import Feature
+from ldm_lite.tasks.job import Job
 from ldm_lite.tasks.texts import PromptEncoder
 from ldm_lite.text.schedule import Calls, Part, Until, parts_of, until_of
+
+
+class EditedPrompts(Feature):
+    """Encodes the prompts of a job so that they may change and have parts, which its syntax or its regions ask for."""
+
+    def change_job(self, job: Job) -> Job:
+        """Replace what encodes the prompts, and what tells which of them share a batch."""
+        if job.options.prompt_syntax != "a1111" and job.options.regions is None:
+            return job
+        texts = self.once(job.texts, functools.partial(edited, job))
+        return replace(job, texts=texts, key=texts.key)
+
+
+def edited(job: Job, texts: PromptEncoder) -> EditedTexts:
+    """Return what encodes the same prompts, edited."""
+    known = {option.name: getattr(texts, option.name) for option in fields(texts) if option.init}
+    return EditedTexts(**known, calls=calls_of(job))
+
+
+def calls_of(job: Job) -> Calls:
+    """Return the calls of the network that prompts count: as in A1111 those of all steps, whatever the strength."""
+    options, plan = job.options, job.plan
+    if plan is None or options.plan is not None:
+        return Calls(1 if plan is None else len(plan.t))
+    family = job.model.family
+    calls_each = calls_per_step(resolve(options.sampler or family.sampler)[0])
+    return Calls((options.steps or family.steps) * (calls_each or max(1, round(len(plan.t) / plan.num_steps))))
 
 
 def added(job: Any, conds: Sequence[Parts], weights: tuple[float, ...], uncond: Parts | None) -> Guidance:

@@ -1,0 +1,26 @@
+"""from_file: prompts from the lines of a text file."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from ldm_lite.cli.files import read_text
+from ldm_lite.tasks.features import Feature
+
+MOST_BYTES = 2**28
+
+
+class FromFile(Feature):
+    """Reads the prompts, before others make something of them."""
+
+    def check(self, options: Any) -> Any:
+        """Return options with the prompts.  Raises ValueError for a file without any, and beside a prompt; OSError."""
+        if options.prompt is not None:
+            raise ValueError("got a prompt and `from_file`: give one of them")
+        path = Path(options.from_file)
+        lines = read_text(path, MOST_BYTES).splitlines()
+        # The original script takes a blank line as a prompt.
+        prompts = lines if options.compat else [line.strip() for line in lines if line.strip()]
+        if not prompts:
+            raise ValueError(f"{path}: holds no prompt, wanted one in each line")
+        return dataclasses.replace(options, prompt=prompts, from_file=None)
