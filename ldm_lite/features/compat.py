@@ -91,7 +91,9 @@ class Compat(Feature):
 
     def change_job(self, job: Job) -> Job:
         """Draw all noise from one generator; an image's latents are sampled once for all batches."""
-        plan = None if job.plan is None else as_original(self.key, job.plan, job.model.schedule)
+        plan = job.plan
+        if plan is not None and job.options.plan is None:
+            plan = as_original(self.key, plan, job.model.schedule)
         seed, size, device = job.options.seed, job.options.images_at_a_time, job.model.device
         assert isinstance(seed, int)
         if self.generator is None:

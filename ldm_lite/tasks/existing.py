@@ -82,7 +82,7 @@ def _settings(task: Task) -> Sequence[object]:
     fields = sorted(field.name for field in dataclasses.fields(options) if field.name not in WHICH | RESOLVED)
     columns = [getattr(plan, field.name) for field in dataclasses.fields(plan)] if plan is not None else []
     steps = [column.tobytes() if isinstance(column, np.ndarray) else column for column in columns]
-    guidance: Any = guidance_of(task.model, options, plan, task.image_scale)
+    guidance: Any = guidance_of(task, plan)
     if callable(guidance) and plan is not None:  # DDIM CFG++'s, whose steps are those of DDIM
         guidance = [guidance(step) for step in range(plan.num_steps)]
     program = options.noise if isinstance(options.noise, str) else None

@@ -1,7 +1,9 @@
-"""Job: all that a run of a task needs, in slots that features replace.  Result: one of its images.
+"""From the options of a task to its images, the same way for all tasks, in the order of this file.
 
-A task (txt2img.py, img2img.py, inpaint.py, upscale.py) checks its options, lets features change them, and says what its
-images start from; run() does the rest.  It is the core's Job, for models of any family.
+1. prepare() checks the options, lets features change them and the model, and reads the prompts: a Task.
+2. The task (txt2img.py, img2img.py, inpaint.py, upscale.py) adds its plan, and a Part for each image to start from.
+3. Task.job() makes the Job of a part, with slots that features replace: the core's Job, for models of any family.
+4. run() denoises the jobs batch by batch, as the core does, and makes a Result of each image.
 """
 
 from __future__ import annotations
@@ -43,196 +45,6 @@ log = logging.getLogger("ldm_lite")
 Options = TypeVar("Options", bound=Txt2imgOptions)
 OnStep = Callable[[State], object]
 Wrapper = Callable[[InputSource, Any], InputSource]  # (inputs, job) -> inputs
-
-
-@dataclass(frozen=True, eq=False)
-class Result:
-    """One image, with its prompt, seed and settings."""
-
-    pixels: Tensor = field(repr=False)  # (3,H,W) float32 in [-1,1], on the CPU
-    prompt: str
-    seed: int
-    parameters: str  # the text in AUTOMATIC1111's format that its PNG carries
-    truncated: bool = False  # 8 bits are cut off, not rounded
-    key: str = ""  # by which `skip_existing` finds it: see existing.py
-
-    @property
-    def image(self) -> Image.Image:
-        """The image as PIL, RGB, with .info["parameters"]."""
-        image = Image.fromarray(self.array)
-        image.info["parameters"] = self.parameters
-        return image
-
-    @property
-    def array(self) -> NDArray[np.uint8]:
-        """The image as numpy, (H,W,3) in [0,255]."""
-        return to_array(self.pixels, self.truncated)
-
-
-@dataclass(frozen=True, eq=False)
-class Job(CoreJob):
-    """The core's job, of images that start from the same input, for a model of any family."""
-
-    model: Model
-    options: Txt2imgOptions  # type: ignore[assignment]
-    encode: Callable[[Any, Sequence[Item]], InputSource]
-    begin: Callable[[Any, Sequence[Item], Draw], tuple[Tensor, Constraint]]
-    noise_source: Callable[[Any, Sequence[Item]], Draw]
-    wrappers: tuple[Wrapper, ...] = ()
-    task: Task = field(kw_only=True)
-    texts: PromptEncoder = field(kw_only=True)
-    guidance: float | Callable[..., Any] = 1.0  # the scale, or a function
-    settings: Mapping[str, Any] = field(default_factory=dict)  # for the PNG's text; or functions of the item
-    channels: Mapping[str, Tensor] = field(default_factory=dict)  # of one image: concat, y, which the network reads too
-    guiding: tuple[Wrapper, ...] = ()  # wrappers that change the guidance; a refiner has them too
-    plain: InputSource | None = None  # for these: the inputs before the first of them
-    image_scale: float | None = None  # three-way guidance, for networks that follow instructions
-    skipped: int = 0  # steps before those of the plan
-    follow: Callable[[Tensor], Job] | None = None  # latents of all steps (B,C,h,w) -> the job that goes on from them
-    truncated: bool = False  # 8 bits of results are cut off, not rounded
-    keys: Mapping[int, str] = field(default_factory=dict)  # number of an item -> Result.key
-
-    def refuse_parts(self, what: str) -> None:
-        """Raises ValueError if prompts have several parts, naming what does not go with them."""
-        if self.texts.has_parts and self.plan is not None:
-            raise ValueError(f"a prompt with AND, or with a weight at its end, {what}")
-
-    def settings_for(self, item: Item) -> dict[str, object]:
-        """Return the settings of an image's text, by name."""
-        return {name: value(item) if callable(value) else value for name, value in self.settings.items()}
-
-    def result(self, item: Item, pixels: Tensor) -> Result:
-        """Make a result from decoded pixels (3,H,W)."""
-        pixels = self.finish(item, pixels)
-        _, height, width = pixels.shape
-        settings = {"Seed": item.seed, "Size": f"{width}x{height}", **self.settings_for(item)}
-        version = settings.pop("Version")
-        first = ("Steps", "Sampler", "Schedule type", "CFG scale", "Seed", "Size", "Model", *settings)
-        text = {name: settings[name] for name in dict.fromkeys(first) if settings.get(name) is not None}
-        text["Version"] = version
-        negative = item.negative or self.task.options.negative_prompt  # an empty one is written, none is not
-        key = self.keys.get(item.number, "")
-        return Result(pixels, item.prompt, item.seed, parameters(item.prompt, negative, text), self.truncated, key)
-
-
-class Part(NamedTuple):
-    """The images of a task that start from the same input."""
-
-    items: Sequence[Item]
-    make: Callable[[], Job]  # which reads files, and encodes an image
-    sources: tuple[Any, ...] = ()  # files, or images in memory
-
-
-@dataclass(frozen=True, eq=False)
-class Task:
-    """The options of a task, checked and changed for a model."""
-
-    model: Model
-    options: Txt2imgOptions
-    features: Sequence[Any]  # in the order in which they are applied
-    prompts: Sequence[str]  # of one repetition
-    plan: Plan | None = None  # of an image of the model's own size; None: no steps
-    image_scale: float | None = None
-    parts: Iterable[Part] = ()
-    _warned: list[bool] = field(default_factory=list)  # the same of all copies
-
-    def items(self, place: int = 0) -> list[Item]:
-        """Return the images of the place-th input, counted from 0."""
-        options, count = self.options, len(self.prompts)
-        size, negative = options.repeats * count, options.negative_prompt or ""
-        return [
-            Item(number, self.prompts[number % count], negative, options.seeds_of(number, count)[0])
-            for number in range(place * size, (place + 1) * size)
-        ]
-
-    def _warn_of_size(self, shape: tuple[int, int, int]) -> None:
-        """Log once that small models, as the bundled one, make nothing of sizes that they were not trained on."""
-        side, factor = self.model.family.resolution, self.model.vae.spec.factor
-        if self.model.family.is_small and max(shape[1:]) * factor > 1.5 * side and not self._warned:
-            self._warned.append(True)
-            log.warning(
-                "%s was trained on images of %d x %d pixels, larger ones are smears: take that size, or a larger model",
-                *(self.model.name, side, side),
-            )
-
-    @cached_property
-    def texts(self) -> PromptEncoder:
-        """What encodes the prompts of all images, before features change it."""
-        options, guidance = self.options, guidance_of(self.model, self.options, self.plan, self.image_scale)
-        has_guidance = guidance != 1 or self.image_scale not in (None, 1)
-        ready = as_conditioning(options.cond), as_conditioning(options.uncond)
-        return PromptEncoder(self.model, self.prompts, options.negative_prompt, options, *ready, has_guidance)
-
-    def job(
-        self,
-        shape: tuple[int, int, int],
-        plan: Plan | None,
-        texts: PromptEncoder | None = None,
-        without: Feature | None = None,
-        settings: Mapping[str, Any] | None = None,
-        **slots: Any,
-    ) -> Job:
-        """Return the job of images of a latent shape (C,h,w), changed by the features but one; others may be slots."""
-        texts, options = texts or self.texts, self.options
-        self._warn_of_size(shape)
-        of_all = settings_of(self.model, options, plan, self.image_scale)
-        job = Job(
-            model=self.model,
-            options=replace(options, batch_size=options.images_at_a_time),
-            shape=shape,
-            plan=plan,
-            items=(),
-            encode=lambda job, items: job.texts.encode(job, items),
-            key=texts.key,
-            solve=partial(generate.stream, self.model),
-            task=self,
-            texts=texts,
-            guidance=guidance_of(self.model, options, plan, self.image_scale),
-            image_scale=self.image_scale,
-            settings={"Variation seed": None, "RNG": "CPU", **(settings or {}), **of_all},
-            **{"begin": from_noise, "noise_source": seeded_noise, **slots},
-        )
-        for feature in self.features:
-            if feature is not without:
-                job = feature.change_job(job)
-        return job
-
-
-def run(task: Task, existing: Any = None, decoding: bool = True) -> Iterator[State | Result]:
-    """Yield the states after every step and, with `decoding`, each result as soon as it is decoded.
-
-    Images that are `existing`, of existing.Existing, are left out; the others are the same as with them.
-    """
-    for part in task.parts:
-        items, keys = part.items, dict[int, str]()
-        if existing is not None:
-            items, keys = existing.missing(part)
-        if items:
-            yield from run_job(replace(part.make(), items=items, keys=keys), decoding)
-
-
-def run_job(job: Job, decoding: bool = True) -> Iterator[State | Result]:
-    """Yield the states and, with `decoding`, the results of a job."""
-    events: Iterator[Any] = run_batches(job)
-    for feature in job.task.features:
-        events = feature.change_events(events)
-    for event in events:
-        if isinstance(event, State):
-            yield event
-        elif job.follow is not None:
-            yield from run_job(replace(job.follow(event.latents), items=event.items, keys=job.keys), decoding)
-        elif decoding:
-            for item, pixels in zip(event.items, job.model.decode_pixels(event.latents), strict=True):
-                yield job.result(item, pixels)
-
-
-def results(task: Task, on_step: OnStep | None = None, existing: Any = None) -> Iterator[Result]:
-    """Yield the images of a task; on_step gets the state after every step."""
-    for event in run(task, existing):
-        if isinstance(event, Result):
-            yield event
-        elif on_step is not None:
-            on_step(event)
 
 
 # ---- options --------------------------------------------------------------------------------------------------------
@@ -337,29 +149,217 @@ def plan_of(model: Model, options: Txt2imgOptions, last: int | None = None, step
     return make_plan(sampler, model.schedule, steps, eta=options.eta, churn=options.churn, spacing=spacing, last=last)
 
 
-def guidance_of(
-    model: Model, options: Txt2imgOptions, plan: Plan | None, image_scale: float | None
-) -> float | Callable[..., Any]:
-    """Return the guidance of the options; the sampler DDIM CFG++ has its own."""
-    scale = model.family.scale if options.scale is None else options.scale
-    sampler = options.sampler or model.family.sampler
-    if plan is None or options.plan is not None or resolve(sampler)[0] != "ddim_cfgpp":
+def guidance_of(task: Task, plan: Plan | None) -> float | Callable[..., Any]:
+    """Return the guidance of a task's options; the sampler DDIM CFG++ has its own, by the plan."""
+    options, family = task.options, task.model.family
+    scale = family.scale if options.scale is None else options.scale
+    if plan is None or options.plan is not None or resolve(options.sampler or family.sampler)[0] != "ddim_cfgpp":
         return scale if options.guidance is None else options.guidance
-    if options.guidance is not None or image_scale is not None:
+    if options.guidance is not None or task.image_scale is not None:
         raise ValueError("DDIM CFG++ takes `scale` alone: leave other guidance out, or take another sampler")
     return cfg_plus_plus(plan, scale)
+
+
+# ---- jobs -----------------------------------------------------------------------------------------------------------
+
+
+class Part(NamedTuple):
+    """The images of a task that start from the same input."""
+
+    items: Sequence[Item]
+    make: Callable[[], Job]  # which reads files, and encodes an image
+    sources: tuple[Any, ...] = ()  # files, or images in memory
+
+
+@dataclass(frozen=True, eq=False)
+class Task:
+    """The options of a task, checked and changed for a model."""
+
+    model: Model
+    options: Txt2imgOptions
+    features: Sequence[Any]  # in the order in which they are applied
+    prompts: Sequence[str]  # of one repetition
+    plan: Plan | None = None  # of an image of the model's own size; None: no steps
+    image_scale: float | None = None
+    parts: Iterable[Part] = ()
+    _warned: list[bool] = field(default_factory=list)  # the same of all copies
+
+    def items(self, place: int = 0) -> list[Item]:
+        """Return the images of the place-th input, counted from 0."""
+        options, count = self.options, len(self.prompts)
+        size, negative = options.repeats * count, options.negative_prompt or ""
+        return [
+            Item(number, self.prompts[number % count], negative, options.seeds_of(number, count)[0])
+            for number in range(place * size, (place + 1) * size)
+        ]
+
+    def _warn_of_size(self, shape: tuple[int, int, int]) -> None:
+        """Log once that small models, as the bundled one, make nothing of sizes that they were not trained on."""
+        side, factor = self.model.family.resolution, self.model.vae.spec.factor
+        if self.model.family.is_small and max(shape[1:]) * factor > 1.5 * side and not self._warned:
+            self._warned.append(True)
+            log.warning(
+                "%s was trained on images of %d x %d pixels, larger ones are smears: take that size, or a larger model",
+                *(self.model.name, side, side),
+            )
+
+    @cached_property
+    def texts(self) -> PromptEncoder:
+        """What encodes the prompts of all images, before features change it."""
+        options = self.options
+        has_guidance = guidance_of(self, self.plan) != 1 or self.image_scale not in (None, 1)
+        ready = as_conditioning(options.cond), as_conditioning(options.uncond)
+        return PromptEncoder(self.model, self.prompts, options.negative_prompt, options, *ready, has_guidance)
+
+    def job(
+        self,
+        shape: tuple[int, int, int],
+        plan: Plan | None,
+        texts: PromptEncoder | None = None,
+        without: Feature | None = None,
+        settings: Mapping[str, Any] | None = None,
+        **slots: Any,
+    ) -> Job:
+        """Return the job of images of a latent shape (C,h,w), changed by the features but one; others may be slots."""
+        self._warn_of_size(shape)
+        texts = texts or self.texts
+        job = Job(
+            model=self.model,
+            options=replace(self.options, batch_size=self.options.images_at_a_time),
+            shape=shape,
+            plan=plan,
+            items=(),
+            encode=lambda job, items: job.texts.encode(job, items),
+            key=texts.key,
+            solve=partial(generate.stream, self.model),
+            task=self,
+            texts=texts,
+            guidance=guidance_of(self, plan),
+            image_scale=self.image_scale,
+            settings={"Variation seed": None, "RNG": "CPU", **(settings or {}), **settings_of(self, plan)},
+            **{"begin": from_noise, "noise_source": seeded_noise, **slots},
+        )
+        for feature in self.features:
+            if feature is not without:
+                job = feature.change_job(job)
+        return job
+
+
+@dataclass(frozen=True, eq=False)
+class Job(CoreJob):
+    """The core's job, of images that start from the same input, for a model of any family."""
+
+    model: Model
+    options: Txt2imgOptions  # type: ignore[assignment]
+    encode: Callable[[Any, Sequence[Item]], InputSource]
+    begin: Callable[[Any, Sequence[Item], Draw], tuple[Tensor, Constraint]]
+    noise_source: Callable[[Any, Sequence[Item]], Draw]
+    wrappers: tuple[Wrapper, ...] = ()
+    task: Task = field(kw_only=True)
+    texts: PromptEncoder = field(kw_only=True)
+    guidance: float | Callable[..., Any] = 1.0  # the scale, or a function
+    settings: Mapping[str, Any] = field(default_factory=dict)  # for the PNG's text; or functions of the item
+    channels: Mapping[str, Tensor] = field(default_factory=dict)  # of one image: concat, y, which the network reads too
+    guiding: tuple[Wrapper, ...] = ()  # wrappers that change the guidance; a refiner has them too
+    plain: InputSource | None = None  # for these: the inputs before the first of them
+    image_scale: float | None = None  # three-way guidance, for networks that follow instructions
+    skipped: int = 0  # steps before those of the plan
+    follow: Callable[[Tensor], Job] | None = None  # latents of all steps (B,C,h,w) -> the job that goes on from them
+    truncated: bool = False  # 8 bits of results are cut off, not rounded
+    keys: Mapping[int, str] = field(default_factory=dict)  # number of an item -> Result.key
+
+    def refuse_parts(self, what: str) -> None:
+        """Raises ValueError if prompts have several parts, naming what does not go with them."""
+        if self.texts.has_parts and self.plan is not None:
+            raise ValueError(f"a prompt with AND, or with a weight at its end, {what}")
+
+    def settings_for(self, item: Item) -> dict[str, object]:
+        """Return the settings of an image's text, by name."""
+        settings = {name: value(item) if callable(value) else value for name, value in self.settings.items()}
+        return settings | {"Version": f"ldm_lite {__version__}"}
+
+    def result(self, item: Item, pixels: Tensor) -> Result:
+        """Make a result from decoded pixels (3,H,W)."""
+        pixels = self.finish(item, pixels)
+        _, height, width = pixels.shape
+        settings = {"Seed": item.seed, "Size": f"{width}x{height}", **self.settings_for(item)}
+        first = ("Steps", "Sampler", "Schedule type", "CFG scale", "Seed", "Size", "Model")  # as in A1111
+        text = {name: settings[name] for name in (*first, *settings) if settings.get(name) is not None}
+        negative = item.negative or self.task.options.negative_prompt  # an empty one is written, none is not
+        key = self.keys.get(item.number, "")
+        return Result(pixels, item.prompt, item.seed, parameters(item.prompt, negative, text), self.truncated, key)
+
+
+# ---- runs -----------------------------------------------------------------------------------------------------------
+
+
+def run(task: Task, existing: Any = None, decoding: bool = True) -> Iterator[State | Result]:
+    """Yield the states after every step and, with `decoding`, each result as soon as it is decoded.
+
+    Images that are `existing`, of existing.Existing, are left out; the others are the same as with them.
+    """
+    for part in task.parts:
+        items, keys = part.items, dict[int, str]()
+        if existing is not None:
+            items, keys = existing.missing(part)
+        if items:
+            yield from run_job(replace(part.make(), items=items, keys=keys), decoding)
+
+
+def run_job(job: Job, decoding: bool = True) -> Iterator[State | Result]:
+    """Yield the states and, with `decoding`, the results of a job."""
+    events: Iterator[Any] = run_batches(job)
+    for feature in job.task.features:
+        events = feature.change_events(events)
+    for event in events:
+        if isinstance(event, State):
+            yield event
+        elif job.follow is not None:
+            yield from run_job(replace(job.follow(event.latents), items=event.items, keys=job.keys), decoding)
+        elif decoding:
+            for item, pixels in zip(event.items, job.model.decode_pixels(event.latents), strict=True):
+                yield job.result(item, pixels)
+
+
+def results(task: Task, on_step: OnStep | None = None, existing: Any = None) -> Iterator[Result]:
+    """Yield the images of a task; on_step gets the state after every step."""
+    for event in run(task, existing):
+        if isinstance(event, Result):
+            yield event
+        elif on_step is not None:
+            on_step(event)
+
+
+@dataclass(frozen=True, eq=False)
+class Result:
+    """One image, with its prompt, seed and settings."""
+
+    pixels: Tensor = field(repr=False)  # (3,H,W) float32 in [-1,1], on the CPU
+    prompt: str
+    seed: int
+    parameters: str  # the text in AUTOMATIC1111's format that its PNG carries
+    truncated: bool = False  # 8 bits are cut off, not rounded
+    key: str = ""  # by which `skip_existing` finds it: see existing.py
+
+    @property
+    def image(self) -> Image.Image:
+        """The image as PIL, RGB, with .info["parameters"]."""
+        image = Image.fromarray(self.array)
+        image.info["parameters"] = self.parameters
+        return image
+
+    @property
+    def array(self) -> NDArray[np.uint8]:
+        """The image as numpy, (H,W,3) in [0,255]."""
+        return to_array(self.pixels, self.truncated)
 
 
 # ---- the text of pictures -------------------------------------------------------------------------------------------
 
 
-def settings_of(
-    model: Model, options: Txt2imgOptions, plan: Plan | None, image_scale: float | None
-) -> dict[str, object]:
-    """Return the settings of a whole job for its pictures' text, by their names there.
-
-    A1111 reads what it knows of them, `from_png` all but those of networks and files.
-    """
+def settings_of(task: Task, plan: Plan | None) -> dict[str, object]:
+    """Return the settings of all images of a plan, by their names in a picture's text: A1111's where it has one."""
+    model, options = task.model, task.options
     steps = 0 if plan is None else plan.num_steps  # of an image's, those that run
     if plan is not None and options.plan is None and type(options) is Txt2imgOptions:
         steps = options.steps or model.family.steps  # all: some of A1111's timesteps are fewer than it was asked for
@@ -371,7 +371,7 @@ def settings_of(
         "Sampler": "custom plan",
         "CFG scale": scale,
         "Model": model.name,
-        "Image CFG scale": image_scale,
+        "Image CFG scale": task.image_scale,
         "Control": " ".join(map(str, options.control)) or None,
     }
     for option in dataclasses.fields(options):
@@ -387,4 +387,4 @@ def settings_of(
         settings |= written(sampler, spacing, not is_flow)
         if settings["Sampler"] in ("DDIM", "DDIM CFG++") and "Eta" in settings:
             settings["Eta DDIM"] = settings.pop("Eta")  # its name in A1111
-    return settings | {"Version": f"ldm_lite {__version__}"}
+    return settings
