@@ -12,7 +12,8 @@ from ldm_lite.cli.options import RuntimeOptions
 from ldm_lite.core.denoise import denoise_step
 from ldm_lite.runtime import aot, attention, cpu, fused_norm, joined
 from ldm_lite.runtime.blocks import BlockLinear
-from ldm_lite.runtime.compile import LAUNCH_BOUND, Step, compiled_step
+from ldm_lite.runtime.compile import LAUNCH_BOUND, compiled_step
+from ldm_lite.runtime.cuda_graphs import Step
 from ldm_lite.runtime.memory import keep_freed_memory, weights_channels_last
 from ldm_lite.runtime.offload import Offloader
 from ldm_lite.runtime.patching import follow

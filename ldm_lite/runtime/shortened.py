@@ -29,7 +29,8 @@ from ldm_lite.diffusion.plan import Plan, rises_before
 from ldm_lite.models.controlnet import ControlledUNet
 from ldm_lite.models.ip_adapter import UNetWithImages, cross_attentions
 from ldm_lite.models.unet import UNet, plus
-from ldm_lite.runtime.compile import CompiledStep, Step, in_two_parts
+from ldm_lite.runtime.compile import CompiledStep, in_two_parts
+from ldm_lite.runtime.cuda_graphs import Step
 from ldm_lite.runtime.patching import patch, patch_of, twin
 
 

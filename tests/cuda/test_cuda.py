@@ -27,8 +27,7 @@ from torch import Tensor
 import ldm_lite
 from ldm_lite import Pipeline
 from ldm_lite.adapters.lora import Lora
-from ldm_lite.runtime import aot, attention
-from ldm_lite.runtime import compile as tiers
+from ldm_lite.runtime import aot, attention, cuda_graphs
 from ldm_lite.runtime.compile import CompiledStep
 from ldm_lite.runtime.precision import set_matmul_precision
 from ldm_lite.runtime.quantization import STORAGES
@@ -290,7 +289,7 @@ def test_graphs_of_plain_steps_are_the_default(
         assert_close(images(fast, steps=3), wanted, "fp32")
         assert torch.equal(images(fast, steps=6, sampler="euler_a"), images(plain, steps=6, sampler="euler_a"))
     assert fast.step.failure is None
-    assert isinstance(fast.step._step, tiers._Graphs)
+    assert isinstance(fast.step._step, cuda_graphs.Graphs)
     assert len(fast.step._step._graphs[fast.unet]) == 1
     with attention.record(fast.unet, "middle_block*attn2") as maps:
         images(fast)
@@ -360,7 +359,7 @@ def test_new_sizes_prompts_batches_and_samplers_and_back(pipe: Pipeline) -> None
 
 
 def test_more_sizes_than_graphs_are_kept(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiers, "MOST_GRAPHS", 2)
+    monkeypatch.setattr(cuda_graphs, "MOST_GRAPHS", 2)
     fast = compiled(pipe, "step")
     for side in (64, 80, 96, 112, 64):
         assert_close(images(fast, width=side), images(pipe, width=side), "fp32")

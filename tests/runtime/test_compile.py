@@ -35,7 +35,7 @@ from ldm_lite.diffusion.schedule import Schedule, scaled_linear_betas
 from ldm_lite.features.apg import read_projection
 from ldm_lite.models.controlnet import ControlInput, ControlInputs, ControlledUNet, ControlNet
 from ldm_lite.models.unet import UNet, UNetSpec
-from ldm_lite.runtime import attention, cpu, setup
+from ldm_lite.runtime import attention, cpu, cuda_graphs, setup
 from ldm_lite.runtime import compile as tiers
 from ldm_lite.runtime.compile import TIERS, CompiledStep, compiled_step, regions
 from ldm_lite.runtime.patching import patch, unpatch
@@ -203,12 +203,12 @@ def test_a_step_with_controls_is_one_graph_for_weights_steps_and_images(spec: UN
 class Replayed:
     """A CUDA graph as the CPU can have it: computes again, from the same buffers into the same tensor."""
 
-    def __init__(self, step: tiers.Step, model: nn.Module, static: tuple[Any, ...], out: Any) -> None:
+    def __init__(self, step: cuda_graphs.Step, model: nn.Module, static: tuple[Any, ...], out: Any) -> None:
         self.step, self.model, self.static, self.out = step, weakref.ref(model), static, out
 
     def replay(self) -> None:
         fresh = self.step(self.model(), *self.static)
-        for buffer, value in zip(tiers._tensors(self.out), tiers._tensors(fresh), strict=True):
+        for buffer, value in zip(cuda_graphs.tensors_of(self.out), cuda_graphs.tensors_of(fresh), strict=True):
             buffer.copy_(value)
 
 
@@ -216,16 +216,16 @@ def test_captured_steps_are_those_of_one_network_and_go_with_it(monkeypatch: pyt
     captured: list[Replayed] = []
     Pretended(monkeypatch)
 
-    def capture(self: tiers._Graphs, model: nn.Module, args: tuple[Any, ...]) -> tiers._Captured:
-        static = tiers._map(args, lambda x: x.clone())
+    def capture(self: cuda_graphs.Graphs, model: nn.Module, args: tuple[Any, ...]) -> cuda_graphs.Captured:
+        static = cuda_graphs.mapped(args, lambda x: x.clone())
         out = denoise_step(model, *static)
         captured.append(Replayed(denoise_step, model, static, out))
-        return tiers._Captured(captured[-1], static, out)
+        return cuda_graphs.Captured(captured[-1], static, out)
 
-    monkeypatch.setattr(tiers._Graphs, "_capture", capture)
+    monkeypatch.setattr(cuda_graphs.Graphs, "_capture", capture)
     unet: Any = toy.network(PLAIN)
     nets: list[Any] = [toy.fill(ControlNet(PLAIN), f"{i}.") for i in range(2)]
-    graphs, outs = tiers._Graphs(denoise_step), []
+    graphs, outs = cuda_graphs.Graphs(denoise_step), []
     for net in nets:  # of the same shapes, around the same UNet
         steered = ControlledUNet(unet, [net])
         for weight in (1.0, 0.0, -0.5):
@@ -269,7 +269,7 @@ def test_only_what_has_changed_is_copied_into_a_captured_steps_buffers() -> None
 
     values = [torch.zeros(2), torch.zeros(2)]
     buffers, out = tuple(value.clone().as_subclass(Copied) for value in values), torch.zeros(2)
-    captured = tiers._Captured(Sum(), buffers, out)
+    captured = cuda_graphs.Captured(Sum(), buffers, out)
 
     def run() -> tuple[float, int, int]:
         return float(captured.run(values)[0]), *(buffer.copies for buffer in buffers)  # type: ignore[return-value]
@@ -339,7 +339,7 @@ class Pretended:
 def test_a_replay_waits_for_the_last_result_to_be_copied(monkeypatch: pytest.MonkeyPatch, tiny: nn.Module) -> None:
     """Two threads compute on streams of their own, and share the buffers."""
     cuda = Pretended(monkeypatch)
-    graphs = tiers._Graphs(denoise_step)
+    graphs = cuda_graphs.Graphs(denoise_step)
     graphs(tiny, *VARIED[0])
     cuda.current = cuda.Stream("another thread")
     graphs(tiny, *VARIED[0])
@@ -363,7 +363,7 @@ def test_max_measures_cudnns_convolutions(monkeypatch: pytest.MonkeyPatch, tiny:
         return denoise_step(*args)
 
     for measured in (False, True):
-        tiers._Graphs(step, measured)(tiny, *VARIED[0])
+        cuda_graphs.Graphs(step, measured)(tiny, *VARIED[0])
     assert seen == [(False, True)] * 4 + [(True, False)] * 2
     assert not torch.backends.cudnn.benchmark
     assert kept == [10, 0, 10], "all algorithms, in this block only"
@@ -384,10 +384,10 @@ def test_each_device_has_its_own_stream_and_memory(monkeypatch: pytest.MonkeyPat
         streams.append(cuda.current)
         return denoise_step(*args)
 
-    graphs = tiers._Graphs(step)
+    graphs = cuda_graphs.Graphs(step)
     graphs(tiny, *VARIED[0])
     moved = copy.deepcopy(tiny).to("meta")
-    graphs(moved, *tiers._map(tuple(VARIED[0]), lambda x: x.to("meta")))
+    graphs(moved, *cuda_graphs.mapped(tuple(VARIED[0]), lambda x: x.to("meta")))
     assert cuda.pools == [None, None]
     assert streams[0] is not streams[-1]
     assert [each.out.device.type for found in graphs._graphs.values() for each in found.values()] == ["cpu", "meta"]
@@ -400,7 +400,7 @@ def test_captured_steps_share_their_memory(monkeypatch: pytest.MonkeyPatch, tiny
         streams.append(cuda.current)
         return denoise_step(*args)
 
-    graphs = tiers._Graphs(step)
+    graphs = cuda_graphs.Graphs(step)
     for given in (*VARIED[:3], VARIED[0]):
         graphs(tiny, *given)
     assert cuda.pools == [None, "pool 0", "pool 0"]
@@ -423,7 +423,7 @@ def test_a_capture_that_fails_leaves_the_thread_in_its_stream(monkeypatch: pytes
 
     monkeypatch.setattr(torch.cuda, "graph", graph)
     with pytest.raises(RuntimeError, match="capturing"):
-        tiers._Graphs(denoise_step)(tiny, *VARIED[0])
+        cuda_graphs.Graphs(denoise_step)(tiny, *VARIED[0])
     assert cuda.current is cuda.outside
 
 
@@ -565,7 +565,7 @@ def test_inductor(tier: str, tiny: nn.Module, caplog: pytest.LogCaptureFixture) 
 def test_graphs_start_at_the_third_call_of_a_shape(monkeypatch: pytest.MonkeyPatch, tiny: nn.Module) -> None:
     """Runs of one or two steps do not pay for them."""
     cuda = Pretended(monkeypatch)
-    graphs = tiers._Graphs(denoise_step, plain_calls=tiers.PLAIN_CALLS)
+    graphs = cuda_graphs.Graphs(denoise_step, plain_calls=tiers.PLAIN_CALLS)
     for number, given in enumerate((VARIED[0], VARIED[1], VARIED[0], VARIED[1], VARIED[0], VARIED[0])):
         graphs(tiny, *given)
         assert cuda.log.count("capture") == (number >= 4)
@@ -576,7 +576,7 @@ def test_python_code_in_a_network_keeps_it_out_of_graphs(change: str, monkeypatc
     """A graph would repeat kernels and not call it; before and after, steps are captured."""
     cuda, calls = Pretended(monkeypatch), list[str]()
     unet: Any = toy.network(ATTENDING)
-    graphs, given = tiers._Graphs(denoise_step), arguments(0, 2, 8, 8)
+    graphs, given = cuda_graphs.Graphs(denoise_step), arguments(0, 2, 8, 8)
     layer = next(iter(attention.layers(unet).values()))
     sdpa = layer.attention
     graphs(unet, *given)
@@ -607,7 +607,7 @@ def test_python_code_in_a_network_keeps_it_out_of_graphs(change: str, monkeypatc
 
 def test_guidance_of_ones_own_is_called_in_every_step(monkeypatch: pytest.MonkeyPatch, tiny: nn.Module) -> None:
     cuda, calls = Pretended(monkeypatch), list[int]()
-    graphs, given = tiers._Graphs(denoise_step), arguments(0, 2, 8, 8)
+    graphs, given = cuda_graphs.Graphs(denoise_step), arguments(0, 2, 8, 8)
 
     def combine(outputs: Outputs) -> Tensor:
         calls.append(len(calls))
@@ -636,7 +636,7 @@ def test_a_capture_that_another_thread_disturbed_is_tried_again(
             raise RuntimeError("operation not permitted when stream is capturing")
 
     monkeypatch.setattr(torch.cuda, "graph", disturbed)
-    graphs = tiers._Graphs(denoise_step)
+    graphs = cuda_graphs.Graphs(denoise_step)
     graphs(tiny, *VARIED[0])
     assert cuda.log.count("capture") == 2
     [captured] = graphs._graphs.values()
@@ -699,7 +699,7 @@ KINDS: dict[str, tuple[tuple[dict[str, Any], dict[str, Any]], int]] = {
 }
 
 
-def job(unet: Any, step: tiers.Step, seed: int, combine: str | float | None = None, **shortcuts: Any) -> Tensor:
+def job(unet: Any, step: cuda_graphs.Step, seed: int, combine: str | float | None = None, **shortcuts: Any) -> Tensor:
     """The latents of a guided run of eight steps."""
     plan = make_plan("ddim", SCHEDULE, 8)
     context = toy.normal(seed, 2, 2, 5, SMALL.unet.context_dim)
@@ -743,14 +743,14 @@ def test_each_network_of_a_trick_is_captured_once(kind: str, monkeypatch: pytest
     captured: list[Replayed] = []
     Pretended(monkeypatch)
 
-    def capture(self: tiers._Graphs, model: nn.Module, args: tuple[Any, ...]) -> tiers._Captured:
-        static = tiers._map(args, lambda x: x.clone())
+    def capture(self: cuda_graphs.Graphs, model: nn.Module, args: tuple[Any, ...]) -> cuda_graphs.Captured:
+        static = cuda_graphs.mapped(args, lambda x: x.clone())
         out = self._step(model, *static)
         captured.append(Replayed(self._step, model, static, out))
         captured[-1].model = lambda: model  # type: ignore[assignment]  # of a job that is over
-        return tiers._Captured(captured[-1], static, out)
+        return cuda_graphs.Captured(captured[-1], static, out)
 
-    monkeypatch.setattr(tiers._Graphs, "_capture", capture)
+    monkeypatch.setattr(cuda_graphs.Graphs, "_capture", capture)
     (jobs, networks), unet = KINDS[kind], toy.network(LEVELS)
     step = CompiledStep("graph", unet, "eager")
     for seed, settings in enumerate((*jobs, *jobs)):

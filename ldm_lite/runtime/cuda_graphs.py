@@ -1,0 +1,270 @@
+"""CUDA graphs: a denoising step is captured once for each shape of its arguments, and replayed in its own buffers.
+
+A replay launches all kernels of a step at once, so Python is left out.  It repeats kernels and nothing else: a step of
+a network with hooks, forwards or attention of the user's own, and one with guidance that remembers, runs without one.
+Weights are read at their address, so they may change in place (LoRA).  Inductor's graph trees are not used: they fail
+in a loop whose output is its next input.
+"""
+
+import contextlib
+import copy
+import logging
+import threading
+import weakref
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
+
+from ldm_lite.diffusion.guidance import STATELESS
+from ldm_lite.runtime import attention
+from ldm_lite.runtime.blocks import BlockLinear
+from ldm_lite.runtime.patching import is_as_written, patch_of
+from ldm_lite.runtime.timing import CAPTURES, measured_convolutions
+
+log = logging.getLogger("ldm_lite")
+
+MOST_GRAPHS = 8  # kept for a network, each with its buffers
+Step = Callable[..., Tensor]  # called like core.denoise.denoise_step
+UNDER_WAY: list[str] = []  # what the threads of this process prepare steps by: "compiling", "capturing"
+
+
+@contextlib.contextmanager
+def as_under_way(what: str) -> Iterator[None]:
+    """Within the block, or the function that this decorates, a step is prepared."""
+    UNDER_WAY.append(what)
+    try:
+        yield
+    finally:
+        UNDER_WAY.remove(what)
+
+
+class Graphs:
+    """A step that is captured at first and replayed then, called like the step.
+
+    A graph serves every network that has the same weights, as the ControlledUNet of each run does, and is deleted with
+    them.
+    """
+
+    def __init__(self, step: Step, measured: bool = False, plain_calls: int = 0) -> None:
+        """measured lets cuDNN time its convolutions before the capture, which keeps the fastest ones.
+
+        The first plain_calls of each shape run without a graph.
+        """
+        self._step, self._measured, self._plain_calls = step, measured, plain_calls
+        self._calls: Counter[Any] = Counter()  # of shapes that have no graph yet
+        # By the first weight of a network.
+        self._graphs: MutableMapping[Tensor, OrderedDict[Any, Captured]] = WeakTensorKeyDictionary()
+        self._lock = threading.Lock()  # two threads must not fill the same buffers
+        self._streams: dict[torch.device, Any] = {}  # of all captures: only those on one stream can share memory
+        self._copied: dict[torch.device, Any] = {}  # the event when the last result was copied
+
+    def of(self, step: Step) -> "Graphs":
+        """Return the same for another step: what both capture shares memory, and waits for one another."""
+        graphs = copy.copy(self)
+        graphs._step = step
+        return graphs
+
+    def clear(self) -> None:
+        """Delete all graphs, those of other steps that share the memory too."""
+        with self._lock:
+            self._graphs.clear()
+
+    def __call__(self, model: Any, *args: Any) -> Any:
+        """Replay the graph for these arguments, which is captured if there is none, or run the step without one."""
+        tensors = list(tensors_of(args))
+        device = tensors[0].device
+        # A function may read tensors that are not among the arguments.
+        code = code_of(model) if isinstance(model, nn.Module) else None
+        if code is None or is_stateful(args) or (device.type == "cuda" and torch.is_autocast_enabled("cuda")):
+            return self._step(model, *args)
+        functions, weights = code
+        # A graph is fixed to the address of the weights, and to which arguments are None.
+        kinds = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves_of(args))
+        key = self._step, device, weights[0].data_ptr(), kinds, functions, tuple(map(id, weights))
+        with self._lock, torch.cuda.device_of(tensors[0]):  # type: ignore[no-untyped-call]  # streams are its own
+            graphs = self._graphs.setdefault(weights[0], OrderedDict())
+            if key not in graphs or graphs[key].is_stale:
+                self._calls[hash(key)] += 1
+                if self._calls[hash(key)] <= self._plain_calls:
+                    return self._step(model, *args)
+                for stale in [stale for stale, captured in graphs.items() if captured.is_stale]:
+                    del graphs[stale]
+                graphs[key] = self._capture(model, args)
+                graphs[key].goes_with(weights)
+                if len(graphs) > MOST_GRAPHS:
+                    graphs.popitem(last=False)
+            graphs.move_to_end(key)
+            if device not in self._copied:
+                self._copied[device] = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            torch.cuda.current_stream().wait_event(self._copied[device])  # of a thread with a stream of its own
+            out = graphs[key].run(tensors)
+            self._copied[device].record()
+            return out
+
+    @as_under_way("capturing")
+    def _capture(self, model: nn.Module, args: tuple[Any, ...]) -> "Captured":
+        """Capture the step, one at a time in the process; again if that fails, since other threads may disturb it."""
+        self._step(model, *args)  # compiles, and autotunes
+        outside = torch.cuda.current_stream()
+
+        def capture() -> Captured:
+            if not self._measured:
+                return self._captured(model, args, outside)
+            # In a new thread: cuDNN keeps its choices by threads, and what it has chosen it does not measure.
+            with measured_convolutions(), ThreadPoolExecutor(1, "capture") as thread:
+                return thread.submit(self._captured, model, args, outside).result()
+
+        with CAPTURES:
+            try:
+                return capture()
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:
+                log.info("capturing a CUDA graph failed (%s): trying again", str(error).partition("\n")[0])
+                return capture()
+
+    @torch.no_grad()
+    def _captured(self, model: nn.Module, args: tuple[Any, ...], outside: Any) -> "Captured":
+        """Capture the step in buffers of its own, on the device's stream, which waits for the one outside and back."""
+        with torch.inference_mode(False):  # inference tensors cannot be written outside inference mode
+            static = mapped(args, lambda x: x.clone())
+        tensor = next(tensors_of(static))
+        device = tensor.device
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream, graph = self._streams[device], torch.cuda.CUDAGraph()
+        # One graph runs at a time, and its result is copied at once, so all graphs of a device can share their memory.
+        others = (other for graphs in self._graphs.values() for other in graphs.values())
+        pool = next((other.graph.pool() for other in others if next(tensors_of(other.out)).device == device), None)
+        stream.wait_stream(outside)
+        # Around the capture too, which does not restore the stream if it fails.
+        with torch.cuda.device_of(tensor), torch.cuda.stream(stream):  # type: ignore[no-untyped-call]
+            self._step(model, *static)  # what libraries do once for a thread or a stream must not be captured
+            # thread_local: other threads may allocate memory meanwhile.
+            with (
+                _own_workspace(),
+                torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
+            ):
+                out = self._step(model, *static)
+        outside.wait_stream(stream)
+        return Captured(graph, static, out)
+
+
+@contextlib.contextmanager
+def _own_workspace() -> Iterator[None]:
+    """Let cuBLAS allocate its workspace inside the captured graph's memory, and a new one after it.
+
+    Otherwise the graph uses the process's, which torch frees when other code captures graphs ("reduce-overhead").
+    """
+    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)  # as torch's own graph trees do
+    clear()
+    try:
+        yield
+    finally:
+        clear()
+
+
+class Captured:
+    """A CUDA graph with its input buffers and its output."""
+
+    def __init__(self, graph: Any, static: tuple[Any, ...], out: Any) -> None:
+        self.graph, self.out = graph, out
+        self._buffers = list(tensors_of(static))
+        # The tensor, and its version, that each buffer holds a copy of.
+        self._held: list[tuple[Any, int]] = [(lambda: None, 0)] * len(self._buffers)
+        self.is_stale = False  # one of the weights is gone
+
+    def goes_with(self, weights: Sequence[Tensor]) -> None:
+        """Become stale when one of the weights is deleted, whose id another one may have then."""
+
+        def forget(_: object) -> None:
+            self.is_stale = True
+
+        self._weights = [weakref.ref(weight, forget) for weight in weights]
+
+    def run(self, values: list[Tensor]) -> Any:
+        """Replay for these values; tensors that have not changed since the last call are not copied again."""
+        for i, (buffer, value) in enumerate(zip(self._buffers, values, strict=True)):
+            last, version = self._held[i]
+            if value.is_inference():  # such tensors have no version
+                buffer.copy_(value)
+            elif last() is not value or version != value._version:
+                buffer.copy_(value)
+                self._held[i] = TensorWeakRef(value), value._version
+        self.graph.replay()
+        return mapped(self.out, lambda x: x.clone())  # the next replay overwrites it
+
+
+# ---- what a graph may repeat ----------------------------------------------------------------------------------------
+
+
+def code_of(network: nn.Module) -> tuple[tuple[object, ...], list[Tensor]] | None:
+    """Return what a network runs beside its classes' code, the kernels and attention functions of its modules, and its
+    weights.
+
+    None if it does anything that a graph would not repeat: hooks, forwards or attention of somebody else's, and weights
+    in blocks, to which LoRAs are added in Python.
+    """
+    code: list[object] = [type(network)]
+    weights: list[Tensor] = []
+    modules: list[Any] = [network]
+    for place, module in enumerate(modules):
+        attributes = vars(module)
+        weights += [weight for weight in attributes["_parameters"].values() if weight is not None]
+        if attributes["_forward_hooks"] or attributes["_forward_pre_hooks"]:
+            return None
+        if type(module) is BlockLinear and not module.compiled:
+            return None
+        function, forward = attributes.get("attention"), attributes.get("forward")
+        if function is not None and not attention.is_stateless(function):
+            return None
+        if forward is not None and not is_as_written(module):
+            return None
+        if function is not None or forward is not None:
+            code.append((place, type(module), function, patch_of(module)))
+        modules += [part for part in attributes["_modules"].values() if part is not None]
+    return tuple(code), weights
+
+
+def is_stateful(args: Any) -> bool:
+    """Whether a function among the arguments of a step may depend on more than its own: Python calls it every time."""
+    return any(callable(leaf) and leaf not in STATELESS for leaf in leaves_of(args) if not isinstance(leaf, Tensor))
+
+
+# ---- nested tuples and mappings of tensors and other values, as the arguments of a step are -------------------------
+
+
+def leaves_of(value: Any) -> Iterator[Any]:
+    """Yield all that is in a nested value, in order, with the lengths of the tuples and the names."""
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            yield name
+            yield from leaves_of(item)
+    elif isinstance(value, tuple):
+        yield len(value)
+        for item in value:
+            yield from leaves_of(item)
+    else:
+        yield value
+
+
+def tensors_of(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in a nested value, in order."""
+    return (leaf for leaf in leaves_of(value) if isinstance(leaf, Tensor))
+
+
+def mapped(value: Any, function: Callable[[Tensor], Any]) -> Any:
+    """Return a nested value with what a function makes of every tensor."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, Mapping):
+        return {name: mapped(item, function) for name, item in value.items()}
+    if isinstance(value, tuple):
+        items = [mapped(item, function) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    return value
