@@ -27,11 +27,17 @@ OURS = " (ldm_lite)"  # marks a name in PNG text that A1111 would take for anoth
 @overload
 def register(
     function: AnySampler, *, label: str | None = None, aliases: Iterable[str] = (), replace: bool = False
-) -> AnySampler: ...
+) -> AnySampler:
+    """Add a sampler, and return it: `@register` above its function, or a call with it."""
+
+
 @overload
 def register(
     *, label: str | None = None, aliases: Iterable[str] = (), replace: bool = False
-) -> Callable[[AnySampler], AnySampler]: ...
+) -> Callable[[AnySampler], AnySampler]:
+    """Return a decorator that adds a sampler: `@register(label="Midpoint")` above its function."""
+
+
 def register(
     function: Sampler | None = None, *, label: str | None = None, aliases: Iterable[str] = (), replace: bool = False
 ) -> Callable[..., object]:
