@@ -34,7 +34,7 @@ from ldm_lite.core.tasks import from_noise, seeded_noise
 from ldm_lite.diffusion.guidance import as_conditioning, cfg_plus_plus
 from ldm_lite.diffusion.names import make_plan, resolve, written
 from ldm_lite.diffusion.plan import Plan
-from ldm_lite.image import to_array
+from ldm_lite.image import to_array, to_pil
 from ldm_lite.tasks.features import Feature, changed, check_features
 from ldm_lite.tasks.texts import PromptEncoder
 from ldm_lite.text.parameters import parameters
@@ -344,7 +344,7 @@ class Result:
     @property
     def image(self) -> Image.Image:
         """The image as PIL, RGB, with .info["parameters"]."""
-        image = Image.fromarray(self.array)
+        image = Image.fromarray(self.array) if self.truncated else to_pil(self.pixels)
         image.info["parameters"] = self.parameters
         return image
 
