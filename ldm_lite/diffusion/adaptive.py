@@ -3,18 +3,22 @@
 Its rows depend on the network's outputs, so it is no table: generate.stream runs a short plan for every step it tries.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
+from ldm_lite.core.denoise import Branch, Call, Draw, Inputs, InputSource, State, run_plan
 from ldm_lite.core.plan import NOISE, Plan, Rows
 from ldm_lite.core.schedule import Level, Schedule, Spacing, ancestral
 from ldm_lite.diffusion.dpmpp import dpm_fast, solver_rows, solver_span
+from ldm_lite.diffusion.guidance import IdentityKey
 from ldm_lite.diffusion.names import register
 
 RELATIVE, ABSOLUTE, FIRST, ACCEPTED = 0.05, 0.0078, 0.05, 0.81  # tolerances; first step; k-diffusion's defaults
@@ -75,61 +79,48 @@ class AdaptivePlan(Plan):
     adaptive: Adaptive
 
 
-def each_image(noised: "Tensor", source: Any, plan: AdaptivePlan, draw: "Callable[[], Tensor]") -> Iterator[Any]:
+def each_image(noised: Tensor, source: InputSource, plan: AdaptivePlan, draw: Draw) -> Iterator[State]:
     """Run each image (B,C,h,w) in steps of its own, one after the other, so that none depends on its batch.
 
-    source is the core's InputSource of all images.  Yields the states of core.denoise.run_plan, of all images, with the
-    fraction of the range covered as steps.
+    Yields the states of core.denoise.run_plan, of all images, with the fraction of the range covered as steps.
     """
-    from ldm_lite.core.denoise import Branch, Call, Inputs, run_plan
-
-    drawn: list[Any] = []
-    latents, count, rows = noised, len(noised), plan.num_steps
-    clean = latents * 0
-
-    def nth(index: int, k: int) -> Any:
-        while len(drawn) <= index:  # every image takes its own share of the same draws
-            drawn.append(draw())
-        return drawn[index][k : k + 1].to(latents.device, latents.dtype)
-
+    latents, clean, count, rows = noised, torch.zeros_like(noised), len(noised), plan.num_steps
+    drawn: list[Tensor] = []  # of which every image takes its own share
     for k in range(count):
-        states: list[Any] = []
-        tries, cut = itertools.count(), dict[int, tuple[Any, tuple[Branch, ...]]]()
-
-        def alone(inputs: Inputs, k: int = k, cut: dict[int, tuple[Any, tuple[Branch, ...]]] = cut) -> Inputs:
-            """The inputs of image k."""
-            branches = inputs.branches
-            if id(branches) not in cut:
-                parts = tuple(
-                    branch._replace(conditioning={name: x[k : k + 1] for name, x in branch.conditioning.items()})
-                    for branch in branches
-                )
-                cut[id(branches)] = branches, parts
-            return inputs._replace(branches=cut[id(branches)][1])
-
-        def run(
-            part: Plan,
-            x: Any,
-            done: float,
-            states: list[Any] = states,
-            tries: Iterator[int] = tries,
-            alone: Any = alone,
-        ) -> list[Any]:
-            attempt, step = next(tries), min(rows - 1, int(done * rows))
-
-            def inputs_of(call: Call) -> Inputs:
-                return alone(source(Call(attempt * len(part.t) + call.number, step, rows)))
-
-            states[:] = run_plan(x, part, inputs_of, lambda: x)
-            return [states[0].h, states[1].h, states[2].latents]
-
-        noises = (nth(i, k) for i in itertools.count())
-        for x, done in plan.adaptive.solve(latents[k : k + 1], run, noises.__next__):
+        for x, x0, done in _one_image(latents[k : k + 1], k, source, plan, draw, drawn):
             latents, clean = latents.clone(), clean.clone()
-            latents[k : k + 1], clean[k : k + 1] = x, states[0].x0
+            latents[k : k + 1], clean[k : k + 1] = x, x0
             step = max(1, math.ceil((k + done) / count * rows - 1e-9))
-            known = {"step": step, "num_steps": rows, "latents": latents, "before": latents}
-            yield replace(states[2], **known, h=clean, x0_of_h=(0.0, 1.0))
+            yield State(step, rows, latents, latents, clean, (0.0, 1.0), lambda x0: x0)
+
+
+def _one_image(
+    x: Tensor, k: int, source: InputSource, plan: AdaptivePlan, draw: Draw, drawn: list[Tensor]
+) -> Iterator[tuple[Tensor, Tensor, float]]:
+    """Yield the latents (1,C,h,w) of image k after each of its steps, x0 before it, and the share of the way done."""
+    states, calls, rows = list[State](), itertools.count(), plan.num_steps  # calls of all tries
+
+    @functools.cache
+    def branches_of(branches: IdentityKey) -> tuple[Branch, ...]:
+        parts = [{name: part[k : k + 1] for name, part in branch.conditioning.items()} for branch in branches.value]
+        return tuple(branch._replace(conditioning=part) for branch, part in zip(branches.value, parts, strict=True))
+
+    def run(part: Plan, x: Tensor, done: float) -> list[Tensor]:
+        def inputs_of(call: Call) -> Inputs:
+            inputs = source(Call(next(calls), min(rows - 1, int(done * rows)), rows))
+            return inputs._replace(branches=branches_of(IdentityKey(inputs.branches)))
+
+        states[:] = run_plan(x, part, inputs_of, lambda: x)
+        return [states[0].h, states[1].h, states[2].latents]
+
+    def noise() -> Iterator[Tensor]:
+        for number in itertools.count():
+            if number == len(drawn):
+                drawn.append(draw())
+            yield drawn[number][k : k + 1].to(x.device, x.dtype)
+
+    for end, done in plan.adaptive.solve(x, run, noise().__next__):
+        yield end, states[0].x0, done
 
 
 @register(label="DPM adaptive", aliases=("dpm_ad",))
