@@ -119,7 +119,7 @@ class CompiledStep:
         except Exception as error:  # compilers raise anything
             if isinstance(error, torch.OutOfMemoryError) and self.tier != "graph":  # which takes memory of its own
                 raise
-            return self._after(error, model, *args)
+            return self._plain_after(error, model, *args)
 
     def _prepared(self, model: Any, *args: Any) -> Step:
         """Return the compiled step.  One thread compiles, the others wait."""
@@ -177,7 +177,7 @@ class CompiledStep:
                 self._graphs.clear()
                 self._joined.pop(model, None)
 
-    def _after(self, error: Exception, model: Any, *args: Any) -> Any:
+    def _plain_after(self, error: Exception, model: Any, *args: Any) -> Any:
         """Run a plain step after an error, and no others from now on.
 
         If that fails too, the call was the cause: it is raised, and what is compiled stays for others.

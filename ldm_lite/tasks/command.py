@@ -171,7 +171,6 @@ def _plot(
         images = []
         for options in jobs:
             result = next(iter(results(prepare(model, options), on_step)))
-            result.image.info["parameters"] = result.parameters
             images.append(result.image)
             if not saver.options.skip_save:
                 print(saver.sample(result.image, result.parameters), flush=True)
