@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from PIL import Image
+from random_checkpoint import SMALL, write
 from runs import SAMPLERS, run_latents
 from torch import Tensor, nn
 
@@ -190,6 +191,15 @@ def test_inputs_that_the_network_does_not_have(bundled: Pipeline) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             bundled.denoise(torch.zeros(1, *SHAPE), conditioning, None, plan)
+
+
+def test_a_text_encoder_of_another_width_is_an_error(tmp_path: Path, small_path: Path) -> None:
+    [text] = SMALL.text_encoders
+    narrow = tmp_path / "narrow.safetensors"
+    write(narrow, replace(SMALL, text_encoders=(replace(text, width=32, mlp_width=128),)))
+    pipe = ldm_lite.load(small_path, text_encoder=str(narrow), device="cpu")
+    with pytest.raises(ValueError, match=r"context: got one of shape \(1, 77, 32\), wanted \(1, T, 64\)"):
+        pipe.txt2img("rocket", steps=1)
 
 
 def test_a_stochastic_sampler_needs_noise(bundled: Pipeline) -> None:
