@@ -10,16 +10,19 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from ldm_lite.checkpoint.model import Model
 from ldm_lite.cli.task_options import Img2imgOptions, InpaintOptions, ShortcutsOptions, Txt2imgOptions
 from ldm_lite.core.denoise import Draw
 from ldm_lite.core.job import Item
+from ldm_lite.core.samplers import dpmpp_2m
 from ldm_lite.core.schedule import Level, Schedule
 from ldm_lite.diffusion.names import resolve
 from ldm_lite.diffusion.noise import SharedNoise, first_then
-from ldm_lite.diffusion.original import as_original, original_levels
+from ldm_lite.diffusion.plan import Plan
+from ldm_lite.diffusion.spacings import original
 from ldm_lite.models.open_clip import OPEN_CLIP_H
 from ldm_lite.tasks.features import Feature
 from ldm_lite.tasks.image_inputs import FromImage
@@ -65,7 +68,7 @@ class Compat(Feature):
         return options
 
     def change_options(self, model: Model, options: Any) -> tuple[Model, Any]:
-        """Set the defaults of the original script."""
+        """Set the defaults and the steps of the original script."""
         if model.schedule.is_flow:
             title = model.family.title
             raise ValueError(f"`compat` is for scripts of Stable Diffusion 1 and 2, not {title}: leave it out")
@@ -84,16 +87,13 @@ class Compat(Feature):
         options = dataclasses.replace(options, **unset)
         self.key = resolve(options.sampler)[0]
 
-        def original(schedule: Schedule, steps: int) -> list[Level]:  # its name is written into pictures
-            return original_levels(self.key, schedule, steps)
-
-        return model, dataclasses.replace(options, spacing=original)
+        return model, dataclasses.replace(options, spacing=dpm_solver if self.key == "dpmpp_2m" else original)
 
     def change_job(self, job: Job) -> Job:
         """Draw all noise from one generator; an image's latents are sampled once for all batches."""
         plan = job.plan
         if plan is not None and job.options.plan is None:
-            plan = as_original(self.key, plan, job.model.schedule)
+            plan = as_original(plan, self.key, job.model.schedule)
         seed, size, device = job.options.seed, job.options.images_at_a_time, job.model.device
         assert isinstance(seed, int)
         if self.generator is None:
@@ -120,3 +120,32 @@ class Compat(Feature):
         }
         slots: dict[str, Any] = {"begin": begin, "noise_source": noise_source, "settings": settings}
         return dataclasses.replace(job, plan=plan, truncated=True, **slots)
+
+
+def dpm_solver(schedule: Schedule, steps: int) -> list[Level]:
+    """The spacing of the original's DPM-Solver++ (2M), time_uniform, from unit noise to timestep 0.
+
+    CompVis ldm/models/diffusion/dpm_solver: log a is linear between timesteps.  Raises ValueError where that fails.
+    """
+    num = len(schedule.alpha_bar)
+    if not 2 <= steps <= num:
+        raise ValueError(f"got {steps} steps, wanted 2 to {num}: the original's DPM-Solver has no fewer")
+    if schedule.alpha_bar[-1] == 0:
+        raise ValueError("the original's DPM-Solver is undefined at zero terminal SNR: take ddim")
+    timesteps = np.linspace(num - 1, 0, steps + 1)
+    alpha_bar = np.exp(np.interp(timesteps, np.arange(num), np.log(schedule.alpha_bar)))
+    return [Level(t, a, s) for t, a, s in zip(timesteps, np.sqrt(alpha_bar), np.sqrt(1 - alpha_bar), strict=True)]
+
+
+dpm_solver.__name__ = original.__name__  # which pictures have as their spacing
+
+
+def as_original(plan: Plan, key: str, schedule: Schedule) -> Plan:
+    """Return the plan of a sampler of SAMPLERS, with its spacing here, as the original runs it."""
+    if key != "dpmpp_2m":  # noise is drawn at every call, if only to multiply it by zero
+        return dataclasses.replace(plan, adds_noise=plan.adds_noise | True)
+    mix = plan.mix.copy()
+    if plan.num_steps < 15:  # the last step is of first order
+        levels = dpm_solver(schedule, plan.num_steps)
+        mix[-1] = dpmpp_2m(schedule, 1, lambda *_: levels[-2:]).mix[0]
+    return dataclasses.replace(plan, mix=mix, initial=1.0)
