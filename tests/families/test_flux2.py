@@ -127,6 +127,29 @@ def test_references_on_the_command_line(files: dict[str, Any], tmp_path: Path) -
         assert not np.array_equal(pixels(pipe.txt2img("a cat", reference=reference, **size)), pixels(same))
 
 
+def test_images_of_a_folder_of_references_are_made_again_if_one_of_them_changes(
+    files: dict[str, Any], tmp_path: Path
+) -> None:
+    folder, out = tmp_path / "references", tmp_path / "out"
+    folder.mkdir()
+    for i, picture in enumerate(toy_flux2.pictures()):
+        picture.save(folder / f"{i}.png")
+    flags = ["--ckpt", str(files["ckpt"]), "--text-encoder", files["text_encoder"], "--vae", files["vae"]]
+    flags += ["--device", "cpu", "--steps", "1", "--height", "32", "--width", "32", "--out", str(out)]
+
+    def count() -> int:
+        assert txt2img.main(["a cat", "--reference", str(folder), "--skip-existing", *flags]) == 0
+        return len(list((out / "samples").glob("*.png")))
+
+    assert [count(), count()] == [1, 1]
+    (folder / "0.png").rename(folder / "0 with another name.png")
+    assert count() == 1, "names do not matter"
+    toy_flux2.pictures()[0].transpose(Image.Transpose.FLIP_LEFT_RIGHT).save(folder / "1.png")
+    assert count() == 2
+    (folder / "1.png").unlink()
+    assert count() == 3
+
+
 def test_references_are_reduced_and_cut() -> None:
     assert fitted(Image.new("RGB", (90, 47)), 16).size == (80, 32)
     large = fitted(Image.new("RGB", (3000, 1500)), 16)

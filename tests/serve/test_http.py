@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import toy_flux2
 from PIL import Image
-from serving import Running, b64, engine_of, library_of, opened, submit
+from serving import Running, b64, engine_of, finished, library_of, opened, submit
 from waiting import wait_for
 
 import ldm_lite
@@ -311,6 +311,19 @@ def test_references_are_work(editor: Running) -> None:
             for pictures in ((), toy_flux2.pictures())
         )
         assert more - plain == pytest.approx(2 * 2 * steps * 1024**2 / 1e6)  # branches, references and steps
+
+
+def test_requests_with_other_references_at_the_same_time(editor: Running) -> None:
+    """Each has the image that it has alone."""
+    first, second = toy_flux2.pictures()
+    asked: dict[str, Any] = {"steps": 2, "width": 32, "height": 32, "seed": 1}
+    all_references = [(first,), (second,), (first, second), ()]
+    tickets = [
+        submit(editor.engine, "txt2img", {"prompt": "x", **asked, "reference": pictures}) for pictures in all_references
+    ]
+    for pictures, result in zip(all_references, finished(*tickets), strict=True):
+        [wanted] = editor.engine.library.model.txt2img("x", reference=pictures, **asked)
+        assert np.abs(np.asarray(result.image, dtype=int) - np.asarray(wanted, dtype=int)).max() <= 1
 
 
 def test_an_edit_by_a_model_that_was_never_loaded(small_path: Path, tmp_path: Path) -> None:
