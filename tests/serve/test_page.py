@@ -1,5 +1,6 @@
 """The page in a real browser: Debian's Chromium without a window, driven by playwright."""
 
+import base64
 import io
 import re
 import socket
@@ -423,6 +424,27 @@ def test_loras_and_a_controlnet_with_what_it_sees(visit: Open, tmp_path: Path) -
     page.fill("#f-canny_low", "many")
     page.locator("#f-canny_low").blur()
     page.wait_for_selector("#e-control:has-text('canny:LOW:HIGH')")
+
+
+def test_references(visit: Open, tmp_path: Path) -> None:
+    """They are sent in their order, and the model of this server reads none."""
+    page = visit()
+    page.click("#references > summary")
+    paths = [tmp_path / name for name in ("red.png", "blue.png")]
+    for number, path in zip((3, 1), paths, strict=True):
+        Image.new("RGB", (64, 64), path.stem).save(path)
+        page.set_input_files(f"#f-reference_{number}", path)
+    page.wait_for_selector("#references summary[data-count='2']")
+    page.fill("#f-prompt", "a cat")
+    with page.expect_request("**/api/images") as asked:
+        assert "reads no reference images" in make(page)
+    assert page.text_content("#e-reference") != ""
+    texts = asked.value.post_data_json["reference"]
+    pictures = [Image.open(io.BytesIO(base64.b64decode(text.partition(",")[2]))) for text in texts]
+    assert [image.getpixel((0, 0)) for image in pictures] == [(0, 0, 255), (255, 0, 0)]
+    for number in (1, 3):
+        page.click(f"[data-name=reference_{number}] button:has-text('Remove')")
+    assert "reference" not in make(page)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

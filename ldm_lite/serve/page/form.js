@@ -10,7 +10,8 @@ const OTHER = "\u2026"; // the choice that makes a list a field for text
 const MOST_PROMPTS = 50;
 
 const byName = new Map(); // the server's description of each field
-export let source, hint; // the pictures of a request
+const MOST_REFERENCES = 3;
+export let source, hint, references = []; // the pictures of a request
 let about, loras = []; // what the server offers; the LoRAs that are chosen
 
 const input = (name) => $(`#f-${CSS.escape(name)}`);
@@ -46,6 +47,7 @@ export function make(description) {
   source = new Painted($("#source"), "init_img", "Choose a picture to start from, drop or paste it", changed);
   makeLoras();
   makeControl();
+  makeReferences();
   makeAxes();
   Object.entries(kept.values).forEach(([name, value]) => set(name, value));
   loras = kept.loras.filter(({ name }) => about.loras.includes(name));
@@ -187,6 +189,14 @@ async function preview() {
   } catch (error) { fail("control", error.message); }
 }
 
+function makeReferences() {
+  const place = $("#references .stack");
+  for (let number = 1; number <= MOST_REFERENCES; number++) {
+    references.push(new Picture(place, `reference_${number}`, `Choose picture ${number}, drop or paste it`, changed));
+  }
+  place.append(wrong("reference"));
+}
+
 function makeAxes() {
   for (const letter of ["x", "y"]) {
     const values = el("input", { type: "text", placeholder: "5, 10, 20 or 1-5 or 0-1 [5]", autocomplete: "off" });
@@ -262,6 +272,8 @@ export async function request() {
     const [weight, start, end] = ["weight", "start", "end"].map((part) => value(`control_${part}`));
     body.control = { name: value("control"), image: await hint.sent(), weight, start, end, preprocess: preprocess() };
   }
+  const chosen = (await Promise.all(references.map((picture) => picture.sent()))).filter(Boolean);
+  if (chosen.length && name !== "upscale") body.reference = chosen;
   for (const letter of ["x", "y"]) {
     if (value(letter)) body[letter] = { option: value(letter), values: value(`${letter}_values`) };
   }
@@ -273,7 +285,7 @@ function changed() {
   clearTimeout(timer);
   timer = setTimeout(keep, 200);
   for (const part of $$("#form > details:not(#history)")) {
-    const changes = $$(".field:not([hidden])", part).filter(isChanged).length + $$(".lora", part).length;
+    const changes = $$(".field:not([hidden])", part).filter(isChanged).length + $$(".lora, [data-name^=reference].full", part).length;
     $("summary", part).dataset.count = changes || "";
   }
 }

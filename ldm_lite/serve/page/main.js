@@ -127,7 +127,7 @@ async function start() {
   form.make(await response.json());
   listen((event) => {
     const name = event.target.closest?.(".drop")?.dataset.name;
-    if (name) return name === "image" ? form.hint : form.source;
+    if (name) return [form.hint, ...form.references].find((picture) => picture.name === name) ?? form.source;
     return event.type === "paste" && form.task() !== "txt2img" ? form.source : null;
   }, settings);
   $("#form").addEventListener("submit", (event) => { event.preventDefault(); run(); });
