@@ -223,7 +223,7 @@ def test_a_whole_file_is_its_family(name: str, order: int, caplog: pytest.LogCap
     components = placed(split(checkpoint), {}, {})
     sgm = any(key.startswith(SGM) for key in checkpoint.shapes)
     family = detect_family({role: component.shapes for role, component in components.items()}, {}, sgm)
-    assert family == FAMILIES[name]
+    assert repr(family) == repr(FAMILIES[name])  # a scale factor that is in the file alone is NaN
     check_complete(components, family.networks)
     assert set(components) == set(family.networks)
     assert "ignored" not in caplog.text
