@@ -148,10 +148,11 @@ _LOCK = threading.Lock()  # held while a weight is laid out
 
 @kernel
 def _conv3x3(conv: nn.Conv2d, x: Tensor) -> Tensor:
-    weight, about = conv.weight, vars(conv)
+    weight = conv.weight
     other = x.dtype != torch.float32 or x.device.type != "cpu" or torch.is_autocast_enabled("cpu")
     if other or torch.compiler.is_compiling():
         return conv._conv_forward(x, weight, conv.bias)
+    about = vars(conv)  # not while compiling: torch 2.6 cannot
     if about.get("may_move", False):
         with _LOCK:
             # Lay the weight out if it is frozen.  At the first call, before any thread reads it, and whatever the map's
