@@ -178,10 +178,16 @@ def normalised(norm: Any, x: Tensor, device: torch.device) -> Callable[[slice], 
         return lambda rows: norm(x[:, :, rows].to(device))
     (batch, channels, height, width), groups = x.shape, norm.num_groups
     lines, shares, of_strips = max(1, NORM_STRIP // width), [], []
+    # The kernel of a CPU reads either layout, those of other devices refuse channels last.
+    layout = torch.channels_last if device.type == "cpu" else torch.contiguous_format
     for start in range(0, height, lines):
-        part = channels_last(x[:, :, start : start + lines].to(device).float())
+        part = x[:, :, start : start + lines].to(device).float().contiguous(memory_format=layout)
         size = batch, channels, part[0, 0].numel()
-        of_strips.append(torch.native_group_norm(part, None, None, *size, groups, 0.0)[1:])  # mean, 1/deviation
+        # A CPU's variance is the difference of two sums, and inexact where the mean is larger than the deviation.  So
+        # what the kernel has normalised is measured once more.
+        out, mean, rate = torch.native_group_norm(part, None, None, *size, groups, norm.eps)  # rate: 1/deviation
+        _, left, factor = torch.native_group_norm(out, None, None, *size, groups, 0.0)
+        of_strips.append((mean + left / rate, rate * factor))
         shares.append(part.shape[2] / height)
     share = torch.tensor(shares, device=device).view(-1, 1, 1)
     means, rates = (torch.stack(values) for values in zip(*of_strips, strict=True))  # (S, B, G)

@@ -9,6 +9,7 @@ import torch
 import toy
 from random_checkpoint import SMALL
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ldm_lite.cli.options import RuntimeOptions
 from ldm_lite.core.vae import Decoder, VAESpec
@@ -45,6 +46,23 @@ def test_it_is_the_whole_image(spec: VAESpec, rest: str | None) -> None:
     assert is_tiled(strips)
     assert not is_tiled(vae)
     assert torch.equal(vae.decode(z), pixels), "the network itself is as it was"
+
+
+class AsOnGPUs(TorchDispatchMode):
+    """Group norms refuse maps that are not contiguous, as torch's do on all devices but CPUs."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.native_group_norm.default:
+            assert args[0].is_contiguous()
+        return func(*args, **(kwargs or {}))
+
+
+def test_other_devices_take_statistics_too() -> None:
+    vae = toy.network(SMALL.vae).to("meta")
+    x, z = torch.empty(2, 3, 64, 80, device="meta"), torch.empty(2, 4, 8, 10, device="meta")
+    with AsOnGPUs():
+        pixels, (mean, _) = tiled(vae, "meta").decode(z), tiled(vae).encode(x)
+    assert (pixels.shape, mean.shape) == (x.shape, z.shape)
 
 
 def test_half_precision_is_as_exact_as_the_whole() -> None:

@@ -36,6 +36,12 @@ def test_is_exact_where_the_plain_kernel_is_not(shape: tuple[int, int, int]) -> 
     assert error(found, norm(), x) < 5e-7
 
 
+def test_is_exact_where_the_mean_is_large() -> None:
+    """As in the decoders of autoencoders, where it is up to five times the deviation."""
+    x, plain = large(1, 264, 272) + 20, norm()
+    assert error(tiling.normalised(plain, x, x.device)(slice(None)), norm(), x) < 2e-6
+
+
 def test_is_taken_for_large_maps(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[object] = []
     monkeypatch.setattr(tiling, "normalised", lambda norm, x, device: calls.append(x.shape) or (lambda rows: x))
