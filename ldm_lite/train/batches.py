@@ -91,7 +91,7 @@ class Draws:
 
     def _bits(self, count: int, device: torch.device | str) -> Tensor:
         """Return the next random integers (B,count) int64 of each example."""
-        counters = torch.arange(self._drawn, self._drawn + count, device=device)
+        counters = torch.arange(self._drawn, self._drawn + count, device=device) + 1  # the hash of 0 is 0
         self._drawn += count
         return _hashed(self._keys.to(device)[:, None] + GOLDEN_RATIO * counters)
 
