@@ -40,7 +40,7 @@ def uninterrupted() -> Iterator[None]:
     with noted() as received:
         yield
     if received:
-        raise Stopped(received[0])
+        signal.raise_signal(received[0])  # what is around the block may only note it
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from PIL import Image
 from ldm_lite.cli import console
 from ldm_lite.cli.options import SaveOptions
 from ldm_lite.cli.output import Saver
-from ldm_lite.cli.signals import uninterrupted
+from ldm_lite.cli.signals import noted, uninterrupted
 
 PICTURE = Image.new("RGB", (4, 4))
 
@@ -128,6 +128,13 @@ def test_a_signal_that_waited_for_a_file_has_its_status(capsys: pytest.CaptureFi
 
     assert console.run(body) == 143
     assert capsys.readouterr().err == "interrupted: finished images are saved\n"
+
+
+def test_what_only_notes_signals_does_so_around_a_file_too() -> None:
+    """As training does, to save its state first."""
+    with noted() as received, uninterrupted():
+        os.kill(os.getpid(), signal.SIGINT)
+    assert received == [signal.SIGINT]
 
 
 def test_a_signal_that_is_ignored_stays_so(capsys: pytest.CaptureFixture[str]) -> None:
