@@ -142,8 +142,9 @@ def _remember(size: str, name: str, ways: Collection[str]) -> str:
     path = choices_file()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        is_cut = path.exists() and not path.read_bytes().endswith(b"\n")  # its last line, by a full disk or a crash
         with open(path, "a", encoding="utf-8") as file:  # the system appends lines of several processes whole
-            file.write(f"{machine()}\t{size}\t{name}\n")
+            file.write("\n" * is_cut + f"{machine()}\t{size}\t{name}\n")
     except OSError as error:
         log.warning("%s cannot be written (%s): every process times its kernels", path, error)
         return name

@@ -235,6 +235,8 @@ def test_a_broken_file_is_written_on(text: str, choices: Path, caplog: pytest.Lo
     choices.write_text(text, encoding="latin-1")
     assert _choose("slow") == "other"
     assert "a product, (3, 4)" in choices.read_text("latin-1")
+    timing._CHOICES.clear()
+    assert _choose("other", "slow") == "other", "the choice is kept"
 
 
 def test_an_unknown_name_in_the_file_is_timed_again(choices: Path) -> None:
