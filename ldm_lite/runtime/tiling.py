@@ -71,6 +71,10 @@ def _is_kl(vae: nn.Module) -> bool:
     return known and not is_seamless(vae)  # whose first strip would need rows of the last
 
 
+def _needs_gradients(network: nn.Module, x: Tensor) -> bool:
+    return torch.is_grad_enabled() and (x.requires_grad or any(value.requires_grad for value in network.parameters()))
+
+
 def _layers(levels: Iterable[Any]) -> Iterator[nn.Module]:
     """Yield the layers of levels in the order of Level.forward, one by one, so that no earlier map is kept alive."""
     for level in levels:
@@ -88,7 +92,7 @@ class Strips:
     def encode(self, encoder: Encoder, x: Tensor) -> Tensor:
         """Compute Encoder.forward."""
         device = x.device
-        if torch.is_grad_enabled() or x[:, 0].numel() * encoder.conv_in.out_channels <= STRIP:
+        if _needs_gradients(encoder, x) or x[:, 0].numel() * encoder.conv_in.out_channels <= STRIP:
             return Encoder.forward(encoder, x)
         x = channels_last(x)
         x = self.run(lambda rows: encoder.conv_in(x[:, :, rows]), x)
@@ -101,7 +105,7 @@ class Strips:
         """Compute Decoder.forward."""
         device = z.device
         last_map = z[:, 0].numel() * 4 ** (len(decoder.up) - 1) * decoder.conv_out.in_channels
-        if torch.is_grad_enabled() or last_map <= STRIP:
+        if _needs_gradients(decoder, z) or last_map <= STRIP:
             return Decoder.forward(decoder, z)
         x = decoder.mid(decoder.conv_in(channels_last(z)))
         for layer in _layers(reversed(decoder.up)):

@@ -120,6 +120,15 @@ def test_gradients_are_those_of_the_whole_image() -> None:
     assert toy.relative_error(gradients[1], gradients[0].double().numpy()) < 1e-5
 
 
+def test_gradients_that_nothing_needs_change_nothing() -> None:
+    """Outside of no_grad too an image is decoded in the memory of strips."""
+    vae, z = toy.network(SMALL.vae).requires_grad_(False), toy.normal(1, 1, 4, 8, 10)
+    strips = tiled(vae).decode(z)
+    assert not torch.equal(strips, vae.decode(z))
+    with torch.enable_grad():
+        assert torch.equal(tiled(vae).decode(z), strips)
+
+
 def test_it_is_how_large_images_are_decoded_on_a_cpu_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     """Except with a replaced or hooked part, which may rely on its calls."""
     vae, runs, cpu = toy.network(SMALL.vae), list[str](), torch.device("cpu")
