@@ -11,6 +11,7 @@ import logging
 import math
 import multiprocessing
 import signal
+import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -203,9 +204,7 @@ def batches(dataset: Dataset, seed: int, part: Slice, workers: int, prior: Datas
         prefetch_factor=8 if workers else None,
         worker_init_fn=ignore_signals,
     )
-    with uninterrupted():
-        read = iter(loader)
-    yield from map(_reraised, read)
+    yield from map(_reraised, _started(loader))
 
 
 def _read_batch(sources: Sequence[tuple[Dataset, Order | BucketOrder]], part: Slice, index: int) -> Batch:
@@ -233,9 +232,7 @@ def in_order(
         collate_fn=list,
         worker_init_fn=ignore_signals,
     )
-    with uninterrupted():  # what a signal raises while processes start would be ignored
-        read = iter(loader)
-    for numbers, examples in zip(parts, read, strict=True):
+    for numbers, examples in zip(parts, _started(loader), strict=True):
         whole = []
         for number, example in zip(numbers, examples, strict=True):
             if left_out is not None and isinstance(example, ValueError):
@@ -270,13 +267,23 @@ def _reraised(value: T | Exception) -> T:
     return value
 
 
+_WORKERS = weakref.WeakSet[multiprocessing.Process]()
+
+
+def _started(loader: torch_data.DataLoader[Any]) -> Iterator[Any]:
+    """Start the workers of a loader, and return what they read."""
+    with uninterrupted():  # what a signal raises while processes start would be ignored
+        read = iter(loader)
+        _WORKERS.update(getattr(read, "_workers", ()))
+    return read
+
+
 @atexit.register  # before multiprocessing ends them by SIGTERM, which they ignore, and waits for ever
 def _end_workers() -> None:
-    if hasattr(signal, "SIGCHLD"):
+    if hasattr(signal, "SIGCHLD") and _WORKERS:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler calls their end an error
-    for process in multiprocessing.active_children():
-        if process.daemon:
-            process.kill()
+    for process in _WORKERS:
+        process.kill()
 
 
 @contextlib.contextmanager

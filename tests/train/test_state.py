@@ -296,6 +296,31 @@ def test_a_signal_ends_the_encoding_of_images(tmp_path: Path, small_path: Path, 
     assert errors.splitlines()[-1].startswith("interrupted: ")
 
 
+DAEMON = """
+import multiprocessing, os, signal, sys, time
+from pathlib import Path
+import ldm_lite.train.batches
+
+def work(path, started):
+    def end(*signal):
+        path.write_text("put away")
+        os._exit(0)
+    signal.signal(signal.SIGTERM, end)
+    started.set()
+    time.sleep(60)
+
+context = multiprocessing.get_context("fork")
+started = context.Event()
+context.Process(target=work, args=(Path(sys.argv[1]), started), daemon=True).start()
+started.wait()
+"""
+
+
+def test_other_processes_of_a_program_end_by_sigterm(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-W", "ignore", "-c", DAEMON, tmp_path / "end"], check=True, timeout=60)
+    assert (tmp_path / "end").read_text() == "put away"
+
+
 @pytest.mark.slow
 def test_a_killed_worker_is_not_our_fault(tmp_path: Path, folder: Path, small_path: Path) -> None:
     process = start(tmp_path, folder, small_path, 2)
