@@ -56,6 +56,8 @@ def _efficient(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _cudnn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    if q.dtype not in (torch.float16, torch.bfloat16):  # torch would have it read these numbers as float16
+        raise NotImplementedError(f"cuDNN's attention is for fp16 and bf16, not for {short_name(q.dtype)}")
     return torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, _trains(q, k, v))[0]
 
 

@@ -191,6 +191,13 @@ def test_a_registered_function_is_used_by_its_name(unet: nn.Module, monkeypatch:
             attention.register(name, average)
 
 
+def test_cudnns_attention_refuses_float32() -> None:
+    """torch checks only for bfloat16, and has cuDNN read all other numbers as float16."""
+    q = torch.zeros(1, 1, 16, 64)
+    with pytest.raises(NotImplementedError, match="for fp16 and bf16, not for fp32"):
+        attention._cudnn(q, q, q)
+
+
 def test_two_networks_have_two_backends(unet: nn.Module) -> None:
     other = AutoencoderKL(SMALL.vae)
     use(unet, "vanilla")
