@@ -142,10 +142,11 @@ class Offloader:
         blocks = _blocks(network) if self.offload == "sequential" or storage else []
         ahead = self.device.type == "cuda" and self.offload == "sequential"
         stream: Any = torch.cuda.Stream(self.device) if ahead else None  # type: ignore[no-untyped-call]
-        order, moved = _Order(), list[Tensor]()
+        order, moved, groups = _Order(), list[Tensor](), list[_Group]()
         for block in blocks:
             tensors = [tensor for tensor in _tensors(block) if tensor not in self._groups]
             group = self._group(tensors, storage, stream)
+            groups.append(group)
             moved += [value for kept in group.kept.values() for value in kept[:2] if value is not None]
             hooks = _Hooks(group, order if self.offload == "sequential" else None)
             block.register_forward_pre_hook(hooks.before)
@@ -158,6 +159,7 @@ class Offloader:
                     self._release(mapped)
             return
         self._phases[role] = self._group(rest + (moved if self.offload == "model" else []), None, None)
+        self._phases[role].blocks = groups
 
     def _group(self, tensors: Iterable[Tensor], storage: str | None, stream: Any) -> "_Group":
         """Group tensors that move together, each in its stored form and the memory that holds it meanwhile."""
@@ -186,6 +188,7 @@ class _Group:
         self._lock, self._users = threading.Lock(), 0
         self._ready: tuple[list[Tensor], Any] | None = None  # prefetched values, and the event of their copy
         self._copied: Any = None  # the event of the copy of the values that are in use
+        self.blocks: list[_Group] = []  # what they prefetched is dropped when this group leaves: the end of a phase
         # The current tensors: quantised values may move too, in a group of their own.
         self._home = [home.values.data for home in kept.values()]
         self._leave()
@@ -209,6 +212,8 @@ class _Group:
             self._users -= 1
             if self._users == 0:
                 self._leave()
+                for block in self.blocks:
+                    block.drop()
 
     def __del__(self) -> None:
         # A network may be deleted, as ControlNets are after their job, with a prefetch under way.
@@ -220,6 +225,11 @@ class _Group:
         with self._lock:
             if self._users == 0 and self._ready is None and self.stream is not None:
                 self._ready = self._restore()
+
+    def drop(self) -> None:
+        """Free what was prefetched and not used: the block that begins the next step, if there is none."""
+        with self._lock:
+            self._discard()
 
     @contextlib.contextmanager
     def writing(self, tensor: Tensor) -> Iterator[Quantized]:

@@ -119,6 +119,21 @@ def test_what_is_needed_next_is_fetched_ahead() -> None:
         assert len(order.after(group)) <= 2, "what computes, or was found, is found again"
 
 
+def test_what_was_fetched_ahead_and_not_used_is_dropped_after_the_phase(
+    small_path: Path, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the first blocks of a next step, and the table of the tokens, would stay."""
+
+    def prefetch(group: Any) -> None:
+        if group._users == 0 and group._ready is None:
+            group._ready = group._restore()  # as on a GPU, but without a stream
+
+    monkeypatch.setattr(offload._Group, "prefetch", prefetch)
+    pipe = load(small_path, offload="sequential")
+    assert torch.equal(image(pipe), image(load(small_path)))
+    assert device.now == 0
+
+
 @pytest.mark.parametrize("name", [None, *STORAGES])
 def test_copies_ahead_of_time_wait_for_what_their_memory_was_before(
     monkeypatch: pytest.MonkeyPatch, name: str | None
