@@ -265,8 +265,8 @@ def test_a_stream_of_the_users_own(pipe: Pipeline, device: torch.device) -> None
 
 
 @pytest.mark.parametrize("tier", ["regional", "step", "max"])
-def test_tiers(tier: str, pipe: Pipeline, wanted: Tensor) -> None:
-    fast = compiled(pipe, tier)
+def test_tiers(tier: str, small_path: Path, device: torch.device, wanted: Tensor) -> None:
+    fast = compiled(ldm_lite.load(small_path, device=device, dtype="fp32"), tier)  # regional changes the network
     for _ in range(2):
         assert_close(images(fast), wanted, "fp32")
     assert_compiled(fast)
@@ -291,7 +291,7 @@ def test_graphs_of_plain_steps_are_the_default(
         assert torch.equal(images(fast, steps=6, sampler="euler_a"), images(plain, steps=6, sampler="euler_a"))
     assert fast.step.failure is None
     assert isinstance(fast.step._step, cuda_graphs.Graphs)
-    assert len(fast.step._step._graphs[fast.unet]) == 1
+    assert [len(graphs) for graphs in fast.step._step._graphs.values()] == [1]
     with attention.record(fast.unet, "middle_block*attn2") as maps:
         images(fast)
     assert [len(each) for each in maps.values()] == [3]
@@ -324,6 +324,8 @@ def test_max_keeps_the_convolutions_that_cudnn_measures(small_path: Path, cuda: 
             run()
             torch.cuda.synchronize()
         names = {event.key for event in profile.key_averages()}
+        # Inductor names what it fuses with a convolution, such as its bias, after it.
+        names = {name for name in names if not name.startswith("triton")}
         return {name for name in names if any(word in name for word in ("conv", "fprop", "winograd", "implicit"))}
 
     def measured() -> None:
@@ -440,6 +442,7 @@ def test_memory_modes(
 
 
 def test_offloaded_weights_are_not_on_the_device(small_path: Path, device: torch.device) -> None:
+    images(ldm_lite.load(small_path, device=device, dtype="fp32", compile="off"))  # libraries allocate workspaces once
     before = memory(device)
     pipe = ldm_lite.load(small_path, device=device, dtype="fp32", offload="sequential")
     images(pipe)
