@@ -4,6 +4,8 @@ Random weights do the same work as trained ones (zeros do not), and no full-size
 """
 
 import hashlib
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -43,7 +45,26 @@ def random_checkpoint(name: str, family: Family, seed: int = 0) -> Tensors:
         for role, state in states.items()
         for key in state
     }
-    return Tensors(Path(f"random {name}"), shapes, lambda key: random_tensor(key, shapes[key], seed), describe(family))
+    return Tensors(Path(f"random {name}"), shapes, _drawn_ahead(shapes, seed), describe(family))
+
+
+AHEAD = 8  # tensors that threads draw while a reader takes those before them: numpy lets others run meanwhile
+
+
+def _drawn_ahead(shapes: Mapping[str, tuple[int, ...]], seed: int) -> Callable[[str], Tensor]:
+    """Return a function that makes the tensor of a key; the next ones in the order of the keys are drawn meanwhile."""
+    keys, threads, drawn = list(shapes), ThreadPoolExecutor(AHEAD), dict[str, Future[Tensor]]()
+    places = {key: place for place, key in enumerate(keys)}
+
+    def read(key: str) -> Tensor:
+        if key not in drawn:  # another order than before
+            drawn.clear()
+        for following in keys[places[key] : places[key] + AHEAD + 1]:
+            if following not in drawn:
+                drawn[following] = threads.submit(random_tensor, following, shapes[following], seed)
+        return drawn.pop(key).result()
+
+    return read
 
 
 def random_tensor(key: str, shape: tuple[int, ...], seed: int = 0) -> Tensor:

@@ -37,6 +37,13 @@ def test_a_random_checkpoint_is_one_from_a_file(small_path: str) -> None:
         open_model("sd9", None)
 
 
+def test_random_weights_do_not_depend_on_the_order_in_which_they_are_read() -> None:
+    forwards, backwards = random_checkpoint("small", SMALL), random_checkpoint("small", SMALL)
+    weights = dict(forwards)
+    assert all(torch.equal(backwards[key], weights[key]) for key in reversed(list(backwards)))
+    assert len({float(value.sum()) for value in weights.values()}) == len(weights)
+
+
 @pytest.mark.parametrize("prediction", ["eps", "v"])
 @torch.no_grad()
 def test_the_step_that_is_compared_is_the_mean_of_both_halves(prediction: str, options: Options) -> None:
