@@ -13,7 +13,7 @@ from ldm_lite.bench.checkpoints import family_of, open_model
 from ldm_lite.bench.measure import alternating, calls_in_sample, ceiling
 from ldm_lite.bench.options import GATES, Options
 from ldm_lite.bench.ours import configuration
-from ldm_lite.bench.report import AGAIN, RESULTS, Report, Table, Timing, describe_run, from_json
+from ldm_lite.bench.report import AGAIN, RESULTS, Report, Table, Timing, describe_run, duration, from_json
 from ldm_lite.bench.work import Cell, Cost, OutOfTime, Unavailable, cost
 from ldm_lite.bench.worker import Backend, SubprocessBackend
 from ldm_lite.cli.files import read_text
@@ -42,9 +42,7 @@ def benchmark(options: Options, on_result: Callable[[Report], None] = lambda rep
     ]
     costs = functools.partial(cost, family_of(open_model(options.size, options.ckpt)), options)
     costs(cells[0])  # raises ValueError for what cannot be measured, before anything starts
-    device = torch.device(options.device)
     report = Report(describe_run(asked, options), titles)
-    report.ceilings = {dtype: ceiling(device, DTYPES[dtype]) for dtype in options.dtypes}
     if options.resume and (path := options.folder / RESULTS).exists():
         report.tables += from_json(read_text(path, 2**28)).tables
     earlier = {table.cell: table for table in report.tables}
@@ -55,21 +53,28 @@ def benchmark(options: Options, on_result: Callable[[Report], None] = lambda rep
         on_result(report)
 
     with contextlib.ExitStack() as processes:
-        try:
-            reference = processes.enter_context(SubprocessBackend("reference", options, deadline=deadline))
-        except Unavailable as error:
-            raise ValueError(f"the reference cannot run: {error}") from error
-        backends: list[Backend] = []
-        for name in (*options.configs, *options.peer):
+        loads = {"reference": "fp32"} | dict.fromkeys((*options.configs, *options.peer), options.dtypes[0])
+        # All begin and load at the same time, before anything is timed.
+        started = [
+            processes.enter_context(SubprocessBackend(name, options, deadline=deadline, loads=dtype))
+            for name, dtype in loads.items()
+        ]
+        reference, backends = started[0], list[Backend]()
+        for backend in started:
             try:
-                backend = processes.enter_context(SubprocessBackend(name, options, deadline=deadline))
+                backend.wait_until_ready()
             except Unavailable as error:
-                report.notes.append(f"{name} {error}")
-                log.warning("%s %s", name, error)
+                if backend is reference:
+                    raise ValueError(f"the reference cannot run: {error}") from error
+                report.notes.append(f"{backend.name} {error}")
+                log.warning("%s %s", backend.name, error)
                 continue
-            backends.append(backend)
-            if name in options.peer:
-                report.titles[name] = f"{name} ({backend.description})"
+            if backend is not reference:
+                backends.append(backend)
+            if backend.name in options.peer:
+                report.titles[backend.name] = f"{backend.name} ({backend.description})"
+        device = torch.device(options.device)
+        report.ceilings = {dtype: ceiling(device, DTYPES[dtype]) for dtype in options.dtypes}
         repeated = options.configs[-1]
         comparison = Comparison(reference, backends, costs, options.rounds, deadline, repeated, earlier, on_change)
         for result in comparison.run(cells):
@@ -123,7 +128,7 @@ class Comparison:
         cells = [cell for cell in cells if self._missing(cell)]
         for i, cell in enumerate(cells):
             now = time.monotonic()
-            left, words = self.deadline - now, f"{cell.section} in {cell.dtype} at batch {cell.batch}"
+            left, words = self.deadline - now, _words(cell)
             if left < 0:
                 yield f"left out for lack of time: {words} (--minutes)"
                 continue
@@ -160,6 +165,10 @@ class Comparison:
                 sample = _seconds(backend, cell, table.calls, table.timings[name])
                 table.timings[name].samples += [] if sample is None else [sample]
             self.on_change(table)
+            if number == 1:
+                for name, timing in table.timings.items():
+                    if timing.seconds is not None:
+                        log.info("%s: %s, %s", name, duration(timing.seconds), _words(cell))
             if number >= 1 and 2 * time.monotonic() - start > deadline:
                 break
         return table
@@ -190,11 +199,16 @@ class Comparison:
             timing.error = float((first.result - expected).norm() / expected.norm())
             timing.passes = gate(cell, timing.error)
             self.on_change(table)
+            log.info("%s: %s the first time, error %.1e", backend.name, duration(timing.first_s), timing.error)
             runnable.append((backend.name, backend))
             if backend.name == self.repeated:
                 table.timings[backend.name + AGAIN] = Timing()
         again = [(name + AGAIN, backend) for name, backend in runnable if name == self.repeated]
         return [*runnable, *again]
+
+
+def _words(cell: Cell) -> str:
+    return f"{cell.section} in {cell.dtype} at batch {cell.batch}"
 
 
 def _seconds(backend: Backend, cell: Cell, calls: int, timing: Timing) -> float | None:

@@ -44,15 +44,20 @@ class InProcessBackend:
         self._workload: Any = None
         self._inputs: Any = None
 
+    def load(self, dtype: str) -> None:
+        """Load the networks in a dtype, given by its short name, unless they are loaded."""
+        with _explained():
+            if self._dtype != dtype:
+                self._dtype, self._workload = "", None  # frees the other precision's
+                self._dtype, self._workload = dtype, self._make(dtype)
+
     def first(self, cell: Cell) -> FirstCall:
         """Run a cell once."""
         results: list[Tensor] = []
         on_cuda = self.device.type == "cuda"
         with _explained():
             self._inputs = None
-            if self._dtype != cell.dtype:
-                self._dtype, self._workload = "", None  # frees the other precision's
-                self._dtype, self._workload = cell.dtype, self._make(cell.dtype)
+            self.load(cell.dtype)
             self._inputs = inputs = self._workload.inputs(cell.batch)
             work = getattr(self._workload, "prediction" if cell.section == "step" else cell.section)
             if on_cuda:
@@ -114,9 +119,17 @@ def make_backend(name: str, options: Options) -> tuple[str, Backend]:
 class SubprocessBackend:
     """A backend in a process of its own, which ends with the `with` block."""
 
-    def __init__(self, name: str, options: Options, make: Make = make_backend, deadline: float = math.inf) -> None:
+    def __init__(
+        self,
+        name: str,
+        options: Options,
+        make: Make = make_backend,
+        deadline: float = math.inf,
+        loads: str | None = None,
+    ) -> None:
         """name is a configuration or a peer.  At the deadline, of time.monotonic, the process is ended.
 
+        With loads, a dtype, it does not wait for the process, which loads its networks in it: wait_until_ready does.
         Raises Unavailable if it cannot run here, or in time.
         """
         self.name, self._deadline = name, deadline
@@ -125,7 +138,16 @@ class SubprocessBackend:
         self._process = context.Process(target=_serve, args=(name, options, theirs, make))
         self._process.start()
         theirs.close()
-        self.description: str = self._answer()
+        if loads is None:
+            self.description: str = self._answer()
+        else:
+            self._connection.send(("load", loads))
+
+    def wait_until_ready(self) -> None:
+        """Wait for the process to begin and to load.  Raises Unavailable if it cannot run here, or in time."""
+        self.description = self._answer()
+        with contextlib.suppress(Unavailable):  # the first call of a cell tries again, and tells why
+            self._answer()
 
     def __enter__(self) -> "SubprocessBackend":
         return self
