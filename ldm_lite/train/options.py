@@ -129,6 +129,9 @@ class OptimiserOptions(CheckedOptions):
         "cosine", "learning rate after the warm-up", "--lr_scheduler", choices=("constant", "linear", "cosine")
     )
     lr_cycles: int = option(1, "number of cosines, each of which starts at the peak", within=(1, MOST))
+    lr_by_time: bool = option(
+        False, "let the learning rate end with --minutes, which are those of the whole run then, if --steps take longer"
+    )
     optimizer: str = option(
         "adamw",
         "adamw8bit and prodigy, which finds the learning rate, need the extra [optimizers]",
@@ -296,6 +299,8 @@ def check(options: TrainOptions, load: LoadOptions) -> None:
         (not has_class, "without `class_data` or `class_prompt`", "prior_weight"),
         (options.validation is None, "without `validation`", "validate_every"),
         (options.lr_schedule != "cosine", "without `lr_schedule=cosine`", "lr_cycles"),
+        (options.minutes is None, "without `minutes`", "lr_by_time"),
+        (options.lr_schedule == "constant", "with `lr_schedule=constant`", "lr_by_time"),
     ):
         for name in names.split():
             if getattr(options, name) != defaults[name] and unused:
@@ -315,9 +320,9 @@ def check(options: TrainOptions, load: LoadOptions) -> None:
 _OF_A_CALL = ("out", "resume", "config", "debug")  # they do not change what a run computes
 # What a resumed run may have otherwise than before.
 MAY_CHANGE = {
-    "steps", "epochs", "minutes", "lr", "lr_schedule", "lr_cycles", "warmup", "weight_decay", "max_grad_norm",
-    "save_every", "keep", "sample_every", "samples", "validate_every", "data_workers", "compile_network", "fsdp",
-    "checkpointing", "log_to",
+    "steps", "epochs", "minutes", "lr", "lr_schedule", "lr_cycles", "lr_by_time", "warmup", "weight_decay",
+    "max_grad_norm", "save_every", "keep", "sample_every", "samples", "validate_every", "data_workers",
+    "compile_network", "fsdp", "checkpointing", "log_to",
 }  # fmt: skip
 _INPUTS = ("data", "class_data", "renderer")  # of which digests are compared, not names
 

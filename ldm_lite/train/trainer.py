@@ -83,6 +83,7 @@ class Trainer:
             processes = f"{distributed.world_size()} processes"
             raise ValueError(f"got `batch_size` {options.batch_size} for {processes}: wanted one for each, or more")
         self.step = self.saved = 0  # steps done; steps done in the state on disk
+        self.seconds = 0.0  # that they took, in all commands of the run
         for network in loss.networks.values():
             if not any(p.requires_grad for p in network.parameters()):
                 network.requires_grad_(True)
@@ -125,6 +126,7 @@ class Trainer:
         Raises OSError, in all processes.
         """
         state: dict[str, Any] = {"step": self.step, "settings": self.settings, "losses": self._losses}
+        state["seconds"] = self.seconds
         state |= {"scaler": self.scaler.state_dict()}
         tensors, failed = self._tensors(), None
         if self.is_divided:
@@ -182,7 +184,8 @@ class Trainer:
             restore(self.optimizer, state["optimizer"])
             self.scaler.load_state_dict(state.get("scaler", {}))
             self._losses = [float(loss) for loss in state["losses"]]
-            self.step = self.saved = state["step"]
+            self.step, self.seconds = state["step"], float(state.get("seconds", 0.0))
+            self.saved = self.step
         if self.step > self.steps:
             raise ValueError(f"{path}: is of step {self.step}, beyond `steps={self.steps}`: give more steps")
         if changed:
@@ -208,7 +211,7 @@ class Trainer:
         than MOST_SKIPPED of them in a row: the weights before them are saved then, if their loss is finite;
         ChildProcessError if a worker or another process of the run dies.
         """
-        options, start, unsaved = self.options, time.perf_counter(), False
+        options, start, earlier, unsaved = self.options, time.perf_counter(), self.seconds, False
         data = contextlib.closing(self._batches(dataset, prior))  # its workers end before the process waits for them
         with noted() as received, reported_workers(), distributed.reported_peers(), data as batches:
             if self.step > 0 and self._is_due():
@@ -219,11 +222,12 @@ class Trainer:
             while not last:
                 self._losses += self._step(batches, on_save)
                 self.step += 1
-                seconds = time.perf_counter() - start
-                over = options.minutes is not None and seconds > 60 * options.minutes
-                # A signal to one process stops all of them.
-                ends = distributed.all_reduce_sum(torch.tensor([bool(received), over]).float())
-                signalled, over = (ends > 0).tolist()
+                # A signal to one process stops all of them, and all have the same time, so the same learning rate.
+                sums = torch.tensor([bool(received), time.perf_counter() - start], dtype=torch.float64)
+                signalled, seconds = (distributed.all_reduce_sum(sums) / distributed.world_size()).tolist()
+                self.seconds = earlier + seconds
+                spent = self.seconds if options.lr_by_time else seconds
+                over = options.minutes is not None and spent > 60 * options.minutes
                 last = signalled or over or self.step == self.steps
                 mean = None
                 if self._losses and (self.step % CHECK_EVERY == 0 or self.step == self.steps):
@@ -288,7 +292,9 @@ class Trainer:
         Nothing changes if the loss or a gradient is not finite.  Raises ValueError if that is so again and again.
         """
         options = self.options
-        factor = learning_rate(self.step, options.warmup, self.steps, options.lr_schedule, options.lr_cycles)
+        factor = learning_rate(
+            self.step, options.warmup, self.steps, options.lr_schedule, options.lr_cycles, self._share_of_time()
+        )
         for group in self.optimizer.param_groups:
             group["lr"] = group.get("peak", self.lr) * factor
         total = torch.zeros((), device=self.device)  # of this process
@@ -333,6 +339,12 @@ class Trainer:
             self.averages.update(self.loss.networks, self.step + 1)
         return [value]
 
+    def _share_of_time(self) -> float:
+        """Return the share of the run's minutes that is over, if the learning rate follows them."""
+        if not self.options.lr_by_time:
+            return 0.0
+        return self.seconds / max(60 * (self.options.minutes or 0.0), 1e-9)
+
     def _kernels(self) -> contextlib.AbstractContextManager[None]:
         """Plain attention on a CPU in bfloat16, where the backward pass of flash attention takes four times as long.
 
@@ -373,15 +385,17 @@ def shuffle(caption: str, kept: int, seed: Sequence[int]) -> str:
     return ", ".join(parts[:kept] + [parts[kept:][i] for i in order])
 
 
-def learning_rate(step: int, warmup: float, steps: int, schedule: str = "cosine", cycles: int = 1) -> float:
+def learning_rate(
+    step: int, warmup: float, steps: int, schedule: str = "cosine", cycles: int = 1, least_done: float = 0.0
+) -> float:
     """Return the factor of the peak learning rate: linear warm-up, then 1, or down to 0 in a line or half cosines.
 
-    A warm-up below 1 is a share of all steps.
+    A warm-up below 1 is a share of all steps.  After it the schedule is at least at the share least_done.
     """
     warmup = math.ceil(warmup * steps) if warmup < 1 else warmup
     if step < warmup:
         return (step + 1) / warmup
-    done = (step - warmup) / max(1, steps - warmup)
+    done = min(1.0, max((step - warmup) / max(1, steps - warmup), least_done))
     cosine = 0.5 * (1 + math.cos(math.pi * (done * cycles % 1 if done < 1 else 1)))
     return {"constant": 1.0, "linear": 1 - done, "cosine": cosine}[schedule]
 

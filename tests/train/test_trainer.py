@@ -1,5 +1,7 @@
 """The formulas of a step: the learning rate, the EMA, the optimiser's settings."""
 
+import itertools
+import time
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,27 @@ def test_the_learning_rate_ends_at_0() -> None:
     assert learning_rate(999, 0.05, 1000) == pytest.approx(0, abs=1e-5)
     assert learning_rate(1000, 0.05, 1000) == pytest.approx(0, abs=1e-12)
     assert [learning_rate(step, 1, 1) for step in (0, 1)] == [1, 1]
+
+
+def test_the_learning_rate_follows_the_minutes_of_the_whole_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each step takes a second.  A run that goes on is where its schedule was, and steps may still end it earlier."""
+
+    def rates(seconds: float, steps: int = 100, resume: bool = False) -> list[float]:
+        clock = itertools.count()
+        monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock)))
+        limits = {"minutes": seconds / 60, "steps": steps, "lr_by_time": True, "lr_schedule": "linear"}
+        run, seen = trainer(tmp_path, warmup=2, lr=1.0, **limits), list[float]()
+        if resume:
+            run.resume()
+        run.fit(Grey(), lambda step, loss: seen.append(run.optimizer.param_groups[0]["lr"]), lambda step: None)
+        return seen
+
+    assert rates(5) == pytest.approx([0.5, 1, 0.6, 0.4, 0.2, 0])
+    assert rates(3) == pytest.approx([0.5, 1, 1 / 3, 0])
+    assert rates(8, resume=True) == pytest.approx([0.5, 3 / 8, 2 / 8, 1 / 8, 0])
+    assert rates(100, steps=6) == pytest.approx([0.5, 1, 0.98, 0.75, 0.5, 0.25])
 
 
 @pytest.mark.parametrize("decay", [0.25, 0.999])
