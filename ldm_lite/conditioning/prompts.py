@@ -155,16 +155,15 @@ def chunks(tokenizer: TextTokenizer, texts: Sequence[str], syntax: str = "plain"
         room = tokenizer.room
         divided = [[[(token, 1.0) for token in tokenizer.encode(tokenizer.clean(text))[:room]]] for text in texts]
     num_chunks = max(num_chunks, *map(len, divided))
-    shape = (len(texts) * num_chunks, tokenizer.length)
-    ids = torch.full(shape, tokenizer.pad_id, dtype=torch.int64, device="cpu")
-    weights = torch.ones(shape, dtype=torch.float32, device="cpu")
     filled = [chunk for text_chunks in divided for chunk in text_chunks + [[]] * (num_chunks - len(text_chunks))]
-    for id_row, weight_row, chunk in zip(ids, weights, filled, strict=True):
-        tokens = [*tokenizer.before, *(token for token, _ in chunk), *tokenizer.after]
-        id_row[: len(tokens)] = torch.tensor(tokens, device="cpu")
-        values = torch.tensor([weight for _, weight in chunk], dtype=torch.float32, device="cpu")
-        weight_row[len(tokenizer.before) :][: len(chunk)] = values
-    return Chunks(ids, weights)
+    ids, weights = list[list[int]](), list[list[float]]()
+    for chunk in filled:
+        padding = tokenizer.room - len(chunk)
+        row = [*tokenizer.before, *(token for token, _ in chunk), *tokenizer.after]
+        ids.append(row + [tokenizer.pad_id] * padding)
+        row_weights = [*[1.0] * len(tokenizer.before), *(weight for _, weight in chunk)]
+        weights.append(row_weights + [1.0] * (tokenizer.length - len(row_weights)))
+    return Chunks(torch.tensor(ids, device="cpu"), torch.tensor(weights, dtype=torch.float32, device="cpu"))
 
 
 def _divide(tokenizer: TextTokenizer, text: str) -> list[list[tuple[int, float]]]:

@@ -12,7 +12,7 @@ import gzip
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import ClassVar
 
@@ -159,6 +159,12 @@ class CLIPTokenizer(TextTokenizer):
     _backend = staticmethod(clip_bpe)
     _fix = staticmethod(fix_text)
 
+    def encode(self, text: str) -> list[int]:
+        """Return only a text's tokens; those of short texts are remembered: training reads captions again and again."""
+        if isinstance(text, str) and len(text) <= SHORT:
+            return list(_encoded(self, text))
+        return super().encode(text)
+
     def clean(self, text: str) -> str:
         """Return a prompt as ftfy fixes it, except for the names of embeddings."""
         if text.isascii() and text.isprintable() and "&" not in text:
@@ -166,6 +172,14 @@ class CLIPTokenizer(TextTokenizer):
         pieces = self._pieces(text) if self.added else [(0, len(text), ())]
         fixed = "".join(text[first:end] if name else self._fix(text[first:end]) for first, end, name in pieces)
         return fixed.lower() if "\u03a3" in fixed else fixed  # only Python knows the final sigma
+
+
+SHORT = 200  # characters: 50 MB for all that are remembered
+
+
+@lru_cache(2**16)
+def _encoded(tokenizer: CLIPTokenizer, text: str) -> tuple[int, ...]:
+    return tuple(TextTokenizer.encode(tokenizer, text))
 
 
 @dataclass(frozen=True)
