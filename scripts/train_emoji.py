@@ -5,6 +5,7 @@
     python scripts/train_emoji.py new --size 64 --vae vae/model.safetensors --out start.safetensors
     python scripts/train_emoji.py text --ckpt start.safetensors --out text ...            # if you like
     python -m ldm_lite.train --ckpt start.safetensors --renderer scripts/render_emoji.py --out run ...
+    python scripts/train_emoji.py whole --out emoji --minutes 8                           # all of it, on a GPU
 
 `autoencoder` trains a KL autoencoder on reconstruction, a new one or that of a file (--freeze-encoder: its decoder
 alone, so that latents do not change).  `reconstruct` tells how well it does on scenes, and draws them.  `new` writes a
@@ -12,11 +13,17 @@ checkpoint with new weights, whose scale factor gives the latents unit variance.
 a checkpoint: a small network that is thrown away afterwards guesses the latents of an image from its caption.  A
 diffusion model that starts with this encoder need not learn what each word looks like from noisy latents, at ten times
 the cost of an image.  Runs are stopped and continued (--resume) as those of `python -m ldm_lite.train`.
+
+`whole` is for a GPU that is there for minutes: the next model, of 128 px, from the autoencoder of --vae.  A fifth of
+the time goes to the autoencoder, on scenes that are drawn anew; then --scenes are drawn and encoded once, and the
+diffusion model has what is left.  Both learning rates end at 0.  OUT/run/model.safetensors is the model so far.
 """
 
 import argparse
+import json
 import os
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -28,6 +35,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ldm_lite import Pipeline
+from ldm_lite.checkpoint import hub
 from ldm_lite.checkpoint.parts import load_autoencoder
 from ldm_lite.checkpoint.reader import prefix
 from ldm_lite.cli import console
@@ -48,7 +56,7 @@ from ldm_lite.train.data import Dataset, to_float
 from ldm_lite.train.encoded import encoded, open_scenes
 from ldm_lite.train.losses import Loss, moments, moments_of, read
 from ldm_lite.train.options import TrainOptions
-from ldm_lite.train.run import check_model, checkpoint, make_trainer, plot_losses, precision_of, run_folder
+from ldm_lite.train.run import check_model, checkpoint, make_trainer, plot_losses, precision_of, run_folder, train
 from ldm_lite.train.state import write_tensors
 from ldm_lite.zoo.family import KL_F8, Family
 
@@ -90,6 +98,10 @@ EMOJI_128 = replace(
     sampler="dpmpp_2m",
 )
 SIZES: dict[int, Family] = {64: EMOJI_64, 128: EMOJI_128}
+DATA_128 = (
+    '{"emoji":440,"two":0.25,"counts":0.12,"tinted":0.15,"sized":0.25,"gradients":0.25,"solid":0.5,"free":0.3,'
+    '"jitter":0.5,"split":"train"}'
+)
 MEASURED = 512  # images whose latents give the scale factor, and whose captions the tokens that begin above 0
 
 
@@ -239,11 +251,11 @@ DEFAULTS = {  # for new weights: other ones than the package's, which are for ch
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = ("autoencoder", "reconstruct", "new", "text")
+    names = ("autoencoder", "reconstruct", "new", "text", "whole")
     commands = parser.add_subparsers(required=True, metavar=" | ".join(names))
-    autoencoder, look, new, text = (commands.add_parser(name) for name in names)
-    bodies = train_autoencoder, reconstruct, write_new, train_text
-    for command, body in zip((autoencoder, look, new, text), bodies, strict=True):
+    autoencoder, look, new, text, whole = (commands.add_parser(name) for name in names)
+    bodies = train_autoencoder, reconstruct, write_new, train_text, train_whole
+    for command, body in zip((autoencoder, look, new, text, whole), bodies, strict=True):
         command.set_defaults(body=body)
         command.add_argument("--out", required=True, help="the checkpoint to write (new), or the folder of the run")
         command.add_argument("--renderer", default=os.fspath(Path(__file__).with_name("render_emoji.py")))
@@ -274,6 +286,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     new.add_argument("--model-channels", type=int, metavar="N", help="of the UNet's highest level")
     text.add_argument("--ckpt", required=True, help="a checkpoint of `new`")
     text.add_argument("--caption-dropout", type=float, default=0.1)
+    whole.add_argument("--vae", default=os.fspath(hub.bundled()), help="begin with this file's (default: the bundled)")
+    whole.add_argument("--minutes", type=float, default=8.0, help="of all of it (default: 8)")
+    whole.add_argument("--steps", type=int, default=100_000, help="the most of each part")
+    whole.add_argument("--batch-size", type=int, default=512, help="of the diffusion model (default: 512)")
+    whole.add_argument("--data-workers", type=int, default=max(1, (os.cpu_count() or 1) - 2))
+    whole.set_defaults(scenes=40_000, renderer_options=DATA_128, resolution=128, size=128, freeze_encoder=False)
+    whole.set_defaults(zero_snr=False, model_channels=None, channel_mult=None, transformer_depth=None)
     args = parser.parse_args(argv)
     kept = "the state of the last save is kept, `resume=True` continues"
     return console.run(lambda: args.body(args, options_of(args)), (args,), kept)
@@ -361,6 +380,44 @@ def train_text(args: argparse.Namespace, options: TrainOptions) -> None:
         if dataset.shards is not None:
             dataset, _ = encoded(options, dataset, model.vae)
         fit(options, TextLoss(model, args.caption_dropout), dataset, lambda ema: checkpoint(model, ema))
+
+
+def train_whole(args: argparse.Namespace, options: TrainOptions) -> None:
+    """Train the model of 128 px in args.minutes: autoencoder, new weights, latents, diffusion.  No part is resumed."""
+    began, folder = time.monotonic(), Path(args.out)
+
+    def changed(**changes: object) -> argparse.Namespace:
+        return argparse.Namespace(**vars(args) | changes)
+
+    def say(what: str) -> None:
+        print(f"{what} after {time.monotonic() - began:.0f} s", flush=True)
+
+    options = replace(options, minutes=0.2 * args.minutes, lr_by_time=True)
+    kind = {"batch_size": min(64, args.batch_size), "lr": 1e-3, "warmup": 60, "ema_decay": 0.99, "scenes": None}
+    train_autoencoder(args, replace(options, out=os.fspath(folder / "vae"), **kind))
+    say("autoencoder")
+    vae, start = os.fspath(folder / "vae" / "model.safetensors"), os.fspath(folder / "start.safetensors")
+    data = json.loads(args.renderer_options)
+    held_out = json.dumps(data | ({"split": "held_out"} if "split" in data else {}))
+    count = min(200, args.scenes)
+    reconstruct(
+        changed(vae=vae, out=os.fspath(folder / "sheet.png"), scenes=count), replace(options, renderer_options=held_out)
+    )
+    write_new(changed(vae=vae, out=start), replace(options, scenes=None))
+    say("new model")
+    options = replace(
+        options, out=os.fspath(folder / "run"), resolution=None, train_text=True, caption_dropout=0.1, min_snr=5.0,
+        lr=2e-3, warmup=200, ema_decay=0.998, save_every=1000, sample_every=4000,
+    )  # fmt: skip
+    load = LoadOptions(ckpt=start, device=args.device)
+    with run_folder(options):
+        model = load_model(replace(load, dtype="fp32", compile="off"))
+        encoded(options, open_scenes(options, args.resolution), model.vae)
+    del model
+    say("latents")
+    left = args.minutes - (time.monotonic() - began) / 60
+    print(train(replace(options, minutes=max(0.0, left - 0.1)), load, TrainingBar(options.steps)))  # 6 s for the files
+    say("all")
 
 
 def fit(

@@ -160,6 +160,25 @@ def test_an_autoencoder_learns(renderer: Path, tmp_path: Path, small_path: Path)
 
 
 @pytest.mark.slow
+def test_the_whole_model_in_one_command(renderer: Path, tmp_path: Path) -> None:
+    """A step of each network in no time: the autoencoder first, then the model that reads its latents."""
+    more = ["--minutes", "0", "--batch-size", "2", "--scenes", "6", "--data-workers", "0", "--device", "cpu"]
+    command = ["whole", "--renderer", str(renderer), "--renderer-options", "{}", "--out", str(tmp_path), *more]
+    assert train_emoji.main(command) == 0
+    start, end = (
+        ldm_lite.load(tmp_path / name, device="cpu") for name in ("start.safetensors", "run/model.safetensors")
+    )
+    vae = load_autoencoder(tmp_path / "vae" / "model.safetensors", device="cpu")
+    for model in (start, end):
+        assert model.family.resolution == 128
+        assert torch.equal(model.vae.encoder.conv_out.weight, vae.encoder.conv_out.weight)
+    assert not torch.equal(vae.encoder.conv_out.weight, ldm_lite.load(device="cpu").vae.encoder.conv_out.weight)
+    assert (start.unet.out[2].weight == 0).all()
+    assert (end.unet.out[2].weight != 0).any()
+    assert (tmp_path / "run" / "latents" / "index.json").exists()
+
+
+@pytest.mark.slow
 def test_the_decoder_alone(renderer: Path, tmp_path: Path, small_path: Path) -> None:
     """Latents, and so every diffusion model of them, stay what they are."""
     path = run("autoencoder", renderer, tmp_path, "--vae", str(small_path), "--freeze-encoder", "--steps", "2")
