@@ -18,16 +18,16 @@ from ldm_lite.zoo.families import FAMILIES, describe, detect_family
 from ldm_lite.zoo.family import Family, build
 
 
-def open_model(size: str, ckpt: str | None) -> Tensors:
+def open_model(size: str, ckpt: str | None, ahead: bool = True) -> Tensors:
     """Open the checkpoint to measure: the file `ckpt` if given, otherwise "bundled" or a name of FAMILIES.
 
-    Raises ValueError for another name.
+    ahead: threads draw random weights before they are read, which takes memory.  Raises ValueError for another name.
     """
     if ckpt is not None or size == "bundled":
         return open_source(ckpt)
     if size not in FAMILIES:
         raise ValueError(f"unknown size {size!r}: wanted bundled, or one of {', '.join(FAMILIES)}")
-    return random_checkpoint(size, FAMILIES[size])
+    return random_checkpoint(size, FAMILIES[size], ahead=ahead)
 
 
 def family_of(checkpoint: Tensors) -> Family:
@@ -36,7 +36,7 @@ def family_of(checkpoint: Tensors) -> Family:
     return detect_family(shapes, checkpoint.metadata)
 
 
-def random_checkpoint(name: str, family: Family, seed: int = 0) -> Tensors:
+def random_checkpoint(name: str, family: Family, seed: int = 0, ahead: bool = True) -> Tensors:
     """Return a checkpoint in the original layout with random weights, each made when it is read."""
     with torch.device("meta"):
         states = {role: build(spec).state_dict() for role, spec in family.networks.items()}
@@ -45,7 +45,8 @@ def random_checkpoint(name: str, family: Family, seed: int = 0) -> Tensors:
         for role, state in states.items()
         for key in state
     }
-    return Tensors(Path(f"random {name}"), shapes, _drawn_ahead(shapes, seed), describe(family))
+    read = _drawn_ahead(shapes, seed) if ahead else lambda key: random_tensor(key, shapes[key], seed)
+    return Tensors(Path(f"random {name}"), shapes, read, describe(family))
 
 
 AHEAD = 8  # tensors that threads draw while a reader takes those before them: numpy lets others run meanwhile

@@ -48,7 +48,8 @@ def make_image(options: Options, mode: str) -> Result:
     options = resolved(options)
     [runtime], _ = flags.parse(mode.split(), "bench", "", (RuntimeOptions,))
     flagged = {name: getattr(runtime, name) for name in given(runtime)}
-    checkpoint = open_model(options.size, options.ckpt)
+    # On a CPU the memory of weights that are drawn ahead would count.
+    checkpoint = open_model(options.size, options.ckpt, ahead=options.device != "cpu")
     pipe = ldm_lite.load(checkpoint, device=options.device, dtype=options.dtypes[0], **flagged)
     on_cuda, times = pipe.device.type == "cuda", list[float]()
 
