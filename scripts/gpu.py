@@ -1,13 +1,15 @@
-"""Half an hour on a GPU: stage after stage, each in processes of its own, what they print kept in a file.
+"""Ten minutes on a GPU that may end at any moment: stage after stage, what is worth most first.
 
-    python scripts/gpu.py                     # all stages that are not done; begins none after --minutes
+    python scripts/gpu.py                     # all stages but emoji that are not done; begins none after --minutes
     python scripts/gpu.py step peers          # these stages
+    python scripts/gpu.py emoji               # the next bundled model, in all of the time
     python scripts/gpu.py --toy               # all of them with the bundled model, on a CPU if need be: a rehearsal
 
-OUT/STAGE.txt is there when a stage is done, with the commit, the card, the versions and the commands; a stage that was
-cut off, or left something out for lack of time, goes on where it stopped.  Give the command again until it says that
-all is done.  Compiled code stays in ~/.cache/ldm_lite between the commands.  The peers need `pip install diffusers
-transformers`.
+Each stage has processes of its own.  What they print is in OUT/STAGE.part and on stdout at once, and a benchmark's rows
+in OUT/STAGE/results.md; OUT/STAGE.txt is there when a stage is done.  A stage that takes too long is ended with all of
+its processes, and one that was cut off, or left something out for lack of time, goes on where it stopped: give the
+command again until it says that all is done.  Compiled code stays in ~/.cache/ldm_lite between the commands.  The peers
+need `pip install diffusers transformers`, emoji the files that weights/README.md names.
 """
 
 import argparse
@@ -18,26 +20,33 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import torch
 
-LIMIT_S = 8 * 60  # of a stage, or what is left of --minutes
-BENCH = "-m ldm_lite.bench --dtypes {dtype} {size} --resume --minutes {minutes} --out {out}"
-STEP = f"{BENCH}/{{stage}} --sections step"
+GRACE_S = 10  # between the signal that asks a stage's processes to end, and the one that ends them
+LEAST_S = 20  # that a stage begins with
+BENCH = "-m ldm_lite.bench --dtypes {dtype} {size} --resume --minutes {minutes} --out {out}/{stage}"
+STEP = f"{BENCH} --sections step --batches 1"
 PROFILE = "scripts/profiling.py operators --rows 60 {profile}"
-STAGES = {
-    "probe": ["-m ldm_lite", "scripts/gpu.py rates"],
-    "profile": [f"{PROFILE} --compile graph", f"{PROFILE} --compile max", f"{PROFILE} --compile off"],
-    "step": [f"{STEP} --batches 1 --configs original,efficient,graph,compiled,max"],
-    "peers": [f"{STEP} --batches 1 --configs graph,max --peer diffusers,diffusers-compiled"],
-    "batch16": [f"{STEP} --batches {{many}} --configs original,efficient,compiled+cudnn,compiled+flash,max"],
-    "memory": ["-m ldm_lite.bench --dtypes {dtype} {size} --steps 4 --memory"],
-    "article": [f"{BENCH}/{{stage}} --sections image --batches 1,2,4 {{images}}"],  # the article's five rows and chart
-    "kernels": [f"{STEP} --batches 1 --configs max,max+pdl,max+tma"],
-    "tests": ["-m pytest -m cuda -q tests/cuda"],  # last: no measurement waits for them
+STAGES = {  # the most seconds of each, and its commands
+    "probe": (40, ["scripts/gpu.py rates", "-m ldm_lite"]),
+    "step": (75, [f"{STEP} --configs original,efficient,graph"]),  # nothing is compiled
+    "tests": (170, ["-m pytest -m cuda -q -n {processes} tests/cuda"]),
+    "peers": (75, [f"{STEP} --configs graph --peer diffusers"]),
+    "compiled": (180, [f"{STEP} --configs graph,compiled"]),
+    "peers-compiled": (240, [f"{STEP} --configs graph,compiled --peer diffusers-compiled"]),
+    "max": (240, [f"{STEP} --configs graph,max"]),
+    "batch16": (200, [f"{BENCH} --sections step --batches {{many}} --configs original,efficient,graph+cudnn,graph"]),
+    "memory": (120, ["-m ldm_lite.bench --dtypes {dtype} {size} --steps 4 --memory"]),
+    "profile": (120, [f"{PROFILE} --compile graph", f"{PROFILE} --compile max"]),
+    "article": (300, [f"{BENCH} --sections image --batches 1,2,4 {{images}}"]),  # the article's five rows and chart
+    "kernels": (240, [f"{STEP} --configs max,max+pdl,max+tma"]),
+    "emoji": (600, ["scripts/train_emoji.py whole --minutes {minutes} --out {out}/emoji {emoji}"]),
 }
+ALONE = ("emoji",)  # stages that are run only if they are named
 
 
 def rates() -> None:
@@ -81,22 +90,57 @@ def run(command: list[str], output: Path, limit_s: float) -> int:
     before, done = output.read_text(), f"done: {shlex.join(command)}\n"
     if done in before:
         return 0
-    with open(output, "a") as file:
-        file.write(f"\n$ python {shlex.join(command)}\n")
-        file.flush()
-        process = subprocess.Popen([sys.executable, *command], stdout=file, stderr=file, start_new_session=True)
+    with open(output, "ab", buffering=0) as file:
+        file.write(f"\n$ python {shlex.join(command)}\n".encode())
+        environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+        process = subprocess.Popen(
+            [sys.executable, *command],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=environment,
+        )
+
+        def copy() -> None:
+            assert process.stdout is not None
+            with process.stdout as pipe:
+                for line in pipe:
+                    last = line.rstrip(b"\r\n").rpartition(b"\r")[2] + b"\n"  # state of a progress bar
+                    file.write(last)
+                    sys.stdout.buffer.write(last)
+                    sys.stdout.buffer.flush()
+
+        copying = threading.Thread(target=copy, daemon=True)
+        copying.start()
         try:
             status = process.wait(limit_s)
-            printed = output.read_text()[len(before) :]
-            status = status or int("for lack of time" in printed or "| - |" in printed)
-            file.write("" if status else done)
-            return status
         except subprocess.TimeoutExpired:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            file.write(f"ended after {limit_s:.0f} s\n")
-            return 124
+            status = 124
+        finally:
+            end(process)
+            copying.join(GRACE_S)  # a process that left the group may keep the pipe open
+        printed = output.read_text()[len(before) :]
+        status = status or int("for lack of time" in printed or "| - |" in printed)
+        file.write({0: done, 124: f"ended after {limit_s:.0f} s\n"}.get(status, f"status {status}\n").encode())
+        return status
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """End a process, and those that it started: it may save what it has first, unless that takes long."""
+    with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGTERM)
+            process.wait(GRACE_S)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def lacks(stage: str) -> str:
+    """Return what a stage lacks here, or ""."""
+    if stage.startswith("peers") and importlib.util.find_spec("diffusers") is None:
+        return "pip install diffusers transformers"
+    return "EMOJI_PICTURES" if stage == "emoji" and "EMOJI_PICTURES" not in os.environ else ""
 
 
 def main() -> int:
@@ -115,28 +159,30 @@ def main() -> int:
         os.environ["LDM_LITE_TEST_DEVICE"] = "cpu"
     args.out.mkdir(parents=True, exist_ok=True)
     deadline, undone = time.monotonic() + 60 * args.minutes, list[str]()
-    for stage in args.stages or STAGES:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what runs is ended too
+    for stage in args.stages or [stage for stage in STAGES if stage not in ALONE]:
         done, part = args.out / f"{stage}.txt", args.out / f"{stage}.part"
         if done.exists():
             print(f"{stage}: done before, {done}")
             continue
-        limit_s = min(LIMIT_S, deadline - time.monotonic())
-        lacks = stage == "peers" and importlib.util.find_spec("diffusers") is None
-        if lacks or limit_s < (1 if args.toy else 60):
-            undone.append(f"{stage} (pip install diffusers transformers)" if lacks else stage)
+        most_s, templates = STAGES[stage]
+        limit_s = min(most_s, deadline - time.monotonic())
+        lacking = "" if args.toy else lacks(stage)
+        if lacking or limit_s < (1 if args.toy else LEAST_S):
+            undone.append(f"{stage} ({lacking})" if lacking else stage)
             continue
-        minutes = max(0.2, round(limit_s / 60 - 1, 1))
-        values = {"stage": stage, "out": args.out, "minutes": minutes, "size": "--size sd1"}
-        values |= {"dtype": "fp16", "many": 16, "images": "", "profile": "--steps 20"}
+        values = {"stage": stage, "out": args.out, "minutes": max(0.1, round(limit_s / 60 - 0.3, 2))}
+        values |= {"size": "--size sd1", "dtype": "fp16", "many": 16, "images": "", "profile": "--steps 20"}
+        values |= {"processes": 8, "emoji": ""}
         if args.toy:
-            values |= {"dtype": "fp32", "size": "--size bundled --rounds 2", "many": 2}
-            values |= {"images": "--steps 2 --n_iter 1"}
-            values |= {"profile": "--steps 2 --size bundled"}
+            values |= {"dtype": "fp32", "size": "--size bundled --rounds 2", "many": 2, "processes": 2}
+            values |= {"images": "--steps 2 --n_iter 1", "profile": "--steps 2 --size bundled"}
+            values |= {"emoji": "--batch-size 2 --scenes 8 --steps 2 --renderer-options '{\"emoji\":20}'"}
         with open(part, "a") as file:
             file.write(f"{about()}\n")
         start = time.monotonic()
         print(f"{stage}: ...", flush=True)
-        commands = [shlex.split(command.format(**values)) for command in STAGES[stage]]
+        commands = [shlex.split(command.format(**values)) for command in templates]
         statuses = [run(command, part, limit_s - (time.monotonic() - start)) for command in commands]
         if any(statuses):
             undone.append(stage)

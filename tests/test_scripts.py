@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+import time
 import tomllib
 from pathlib import Path
 
@@ -48,10 +49,10 @@ def test_the_chart_shows_the_table_of_the_page() -> None:
 def test_the_benchmarks_of_the_stages_on_a_gpu_parse() -> None:
     """What fails there costs minutes of it."""
     values = {"dtype": "fp16", "size": "--size sd1", "minutes": 3.0, "out": "out", "many": 16}
-    values |= {"stage": "step", "images": ""}
-    commands = [shlex.split(text.format(**values, profile="")) for texts in gpu.STAGES.values() for text in texts]
+    values |= {"stage": "step", "images": "", "profile": "", "processes": 8, "emoji": ""}
+    commands = [shlex.split(text.format(**values)) for _, texts in gpu.STAGES.values() for text in texts]
     benchmarks = [command[2:] for command in commands if command[1] == "ldm_lite.bench"]
-    assert len(benchmarks) == 6
+    assert len(benchmarks) == 9
     for arguments in benchmarks:
         (options,), _ = flags.parse(arguments, "bench", "", (Options,))
         assert options.size == "sd1"
@@ -69,6 +70,33 @@ def test_a_command_on_a_gpu_is_done_once_and_one_that_lacked_time_is_not(tmp_pat
     statuses = [gpu.run(command, output, 60) for command in (whole, short, whole, short)]
     assert statuses == [0, 1, 0, 1]
     assert output.read_text().count("$ python -c") == 3
+
+
+def test_a_stage_that_takes_too_long_is_ended_with_the_processes_that_it_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Also if they ignore the first signal; what they have printed is in the file, and was shown, by then."""
+    monkeypatch.setattr(gpu, "GRACE_S", 0.2)
+    child = "import signal, time; signal.signal(15, signal.SIG_IGN); print('ready', flush=True); time.sleep(600)"
+    parent = f"import subprocess, sys; a = subprocess.Popen([sys.executable, '-c', {child!r}]); print(a.pid); a.wait()"
+    output = tmp_path / "stage.part"
+    output.touch()
+    assert gpu.run(["-c", parent], output, 3) == 124
+    command, *lines = output.read_text().splitlines()[1:]
+    assert command.startswith("$ python -c")
+    pid, ready, ended = lines
+    assert (ready, ended) == ("ready", "ended after 3 s")
+    assert f"{pid}\nready" in capfd.readouterr().out
+    for _ in range(50):  # until it is reaped by whoever is its parent now
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except FileNotFoundError:
+            break
+        if state == "Z":
+            break
+        time.sleep(0.1)
+    else:
+        pytest.fail("it runs on")
 
 
 @pytest.mark.slow
