@@ -31,7 +31,7 @@ ABOUT = "ldm_lite"  # our entry in the metadata of a compiled model
 def export(network: nn.Module, examples: Sequence[Inputs], path: Path) -> None:
     """Compile a network for the shapes and dtypes of the examples, and write one package.
 
-    Raises ValueError if this machine cannot: a CPU needs a C++ compiler, CUDA needs Triton.
+    Raises ValueError if this machine cannot: it needs a C++ compiler, CUDA its toolkit and Triton too.
     """
     from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
     from torch._inductor.package.package import package_aoti
@@ -52,9 +52,10 @@ def export(network: nn.Module, examples: Sequence[Inputs], path: Path) -> None:
                     "aot_inductor.metadata": {ABOUT: json.dumps(_about(network, inputs))},
                 }
                 compiled[f"model{i}"] = torch._inductor.aot_compile(program.module(), inputs, options=options)
-    except (InvalidCxxCompiler, CppCompileError) as error:
-        line = str(error).strip().splitlines()[0]
-        raise ValueError(f"the network cannot be compiled here ({line}): install a C++ compiler such as g++") from error
+    except (InvalidCxxCompiler, CppCompileError, OSError) as error:  # the last: CUDA_HOME is not set
+        line, needs = str(error).strip().splitlines()[0], "a C++ compiler such as g++"
+        needs += " and CUDA's toolkit" * any(parameter.is_cuda for parameter in network.parameters())
+        raise ValueError(f"the network cannot be compiled here ({line}): install {needs}") from error
     finally:
         for layer in layers:
             joined.join(layer)
