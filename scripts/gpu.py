@@ -34,7 +34,7 @@ PROFILE = "scripts/profiling.py operators --rows 60 {profile}"
 STAGES = {  # the most seconds of each, and its commands
     "probe": (40, ["scripts/gpu.py rates", "-m ldm_lite"]),
     "step": (75, [f"{STEP} --configs original,efficient,graph"]),  # nothing is compiled
-    "tests": (170, ["-m pytest -m cuda -q -n {processes} tests/cuda"]),
+    "tests": (170, ["-m pytest -m cuda -q --tb=short --no-summary -n {processes} tests/cuda"]),
     "peers": (75, [f"{STEP} --configs graph --peer diffusers"]),
     "compiled": (180, [f"{STEP} --configs graph,compiled"]),
     "peers-compiled": (240, [f"{STEP} --configs graph,compiled --peer diffusers-compiled"]),
