@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ldm_lite import generate
+from ldm_lite.checkpoint import model as model_module
 from ldm_lite.checkpoint.loading import tokenizer_of
 from ldm_lite.checkpoint.model import Model
 from ldm_lite.checkpoint.reader import on_meta
@@ -29,10 +29,10 @@ from ldm_lite.cli.task_options import Img2imgOptions, InpaintOptions, Txt2imgOpt
 from ldm_lite.control.control import Control
 from ldm_lite.control.loading import LoadedControl
 from ldm_lite.diffusion.schedule import Schedule
+from ldm_lite.features import control as control_feature
 from ldm_lite.models.controlnet import ControlNet
 from ldm_lite.models.pixels import Pixels
 from ldm_lite.models.t2i_adapter import AdapterSpec, T2IAdapter
-from ldm_lite.tasks import job as tasks_job
 from ldm_lite.tasks.cascade import cascade
 from ldm_lite.tasks.img2img import img2img
 from ldm_lite.tasks.inpaint import inpaint
@@ -114,7 +114,7 @@ def jobs(model: Model, folder: str) -> Iterator[tuple[str, Callable[[], Any]]]:
         controls = (Control("net", image, guess=True), Control("adapter", image, start=0.5))
         networks = [fake_network(lambda: ControlNet(family.unet)), fake_network(lambda: T2IAdapter(ADAPTER))]
         loaded = [LoadedControl(*each) for each in zip(controls, networks, strict=True)]
-        with mock.patch.object(tasks_job, "load_controls", return_value=loaded):
+        with mock.patch.object(control_feature, "load_controls", return_value=loaded):
             yield "control", lambda: list(txt2img(model, Txt2imgOptions(**prompt, control=controls)))
         yield "loss", lambda: loss(family, model)
 
@@ -141,7 +141,7 @@ def run_commands(names: Iterable[str]) -> int:
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             stack.enter_context(Values())
             stack.enter_context(mock.patch.object(Tensor, "pin_memory", lambda self: self))
-            stack.enter_context(mock.patch.object(generate, "broken_weights", return_value=None))
+            stack.enter_context(mock.patch.object(model_module, "broken_weights", return_value=None))
             for what, job in jobs(fake_model(name, FAMILIES[name]), folder):
                 try:
                     job()
