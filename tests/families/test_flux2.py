@@ -127,6 +127,7 @@ def test_references_on_the_command_line(files: dict[str, Any], tmp_path: Path) -
         assert not np.array_equal(pixels(pipe.txt2img("a cat", reference=reference, **size)), pixels(same))
 
 
+@pytest.mark.slow
 def test_images_of_a_folder_of_references_are_made_again_if_one_of_them_changes(
     files: dict[str, Any], tmp_path: Path
 ) -> None:

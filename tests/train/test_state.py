@@ -280,7 +280,7 @@ def scenes(resolution):
 """
 
 
-@pytest.mark.parametrize("workers", [2, 5])
+@pytest.mark.parametrize("workers", [5, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_signal_ends_the_encoding_of_images(tmp_path: Path, small_path: Path, workers: int) -> None:
     """Also the processes that read them, of which some wait for work: they ignore signals."""
     (tmp_path / "scenes.py").write_text(SLOW_SCENES)
