@@ -390,11 +390,12 @@ def learning_rate(
 ) -> float:
     """Return the factor of the peak learning rate: linear warm-up, then 1, or down to 0 in a line or half cosines.
 
-    A warm-up below 1 is a share of all steps.  After it the schedule is at least at the share least_done.
+    A warm-up below 1 is a share of all steps, and over when least_done is beyond it.  After the warm-up the schedule is
+    at least at the share least_done.
     """
-    warmup = math.ceil(warmup * steps) if warmup < 1 else warmup
-    if step < warmup:
-        return (step + 1) / warmup
+    share, warmup = warmup, math.ceil(warmup * steps) if warmup < 1 else warmup
+    if step < warmup and (share >= 1 or least_done < share):
+        return max((step + 1) / warmup, least_done / share if share < 1 else 0.0)
     done = min(1.0, max((step - warmup) / max(1, steps - warmup), least_done))
     cosine = 0.5 * (1 + math.cos(math.pi * (done * cycles % 1 if done < 1 else 1)))
     return {"constant": 1.0, "linear": 1 - done, "cosine": cosine}[schedule]

@@ -45,11 +45,11 @@ def test_the_learning_rate_follows_the_minutes_of_the_whole_run(
 ) -> None:
     """Each step takes a second.  A run that goes on is where its schedule was, and steps may still end it earlier."""
 
-    def rates(seconds: float, steps: int = 100, resume: bool = False) -> list[float]:
+    def rates(seconds: float, steps: int = 100, resume: bool = False, warmup: float = 2) -> list[float]:
         clock = itertools.count()
         monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock)))
         limits = {"minutes": seconds / 60, "steps": steps, "lr_by_time": True, "lr_schedule": "linear"}
-        run, seen = trainer(tmp_path, warmup=2, lr=1.0, **limits), list[float]()
+        run, seen = trainer(tmp_path, warmup=warmup, lr=1.0, **limits), list[float]()
         if resume:
             run.resume()
         run.fit(Grey(), lambda step, loss: seen.append(run.optimizer.param_groups[0]["lr"]), lambda step: None)
@@ -59,6 +59,8 @@ def test_the_learning_rate_follows_the_minutes_of_the_whole_run(
     assert rates(3) == pytest.approx([0.5, 1, 1 / 3, 0])
     assert rates(8, resume=True) == pytest.approx([0.5, 3 / 8, 2 / 8, 1 / 8, 0])
     assert rates(100, steps=6) == pytest.approx([0.5, 1, 0.98, 0.75, 0.5, 0.25])
+    # A share of the steps that the minutes do not reach is one of the minutes.
+    assert rates(5, steps=1000, warmup=0.5) == pytest.approx([1 / 500, 0.4, 0.8, 0.4, 0.2, 0])
 
 
 @pytest.mark.parametrize("decay", [0.25, 0.999])
