@@ -447,6 +447,21 @@ def test_references(visit: Open, tmp_path: Path) -> None:
     assert "reference" not in make(page)
 
 
+def test_references_that_are_kept_are_counted_and_a_reset_removes_them(visit: Open, tmp_path: Path) -> None:
+    """In a closed part of the form nothing else shows that they are sent."""
+    page = visit()
+    page.set_input_files("#f-reference_2", picture(tmp_path))
+    page.wait_for_selector("#references summary[data-count='1']")
+    page.reload()
+    page.wait_for_selector("#references summary[data-count='1']")
+    page.click("#reset")
+    page.wait_for_selector("#references summary[data-count='']")
+    page.reload()
+    page.wait_for_selector("body[data-gallery]")
+    page.fill("#f-prompt", "a cat")
+    assert "reference" not in make(page)
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_phone_and_both_schemes(visit: Open, scheme: str) -> None:
     page = visit(viewport={"width": 390, "height": 844}, color_scheme=scheme, has_touch=True, is_mobile=True)

@@ -194,6 +194,7 @@ function makeReferences() {
   for (let number = 1; number <= MOST_REFERENCES; number++) {
     references.push(new Picture(place, `reference_${number}`, `Choose picture ${number}, drop or paste it`, changed));
   }
+  references.forEach((picture) => picture.ready.then(changed));
   place.append(wrong("reference"));
 }
 
@@ -299,6 +300,7 @@ function keep() {
 function reset() {
   loras = [];
   showLoras();
+  references.forEach((picture) => picture.set(null));
   apply(Object.fromEntries($$("#form > :not(#prompts) .field").map(({ dataset: { name, start } }) => [name, start])));
 }
 
