@@ -10,6 +10,7 @@ bert-base-uncased (Apache-2.0).
 
 import gzip
 import re
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -161,8 +162,8 @@ class CLIPTokenizer(TextTokenizer):
 
     def encode(self, text: str) -> list[int]:
         """Return only a text's tokens; those of short texts are remembered: training reads captions again and again."""
-        if isinstance(text, str) and len(text) <= SHORT:
-            return list(_encoded(self, text))
+        if isinstance(text, str) and len(text) <= SHORT and text.isascii() and not self.added:
+            return _encoded(self, text).tolist()
         return super().encode(text)
 
     def clean(self, text: str) -> str:
@@ -174,12 +175,12 @@ class CLIPTokenizer(TextTokenizer):
         return fixed.lower() if "\u03a3" in fixed else fixed  # only Python knows the final sigma
 
 
-SHORT = 200  # characters: 50 MB for all that are remembered
+SHORT = 200  # characters, of a token each at most: 100 MB for all that are remembered, 30 MB for usual captions
 
 
 @lru_cache(2**16)
-def _encoded(tokenizer: CLIPTokenizer, text: str) -> tuple[int, ...]:
-    return tuple(TextTokenizer.encode(tokenizer, text))
+def _encoded(tokenizer: CLIPTokenizer, text: str) -> "array[int]":
+    return array("i", TextTokenizer.encode(tokenizer, text))
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,15 @@
 """CLIPTokenizer against transformers' (the goldens), and its padding, truncation and errors."""
 
+import gc
 import gzip
 import hashlib
 import json
 import os
+import random
 import subprocess
 import sys
 import time
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -156,6 +159,23 @@ def test_two_threads_give_what_one_gives(tokenizer: Any) -> None:
     with ThreadPoolExecutor(max_workers=2) as pool:
         together = list(pool.map(lambda tokenizer: tokenizer(texts), jobs))
     assert all(torch.equal(ids, alone[tokenizer]) for tokenizer, ids in zip(jobs, together, strict=True))
+
+
+def test_remembered_texts_take_little_memory(tokenizer: Any) -> None:
+    """Whatever they are: a server that runs for months has seen the most of them."""
+    pick, animals = random.Random(0), [*map(chr, range(0x1F400, 0x1F440))]
+    tokenizer.encode("the backend is built")
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        for _ in range(200):
+            tokenizer.encode("".join(pick.choices(animals, k=200)))
+            tokenizer.encode("".join(pick.choices("!#$%()*+,-./:;<=>?@[]^_{|}~0123456789", k=200)))
+        gc.collect()
+        taken = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert 400 * 100 < taken < 400 * 1600
 
 
 @pytest.mark.slow
