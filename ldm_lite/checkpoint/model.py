@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from ldm_lite.checkpoint.reader import broken_weights
 from ldm_lite.core.model import Model as CoreModel
 from ldm_lite.diffusion.schedule import Schedule
+from ldm_lite.runtime.attention import in_float32
 from ldm_lite.runtime.offload import Offloader
 from ldm_lite.runtime.tiling import is_tiled, out_of_memory, tiled
 from ldm_lite.text.tokenizer import TextTokenizer
@@ -135,7 +135,7 @@ class Model(CoreModel):
             mean, deviation = vae.encode(pixels.to(self.device, dtype))
             if not torch.isfinite(mean + deviation).all() and dtype != torch.float32:
                 log.warning("the autoencoder overflows in %s: encoding in float32", str(dtype).removeprefix("torch."))
-                whole = copy.deepcopy(vae).to(self.device, torch.float32)
+                whole = in_float32(vae, self.device)
                 mean, deviation = whole.encode(pixels.to(self.device, torch.float32))
         if not torch.isfinite(mean + deviation).all():
             cause = broken_weights(self.networks) or "its pixels are not finite"
@@ -164,7 +164,7 @@ class Model(CoreModel):
                     log.warning(
                         "the autoencoder overflows in %s: decoding in float32", str(dtype).removeprefix("torch.")
                     )
-                    vae = copy.deepcopy(vae).to(self.device, torch.float32)  # a copy: other threads may be decoding
+                    vae = in_float32(vae, self.device)  # a copy: other threads may be decoding
                     vae, pixels = _decode(vae, z[None].float())
                 if not torch.isfinite(pixels).all():
                     cause = broken_weights(self.networks) or "the latents are too large"

@@ -8,11 +8,12 @@ PyTorch's kernels for scaled dot-product attention are called as the operators t
 """
 
 import contextlib
+import copy
 import fnmatch
 import functools
 import importlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,8 @@ from ldm_lite.runtime import timing
 from ldm_lite.runtime.cpu import blocked
 from ldm_lite.runtime.patching import patch, patch_of, unpatch, unpatched
 from ldm_lite.runtime.precision import short_name
+
+Network = TypeVar("Network", bound=nn.Module)
 
 
 def vanilla(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -285,6 +288,15 @@ def follow(network: nn.Module, other: nn.Module) -> None:
         layer.attention = Fastest(layer) if isinstance(theirs, Fastest) else theirs
         if patch_of(found[name]) is _mha:
             patch(layer, _mha)
+
+
+def in_float32(network: Network, device: torch.device) -> Network:
+    """Return a copy of a network in float32 on a device, where attention for half precision alone becomes PyTorch's."""
+    whole = copy.deepcopy(network).to(device, torch.float32)
+    for layer in layers(whole).values():
+        if is_stateless(layer.attention) and not _runs(layer.attention, device, torch.float32, head_dim(layer)):
+            layer.attention = sdpa
+    return whole
 
 
 @contextlib.contextmanager

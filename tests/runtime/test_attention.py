@@ -198,6 +198,26 @@ def test_cudnns_attention_refuses_float32() -> None:
         attention._cudnn(q, q, q)
 
 
+def test_an_autoencoder_that_overflows_runs_in_float32_without_attention_for_half_precision(
+    small_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(attention, "_FUNCTIONS", dict(attention._FUNCTIONS))
+
+    def half(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if q.dtype == torch.float32:
+            raise NotImplementedError("as cuDNN's")
+        return attention.vanilla(q, k, v)
+
+    attention.register("half", half)
+    pipe = ldm_lite.load(small_path, device="cpu", dtype="fp16", attention="half", kernels="plain")
+    for part in (pipe.vae.encoder, pipe.vae.decoder):
+        part.conv_in.weight.data *= 1e5  # the norms after it take it back
+    latents = pipe.encode(torch.rand(1, 3, 32, 32, generator=torch.Generator().manual_seed(0)))
+    assert torch.isfinite(pipe.decode(latents, output="tensor")[0]).all()
+    assert caplog.text.count("the autoencoder overflows in float16") == 2
+    assert {layer.attention for layer in layers(pipe.vae).values()} == {half}
+
+
 def test_two_networks_have_two_backends(unet: nn.Module) -> None:
     other = AutoencoderKL(SMALL.vae)
     use(unet, "vanilla")
