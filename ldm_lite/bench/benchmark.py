@@ -137,7 +137,10 @@ class Comparison:
                 yield f"timed in a later run than the others, not in turn: {late} in {words}"
             shares = [SHARES[later.section] * later.batch for later in cells[i:]]
             try:
-                yield self.measure(cell, now + left * shares[0] / sum(shares))
+                table = self.measure(cell, now + left * shares[0] / sum(shares))
+                yield table
+                if late := ", ".join(backend.name for backend in self.backends if self._lacks_rounds(backend, table)):
+                    yield f"left out for lack of time: {late} in {words} (--minutes)"
             except Unavailable as error:
                 yield f"left out: {words}, whose reference cannot run: {error}"
 
@@ -146,6 +149,10 @@ class Comparison:
         timings = self.earlier[cell].timings if cell in self.earlier else {}
         done = {name for name, timing in timings.items() if timing.unable is not None or len(timing.samples) > 1}
         return [backend for backend in self.backends if backend.name not in done]
+
+    def _lacks_rounds(self, backend: Backend, table: Table) -> bool:
+        timing = table.timings.get(backend.name)
+        return timing is None or (timing.unable is None and len(timing.samples) < min(2, self.rounds))
 
     def measure(self, cell: Cell, deadline: float) -> Table:
         """Compare the backends in a cell and time them in turn.

@@ -167,7 +167,7 @@ class SubprocessBackend:
             left = max(0.0, self._deadline - time.monotonic())
             if left == 0 or not self._connection.poll(None if left == math.inf else left):
                 self._process.kill()
-                raise OutOfTime("stopped: the `minutes` are over")
+                raise OutOfTime("stopped for lack of time: the `minutes` are over")
             answer = self._connection.recv()
         except (EOFError, OSError):
             self._process.join(10)

@@ -122,6 +122,8 @@ def test_what_was_stopped_keeps_what_was_measured() -> None:
     assert table.timings["a"].samples
     assert table.timings["a"].unable is None
     assert [backend.name for backend in replace(comparison, earlier={STEP: table})._missing(STEP)][-1] == "late"
+    *_, note = compare(Stops("a", []), Stops("late", []), Fake("b", []), Broken("broken", []), rounds=5).run([STEP])
+    assert note == "left out for lack of time: late in step in fp32 at batch 1 (--minutes)"
 
 
 def test_what_does_not_fit_into_the_time_is_a_note() -> None:

@@ -59,7 +59,7 @@ def test_at_the_deadline_what_runs_is_stopped() -> None:
         assert backend.first(CELL).seconds == 2.0
         backend._deadline = start = time.monotonic() + 0.2
         for _ in range(2):
-            with pytest.raises(OutOfTime, match="the `minutes` are over"):
+            with pytest.raises(OutOfTime, match="stopped for lack of time: the `minutes` are over"):
                 backend.seconds(CELL, 1)
         assert time.monotonic() - start < 30
     with pytest.raises(OutOfTime):
