@@ -8,8 +8,9 @@
 Each stage has processes of its own.  What they print is in OUT/STAGE.part and on stdout at once, and a benchmark's rows
 in OUT/STAGE/results.md; OUT/STAGE.txt is there when a stage is done.  A stage that takes too long is ended with all of
 its processes, and one that was cut off, or left something out for lack of time, goes on where it stopped: give the
-command again until it says that all is done.  Compiled code stays in ~/.cache/ldm_lite between the commands.  The peers
-need `pip install diffusers transformers`, emoji the files that weights/README.md names.
+command again until it says that all is done.  emoji does not go on: it takes another OUT.  Compiled code stays in
+~/.cache/ldm_lite between the commands.  The peers need `pip install diffusers transformers`, emoji the files that
+weights/README.md names.
 """
 
 import argparse
@@ -149,8 +150,9 @@ def main() -> int:
     parser.add_argument("stages", nargs="*", help=", ".join(STAGES), metavar="STAGE")
     parser.add_argument("--toy", action="store_true", help="the bundled model, few steps, any device")
     parser.add_argument("--minutes", type=float, default=9.5, help="of this command (default: 9.5)")
-    parser.add_argument("--out", type=Path, default=Path("outputs/gpu"))
+    parser.add_argument("--out", type=Path, help="default: outputs/gpu, with --toy outputs/gpu-toy")
     args = parser.parse_args()
+    args.out = args.out or Path("outputs/gpu-toy" if args.toy else "outputs/gpu")  # a rehearsal does no stage
     if unknown := [stage for stage in args.stages if stage not in STAGES]:
         parser.error(f"unknown stage {unknown[0]}, wanted some of {', '.join(STAGES)}")
     if not args.toy and not torch.cuda.is_available():
@@ -171,7 +173,8 @@ def main() -> int:
         if lacking or limit_s < (1 if args.toy else LEAST_S):
             undone.append(f"{stage} ({lacking})" if lacking else stage)
             continue
-        values = {"stage": stage, "out": args.out, "minutes": max(0.1, round(limit_s / 60 - 0.3, 2))}
+        values = {"stage": stage, "out": shlex.quote(os.fspath(args.out))}
+        values |= {"minutes": max(0.1, round(limit_s / 60 - 0.3, 2))}
         values |= {"size": "--size sd1", "dtype": "fp16", "many": 16, "images": "", "profile": "--steps 20"}
         values |= {"processes": 8, "emoji": ""}
         if args.toy:

@@ -4,6 +4,7 @@ import importlib
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ import gpu
 import mutate
 import profiling
 import pytest
+import torch
 
 from ldm_lite.bench.options import Options
 from ldm_lite.bench.ours import configuration
@@ -97,6 +99,29 @@ def test_a_stage_that_takes_too_long_is_ended_with_the_processes_that_it_started
         time.sleep(0.1)
     else:
         pytest.fail("it runs on")
+
+
+def test_a_rehearsal_does_no_stage_and_folders_may_have_spaces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    commands: list[list[str]] = []
+
+    def run(command: list[str], *how: object) -> int:
+        commands.append(command)
+        return 0
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(gpu, "run", run)
+    monkeypatch.setattr(signal, "signal", lambda *how: None)
+    monkeypatch.setenv("LDM_LITE_TEST_DEVICE", "cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # a GPU is asked for its name alone
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "card")
+    for arguments in (["--toy"], [], ["--out", "with spaces"]):
+        monkeypatch.setattr(sys, "argv", ["gpu.py", "step", *arguments])
+        assert gpu.main() == 0
+    assert "done before" not in capsys.readouterr().out
+    folders = [command[command.index("--out") + 1] for command in commands]
+    assert folders == ["outputs/gpu-toy/step", "outputs/gpu/step", "with spaces/step"]
 
 
 @pytest.mark.slow
