@@ -187,7 +187,8 @@ def demand(options: Txt2imgOptions, steps: int) -> Demand:
     options, _ = check(options)
     syntax, steps = options.prompt_syntax, options.steps or steps
     prompts = [*read_prompts(options), options.negative_prompt, options.hires_prompt, options.hires_negative_prompt]
-    parts = [parts_of(prompt, syntax) for prompt in set(prompts) if prompt]
+    joined = "a1111" if options.regions is not None else syntax  # regions are of the parts that AND joins
+    parts = [parts_of(prompt, joined) for prompt in set(prompts) if prompt]
     texts = {until.text for part in itertools.chain(*parts) for until in until_of(part.text, syntax, Calls(steps))}
     sizes = [len(text.encode(errors="replace")) // 75 + text.count(BREAK) + 1 for text in texts if text] or [1]
     return Demand(images, max(map(len, parts), default=1), max(sizes), sum(sizes))
@@ -224,10 +225,10 @@ class Row(NamedTuple):
 def prepare_rows(model: Pipeline, options: Txt2imgOptions, rows: Sequence[Row]) -> "Iterator[Sample]":
     """Return one image for each row, all with the same options but for what a row has.
 
-    The texts of the rows must have one text_length; only a single row may have a text without one.  Those of txt2img
-    are encoded now, many at a time, those of the other tasks with the batches.  Images of one `size` can be denoised
-    together, and only those; an image that starts from a file reads it when it is asked for its size.  Raises as
-    prepare does.
+    The texts of the rows must have one text_length; only a single row may have a text without one, or regions.  Those
+    of txt2img are encoded now, many at a time, those of the other tasks with the batches.  Images of one `size` can be
+    denoised together, and only those; an image that starts from a file reads it when it is asked for its size.  Raises
+    as prepare does.
     """
     with_files = bool(rows[0].files)
     # All rows have one variation seed: with `fixed_code` none goes up.
@@ -237,7 +238,7 @@ def prepare_rows(model: Pipeline, options: Txt2imgOptions, rows: Sequence[Row]) 
         changes[name] = tuple(row.files[place] for row in rows)
     task = _BY_OPTIONS[type(options)].prepare(model, replace(options, **changes))
     length = text_length(model, (rows[0].prompt, rows[0].negative_prompt), options.prompt_syntax)
-    table = _Rows(rows, length)
+    table = _Rows(rows, None if options.regions is not None else length)
     if with_files:
         jobs = [part.make for part in task.parts]
     else:

@@ -104,6 +104,12 @@ def test_rows_are_what_single_runs_make(model: ldm_lite.Pipeline, tmp_path: Path
     assert_close(run(samples), wanted)
     assert samples[1].settings["Steps"] == 3
 
+    regions = {"regions": "0,0,0.5,1; 0.5,0,1,1", **SMALL}
+    samples = list(toolkit.prepare_rows(model, Txt2imgOptions(**regions), [Row("a cat AND a dog", "red", 3)]))
+    assert_close(
+        run(samples), model.txt2img("a cat AND a dog", negative_prompt="red", seed=3, **regions, output="numpy")
+    )
+
     for name, color in (("a", "red"), ("b", "green")):
         Image.new("RGB", (40, 32), color).save(tmp_path / f"{name}.png")
     Image.new("L", (40, 32), 255).save(tmp_path / "m.png")

@@ -218,6 +218,10 @@ def test_what_is_queued_too_late_is_given_up(running: Running, monkeypatch: pyte
         ({"prompt": " AND ".join("x" * 400)}, r"got 401 branches in each step, for 400 parts .* \(`max_branches`\)"),
         ({"prompt": " AND ".join("x" * 10)}, r"got 11 branches .* wanted at most 10 \(`max_branches`\)"),
         ({"hires": 2.0, "hires_prompt": " AND ".join("x" * 400)}, "got 401 branches"),
+        (
+            {"prompt": " AND ".join("x" * 400), "regions": ";".join(["all"] * 400), "prompt_syntax": "plain"},
+            "got 401 branches",
+        ),
         ({"prompt": "BREAK " * 3000}, "got about 3240 chunks of 75 tokens in a text of the prompt, wanted at most 300"),
         ({"prompt": "{" + "{a|b}" * 30 + "}", "dynamic": "all", "prompt_syntax": "plain"}, "makes more than 10000"),
         ({"prompt": "{" + "{a|b}" * 6 + "}", "dynamic": "all"}, "got 64 images, wanted at most 16"),
