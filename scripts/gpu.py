@@ -161,7 +161,9 @@ def main() -> int:
         os.environ["LDM_LITE_TEST_DEVICE"] = "cpu"
     args.out.mkdir(parents=True, exist_ok=True)
     deadline, undone = time.monotonic() + 60 * args.minutes, list[str]()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what runs is ended too
+    for number in (signal.SIGTERM, signal.SIGHUP):  # so that what runs is ended too
+        if signal.getsignal(number) is signal.SIG_DFL:  # not under nohup
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
     for stage in args.stages or [stage for stage in STAGES if stage not in ALONE]:
         done, part = args.out / f"{stage}.txt", args.out / f"{stage}.part"
         if done.exists():

@@ -16,6 +16,7 @@ import mutate
 import profiling
 import pytest
 import torch
+from waiting import wait_for
 
 from ldm_lite.bench.options import Options
 from ldm_lite.bench.ours import configuration
@@ -140,6 +141,24 @@ def test_a_stage_is_done_once_and_one_that_was_cut_off_is_not(tmp_path: Path) ->
     assert "GB/s" in text
     assert "ended after" in (tmp_path / "profile.part").read_text()
     assert "probe: done before" in run("probe").stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_what_a_stage_runs_too(tmp_path: Path, number: signal.Signals) -> None:
+    """SIGHUP comes when a connection breaks: what ran on had the GPU when the stages went on."""
+    command = [sys.executable, "scripts/gpu.py", "--toy", "--out", str(tmp_path), "step"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    wait_for((tmp_path / "step").exists, "the folder that the benchmark makes", process)
+
+    def children() -> list[Path]:
+        commands = {path: path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline")}
+        return [path for path, text in commands.items() if f"--out\0{tmp_path}/step".encode() in text]
+
+    assert children()
+    process.send_signal(number)
+    assert process.wait(60) == 128 + number
+    assert not children()
 
 
 def test_the_lock_has_the_versions_of_the_constraints() -> None:
