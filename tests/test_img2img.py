@@ -103,6 +103,12 @@ def test_the_more_strength_the_farther_from_the_image(bundled: Pipeline, circle:
     assert distances[1] < 0.7 * distances[-1]
 
 
+def test_adaptive_steps_need_more_than_the_last_one(bundled: Pipeline, circle: Image.Image) -> None:
+    """It begins at the least noise, where they end."""
+    with pytest.raises(ValueError, match="no range to solve in the last step alone: take more `steps` or `strength`"):
+        bundled.img2img(APPLE, [circle], strength=0.3, steps=4, sampler="dpm_adaptive")
+
+
 @pytest.mark.parametrize("sampler", [name for name in SAMPLERS if name != "dpm_adaptive"])  # takes as many as it wants
 @pytest.mark.thin(4)
 def test_the_first_call_sees_exactly_its_level_of_noise(

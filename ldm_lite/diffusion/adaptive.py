@@ -131,4 +131,6 @@ def dpm_adaptive(schedule: Schedule, steps: int, spacing: str | Spacing = "linsp
     """
     plan = dpm_fast(schedule, steps, spacing, eta)
     high, low = solver_span(schedule, steps, spacing)
+    if high <= low:  # the last step of image to image alone
+        raise ValueError("DPM adaptive has no range to solve in the last step alone: take more `steps` or `strength`")
     return AdaptivePlan(**vars(plan), adaptive=Adaptive(schedule, -float(np.log(high)), -float(np.log(low)), eta))
