@@ -126,7 +126,7 @@ class Trainer:
         Raises OSError, in all processes.
         """
         state: dict[str, Any] = {"step": self.step, "settings": self.settings, "losses": self._losses}
-        state["seconds"] = self.seconds
+        state |= {"seconds": self.seconds} if self.options.lr_by_time else {}  # else equal runs have equal states
         state |= {"scaler": self.scaler.state_dict()}
         tensors, failed = self._tensors(), None
         if self.is_divided:
