@@ -2,7 +2,9 @@
 
 - Group norms of large maps are computed in strips, for exactness.
 - Linears and 1x1 convolutions are products, by the library that is faster for their size.
-- 3x3 convolutions take Winograd's filtering, one large product, or PyTorch's convolution, by their size.
+- Feed-forwards of transformers multiply by their gate within the products, where that is faster, in bfloat16 too.
+- 3x3 convolutions take Winograd's filtering, one large product, or PyTorch's convolution, by their size; in bfloat16
+  one of the last two.
 - Attention of many tokens runs in blocks, where that is faster, in bfloat16 too.
 - An autoencoder computes large images strip by strip, in half the memory: see tiling.py.
 
@@ -27,13 +29,16 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from ldm_lite.core.layers import Conv1x1, channels_last, sdpa
+from ldm_lite.core.unet import GEGLU
 from ldm_lite.core.vae import Decoder, Encoder
 from ldm_lite.runtime import tiling
 from ldm_lite.runtime.memory import MappedPages
-from ldm_lite.runtime.patching import kernel, patch, runs_as_written
+from ldm_lite.runtime.patching import is_as_written, kernel, patch, runs_as_written
 from ldm_lite.runtime.timing import fastest
 
 _is_last = functools.partial(Tensor.is_contiguous, memory_format=torch.channels_last)
+# In bfloat16 there are kernels where the CPU multiplies it.
+HALF = (torch.bfloat16,) if torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported() else ()
 
 
 def use(network: nn.Module, may_move: bool = False, attends: bool = True) -> None:
@@ -51,6 +56,8 @@ def use(network: nn.Module, may_move: bool = False, attends: bool = True) -> Non
             patch(layer, _group_norm)
         elif kind in (nn.Linear, Conv1x1) and layer.weight.numel() >= MIN_PRODUCT // 2**14:
             patch(layer, _linear if kind is nn.Linear else _conv1x1)
+        elif kind is GEGLU:
+            patch(layer, _geglu)
         elif (
             kind is nn.Conv2d
             and (layer.kernel_size, layer.stride, layer.padding) == ((3, 3), (1, 1), (1, 1))
@@ -136,6 +143,36 @@ def _by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return result
 
 
+@kernel
+def _geglu(layer: GEGLU, x: Tensor) -> Tensor:
+    proj: Any = layer.proj
+    is_plain = type(proj) is nn.Linear and is_as_written(proj) and x.is_contiguous()
+    if not _suits(x, *HALF) or not is_plain or x.numel() * len(proj.weight) < MIN_PRODUCT:
+        return GEGLU.forward(layer, x)
+    channels = x.shape[-1]
+    rows = min(4 * TIMED, 1 << (x.numel() // channels - 1).bit_length())  # more than one product: passes count here
+    what = f"GEGLU of {rows} rows, {channels} to {len(proj.weight)} channels"
+    some = x.view(-1, channels)[:rows]
+    return _fastest(what, {"torch": _gated, "onednn": _gated_by_onednn}, some, proj.weight, proj.bias)(
+        x, proj.weight, proj.bias
+    )
+
+
+def _gated(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    value, gate = product(x, weight, bias).chunk(2, dim=-1)
+    return value * F.gelu(gate)
+
+
+def _gated_by_onednn(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """The same in two products, of which the first ends with the GELU and the second with its multiplication."""
+    if _ONEDNN is None:
+        return _gated(x, weight, bias)
+    (of_value, of_gate), (bias_of_value, bias_of_gate) = weight.chunk(2), bias.chunk(2)
+    gate = _ONEDNN(x, of_gate, bias_of_gate, "gelu", [], "none")  # by the error function
+    result: Tensor = _ONEDNN.binary(x, gate, of_value, bias_of_value, "mul")
+    return result
+
+
 # ---- 3x3 convolutions -----------------------------------------------------------------------------------------------
 
 LARGE = 2**23  # numbers of a weight, which no cache holds
@@ -149,7 +186,7 @@ _LOCK = threading.Lock()  # held while a weight is laid out
 @kernel
 def _conv3x3(conv: nn.Conv2d, x: Tensor) -> Tensor:
     weight = conv.weight
-    other = x.dtype != torch.float32 or x.device.type != "cpu" or torch.is_autocast_enabled("cpu")
+    other = x.dtype not in (torch.float32, *HALF) or x.device.type != "cpu" or torch.is_autocast_enabled("cpu")
     if other or torch.compiler.is_compiling():
         return conv._conv_forward(x, weight, conv.bias)
     about = vars(conv)  # not while compiling: torch 2.6 cannot
@@ -169,6 +206,9 @@ def _conv3x3(conv: nn.Conv2d, x: Tensor) -> Tensor:
 def way(x: Tensor, weight: Tensor) -> str:
     """Name the fastest way of WAYS to convolve x (B,C,h,w) with weight (K,C,3,3)."""
     positions, trains = x[:, 0].numel(), torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    if x.dtype != torch.float32:
+        is_product = weight.numel() >= LARGE and positions < SOME and _is_last(weight) and not trains
+        return "product" if is_product else "plain"
     if positions >= MANY and min(weight.shape[:2]) >= (MIN_TRAINED if trains else MIN_CHANNELS):
         return "tiles of 4"
     if SOME <= positions < MANY and not trains:
@@ -306,7 +346,6 @@ WAYS: dict[str, Callable[[Tensor, Tensor, Tensor | None], Tensor]] = {
 LIMIT = 60.0 * math.log2(math.e)  # of an exponent of 2
 QUERIES = 256  # of a block: with 4096 keys its scores take 4 MiB
 MIN_TOKENS = 1024  # with fewer queries there is little to gain
-HALF = (torch.bfloat16,) if torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported() else ()
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

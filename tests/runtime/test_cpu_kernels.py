@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from ldm_lite.cli.options import RuntimeOptions
 from ldm_lite.core.layers import Conv1x1
-from ldm_lite.core.unet import SpatialTransformer
+from ldm_lite.core.unet import GEGLU, SpatialTransformer
 from ldm_lite.runtime import cpu, timing
 from ldm_lite.runtime.patching import patch_of, runs_as_written
 from ldm_lite.runtime.setup import prepare
@@ -143,6 +143,48 @@ def test_products_of_both_libraries(
     assert toy.relative_error(conv(image), wanted.numpy()) < 1e-6
 
 
+@pytest.mark.parametrize("missing", [False, True])
+@pytest.mark.parametrize("name", ["torch", "onednn"])
+@torch.no_grad()
+def test_a_gate_within_the_products(
+    name: str, missing: bool, always: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    always(name)
+    if missing:  # from this build of torch
+        monkeypatch.setattr(cpu, "_ONEDNN", None)
+    layer, x = toy.fill(GEGLU(24, 40)), toy.normal(1, 2, 5, 24)
+    wanted = toy.fill(GEGLU(24, 40)).double()(x.double())
+    cpu.use(layer)
+    assert patch_of(layer) is cpu._geglu
+    assert runs_as_written(layer)
+    assert toy.relative_error(layer(x), wanted.numpy()) < 1e-6
+    strided = x.transpose(0, 1)
+    assert toy.relative_error(layer(strided), wanted.transpose(0, 1).numpy()) < 1e-6
+    half = toy.fill(GEGLU(24, 40)).bfloat16()
+    plain = half(x.bfloat16())
+    cpu.use(half)
+    found = half(x.bfloat16())
+    assert found.dtype == torch.bfloat16
+    assert float((found - wanted).norm()) < 1.1 * float((plain - wanted).norm()), "no less exact than PyTorch's"
+
+
+@pytest.mark.parametrize("change", ["hook", "another layer", "training"])
+def test_a_gate_whose_linear_is_changed_calls_it(change: str, always: Callable[[str], None]) -> None:
+    always("onednn")
+    layer, x, calls = toy.fill(GEGLU(8, 8)).requires_grad_(), toy.normal(1, 4, 8), list[str]()
+    wanted = layer(x)
+    cpu.use(layer)
+    if change == "hook":
+        layer.proj.register_forward_hook(lambda *args: calls.append("hook"))
+    if change == "another layer":
+        layer.proj = nn.Sequential(layer.proj, nn.Identity())
+    with torch.set_grad_enabled(change == "training"):
+        found = layer(x)
+    assert toy.relative_error(found.detach(), wanted.detach().numpy()) < 1e-6
+    assert calls == ["hook"] * (change == "hook")
+    assert found.requires_grad == (change == "training")
+
+
 @pytest.mark.parametrize("name", ["torch", "onednn"])
 @torch.no_grad()
 def test_winograds_products(name: str, always: Callable[[str], None]) -> None:
@@ -164,7 +206,7 @@ def test_training_takes_pytorchs_layers(always: Callable[[str], None]) -> None:
 
 
 def test_plain_takes_no_kernel_of_ours() -> None:
-    kernels = {cpu._linear, cpu._conv1x1, cpu._conv3x3}
+    kernels = {cpu._linear, cpu._conv1x1, cpu._conv3x3, cpu._geglu}
 
     def ours(option: str | None) -> set[object]:
         network = nn.Sequential(SpatialTransformer(128, 16, 2, 1), nn.Conv2d(128, 128, 3, padding=1))

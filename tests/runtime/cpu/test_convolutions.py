@@ -99,6 +99,23 @@ def test_large_weights_on_small_maps_take_a_product(
     assert all(torch.equal(value, before[key].to(value.dtype)) for key, value in network.state_dict().items())
 
 
+@pytest.mark.skipif(not cpu.HALF, reason="this CPU does not multiply in bfloat16")
+def test_in_bfloat16_large_weights_take_a_product(
+    monkeypatch: pytest.MonkeyPatch, taken: list[tuple[str, int]]
+) -> None:
+    monkeypatch.setattr(cpu, "LARGE", 9 * 128 * 128)
+    exact = nn.Conv2d(128, 128, 3, padding=1).requires_grad_(False)
+    conv = copy.deepcopy(exact).bfloat16().to(memory_format=torch.channels_last)
+    use(conv)
+    for side in (4, 8, 16, 32):
+        x = toy.normal(0, 2, 128, side, side)
+        with torch.no_grad():
+            assert toy.relative_error(conv(x.bfloat16()).float(), exact(x).numpy()) < 5e-3
+    assert taken == [("product", 4), ("product", 8), ("plain", 16), ("plain", 32)]
+    conv.requires_grad_()(toy.normal(0, 2, 128, 4, 4).bfloat16()).sum().backward()
+    assert taken[4:] == [("plain", 4)]
+
+
 def test_is_taken_where_it_is_faster(taken: list[tuple[str, int]]) -> None:
     network = nn.ModuleList([nn.Conv2d(128, 128, 3, padding=1), nn.Conv2d(128, 4, 3, padding=1)])
     assert use(network) == 1
