@@ -71,9 +71,10 @@ def use(network: nn.Module, may_move: bool = False, attends: bool = True) -> Non
 
 
 def _suits(x: Tensor, *dtypes: torch.dtype) -> bool:
-    """Whether this is inference in float32, or another of these dtypes, on a CPU, not compiled."""
-    inference = not (torch.is_grad_enabled() or torch.compiler.is_compiling())
-    return inference and x.dtype in (torch.float32, *dtypes) and x.device.type == "cpu"
+    """Whether this is inference in float32, or another of these dtypes, on a CPU, not compiled, without autocast."""
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or x.device.type != "cpu":
+        return False
+    return x.dtype in (torch.float32, *dtypes) and not torch.is_autocast_enabled("cpu")
 
 
 def _fastest(what: str, ways: Mapping[str, Callable[..., Tensor]], *some: Any) -> Callable[..., Tensor]:

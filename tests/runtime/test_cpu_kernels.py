@@ -185,6 +185,18 @@ def test_a_gate_whose_linear_is_changed_calls_it(change: str, always: Callable[[
     assert found.requires_grad == (change == "training")
 
 
+@torch.no_grad()
+def test_autocast_takes_pytorchs_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights have another dtype than what they multiply, so nothing is timed and no choice is kept."""
+    monkeypatch.setattr(cpu, "MIN_PRODUCT", 1)
+    monkeypatch.setattr(cpu, "fastest", lambda *args: pytest.fail("timed"))
+    layer, x = toy.fill(nn.Sequential(nn.Linear(24, 24), GEGLU(24, 40))), toy.normal(1, 2, 5, 24)
+    with torch.autocast("cpu", torch.bfloat16):
+        wanted = layer(x)
+        cpu.use(layer)
+        assert torch.equal(layer(x), wanted)
+
+
 @pytest.mark.parametrize("name", ["torch", "onednn"])
 @torch.no_grad()
 def test_winograds_products(name: str, always: Callable[[str], None]) -> None:
