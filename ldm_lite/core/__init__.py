@@ -1,7 +1,4 @@
-"""Stable Diffusion from scratch, in one small package.
-
-load().txt2img("a red apple")[0].save("apple.png")
-"""
+"""Stable Diffusion from scratch, in one small package.  load().txt2img("a red apple")[0].save("apple.png")"""
 
 from ldm_lite.core.features import FEATURES, Feature, register_feature
 from ldm_lite.core.pipeline import Pipeline, load

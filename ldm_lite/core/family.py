@@ -51,6 +51,7 @@ FACTS: dict[str, tuple[str, Any]] = {
     "beta_end": ("beta_end", float),
     "scale_factor": ("scale_factor", float),
     "resolution": ("resolution", int),
+    "sampler": ("sampler", str),
     "steps": ("steps", int),
     "guidance": ("scale", float),
 }
@@ -104,10 +105,7 @@ FAMILIES: list[tuple[str, Any]] = [("clip", stable_diffusion_1)]
 
 
 def recognise(parts: Mapping[str, Tensors], metadata: Mapping[str, str], told: Facts) -> Family:
-    """Return the family of a file, by the shapes of its networks, its metadata, and what the user told.
-
-    Raises ValueError if it is unknown.
-    """
+    """Return the family of a file, by its networks' shapes, its metadata and what the user told; else ValueError."""
     facts = {name.removeprefix(PREFIX): value for name, value in metadata.items() if name.startswith(PREFIX)}
     facts = {**(metadata if metadata.keys() >= SIGNATURE else {}), **facts, **told}
     specs = {kind: imported(KINDS[kind].spec).from_shapes(tensors.shapes) for kind, tensors in parts.items()}

@@ -56,6 +56,8 @@ def register_feature(kind: type[Feature]) -> type[Feature]:
     A feature of the same name is replaced.  Raises ValueError for an option that another one or every task has.
     """
     kind = kind if "__dataclass_fields__" in vars(kind) else dataclass(frozen=True)(kind)
+    if not (issubclass(kind, Feature) and kind.stage in STAGES and fields(kind)):
+        raise ValueError(f"{kind.__name__}: wanted a Feature with options, and a stage of {', '.join(STAGES)}")
     owners = {field.name: "Options" for field in fields(Options)}
     owners |= {name: getattr(known, "__qualname__", known).rpartition(":")[2] for name, known in FEATURES.items()}
     for name in (field.name for field in fields(kind)):

@@ -30,22 +30,32 @@ def open_mask(source: Any) -> Image.Image:
 
 def _flatten(source: Any, background: str) -> Image.Image:
     """Open an image, rotated by its EXIF tag, and fill its transparent parts."""
-    image = to_pil(source.detach().cpu()) if isinstance(source, Tensor) else source
-    if isinstance(source, np.ndarray):
-        image = Image.fromarray(source)
-    elif isinstance(source, (str, os.PathLike)):
+    is_path, image = isinstance(source, (str, os.PathLike)), source
+    if is_path:
         open(source, "rb").close()  # a missing file raises OSError
-        try:
+    try:
+        if isinstance(source, Tensor):
+            if not source.is_floating_point() or not bool((source.abs() <= 1.01).all()):
+                raise ValueError("these are no pixels in [-1,1]")
+            image = to_pil(source.detach().cpu())
+        elif isinstance(source, np.ndarray):
+            image = Image.fromarray(source)
+        elif is_path:
             image = Image.open(Path(source), formats=FORMATS)
-        except Exception as error:  # Pillow may raise nearly any exception for a damaged file
+        if not isinstance(image, Image.Image) or image.mode in "IF":  # modes I and F have no range
+            raise TypeError("this is no image of 8 or 16 bits")
+    except Exception as error:  # Pillow may raise nearly any exception for a damaged file
+        if is_path:
             raise ValueError(f"{source}: is not an image that can be read, wanted {', '.join(FORMATS)}") from error
-    if not isinstance(image, Image.Image):
-        raise ValueError(f"got {type(source).__name__} as an image, wanted a path, PIL, an array or a tensor")
+        kinds = "a path, PIL, an array or a tensor: (H,W,3) uint8 or (3,H,W) in [-1,1]"
+        raise ValueError(f"got {type(source).__name__} as an image, wanted {kinds}") from error
     if not 0 < image.width * image.height <= MOST_PIXELS:
         if image is not source:  # else the caller closes it
             image.close()
         raise ValueError(f"got an image of {image.width} x {image.height} pixels, wanted at most {MOST_PIXELS} in all")
     image = ImageOps.exif_transpose(image)
+    if image.mode.startswith("I;16"):  # grey of 16 bits, which Pillow would clip
+        image = Image.fromarray((np.asarray(image) // 257).astype(np.uint8))
     if image.has_transparency_data:
         image = image.convert("RGBA")
         return Image.alpha_composite(Image.new("RGBA", image.size, background), image)
@@ -56,10 +66,7 @@ def _flatten(source: Any, background: str) -> Image.Image:
 
 
 def resize(image: Image.Image, size: tuple[int, int]) -> Image.Image:
-    """Resize an image or mask to fill (width, height), and crop the rest, equally on both sides.
-
-    No marked pixel of a mask is lost.
-    """
+    """Resize an image or mask to fill (width, height), and crop both sides alike.  A mask loses no marked pixel."""
     ratio = max(wanted / side for wanted, side in zip(size, image.size, strict=True))
     width, height = (max(1, round(side * ratio)) for side in image.size)
     left, top = (width - size[0]) // 2, (height - size[1]) // 2

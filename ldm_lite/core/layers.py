@@ -57,7 +57,9 @@ def use_attention(network: nn.Module, attention: str | AttentionFn, where: str =
 
 def shared_copy(network: nn.Module) -> Any:
     """A copy of a network with modules of its own and the same weights, to change without changing the original."""
-    return copy.deepcopy(network, {id(weight): weight for weight in (*network.parameters(), *network.buffers())})
+    attentions = [vars(layer)["attention"] for layer in attention_layers(network).values()]  # which may remember maps
+    shared = (*network.parameters(), *network.buffers(), *attentions)
+    return copy.deepcopy(network, {id(value): value for value in shared})
 
 
 def split_heads(x: Tensor, num_heads: int) -> Tensor:

@@ -8,22 +8,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ldm_lite.core.denoise import Conditioning, denoise_step
 from ldm_lite.core.family import Family
-from ldm_lite.core.schedule import Schedule
+from ldm_lite.core.plan import Plan
+from ldm_lite.core.schedule import Level, Schedule
 
 log = logging.getLogger("ldm_lite")
 
 
 @dataclass(frozen=True, eq=False)
 class Model:
-    """A loaded checkpoint.  Immutable: threads may share it.
-
-    Latents are in the UNet's scale: the autoencoder's times family.scale_factor.
-    """
+    """A loaded checkpoint, which threads may share.  Latents are in the UNet's scale: times family.scale_factor."""
 
     name: str  # of the file, without its extension
     family: Family = field(repr=False)
@@ -51,21 +50,21 @@ class Model:
         return replace(self, networks={**self.networks, **networks})
 
     def latent_shape(self, height: int, width: int) -> tuple[int, int, int]:
-        """Return the latent shape (C,h,w) of an image, from its size in pixels.
-
-        Raises ValueError if a side is not a multiple of the autoencoder's factor, 8.
-        """
+        """Return the latent shape (C,h,w) of an image.  Raises ValueError unless its sides are multiples of 8 px."""
         factor = self.vae.spec.factor
         if height <= 0 or width <= 0 or height % factor or width % factor:
             raise ValueError(f"got height {height} and width {width}, wanted multiples of {factor}")
         return self.vae.spec.embed_dim, height // factor, width // factor
 
+    def check_plan(self, plan: Plan) -> None:
+        """Raise ValueError for a plan that was made for a network with another prediction."""
+        wanted = [self.schedule.to_kept("x0", Level(0, *level)) for level in plan.level]
+        if not np.allclose(plan.to_x0, wanted, equal_nan=True):
+            raise ValueError(f"this plan is for another network: make one with the schedule of {self.name}")
+
     @torch.no_grad()
     def encode_prompt(self, prompt: str | Sequence[str]) -> Conditioning:
-        """Return what the UNet reads of a prompt, or of B prompts: {"context": (B,T,D)}.
-
-        A warning names the words that do not fit into the text encoder.
-        """
+        """Return what the UNet reads of one prompt or of B: {"context": (B,T,D)}.  Words that do not fit are logged."""
         prompts = [prompt] if isinstance(prompt, str) else list(prompt)
         for text in dict.fromkeys(prompts):
             if dropped := self.family.tokenizer.dropped(text):
@@ -89,7 +88,9 @@ class Model:
         Raises ValueError for latents or pixels that are not finite even so.
         """
         if not torch.isfinite(latents).all():
-            raise ValueError('the latents are not finite: the weights are damaged, or too coarse; `dtype="fp32"` helps')
+            raise ValueError(
+                "the latents are not finite: the weights are damaged, or too coarse (try fp32), or it is your code"
+            )
         vae = self.vae
         for z in latents.to(self.device) / self.family.scale_factor:
             dtype = next(vae.parameters()).dtype

@@ -69,10 +69,7 @@ def save_networks(
 
 
 def split(tensors: Tensors, ema: bool = True) -> dict[str, Tensors]:
-    """Return the networks of a file by kind, without prefixes; with `ema` the UNet's EMA copy, if it is complete.
-
-    Raises ValueError, one line, if there is none.
-    """
+    """Return the networks of a file by kind, with `ema` the UNet's EMA copy if it is whole.  ValueError for none."""
     parts: dict[str, Tensors] = {}
     used: set[str] = set()
     for kind, (probe, prefixes, _, _) in KINDS.items():

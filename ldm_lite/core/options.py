@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
+
+import numpy as np
 
 from ldm_lite.core.plan import Plan
 
@@ -14,12 +17,12 @@ def option(default: Any, help: str) -> Any:
     return field(default=default, metadata={"help": help})
 
 
+KINDS = {"str": str, "int": numbers.Integral, "float": numbers.Real}  # what is checked, by the first word of a type
+
+
 @dataclass(frozen=True, eq=False)
 class Options:
-    """What to make, and how.  None means the default of the model's family.
-
-    Raises ValueError, one line, for values that are wrong whatever the model.
-    """
+    """What to make, and how; None is the default of the model's family.  Raises ValueError for what is always wrong."""
 
     prompt: str | Sequence[str] = option("", "what to make, or a list of it")
     negative_prompt: str = option("", "what to avoid")
@@ -40,26 +43,33 @@ class Options:
     def __post_init__(self) -> None:
         if self.plan is not None and (self.sampler, self.spacing, self.steps, self.eta) != (None,) * 4:
             raise ValueError("got a `plan`, which replaces sampler, spacing, steps and eta: leave these out")
-        if self.batch_size < 1:
-            raise ValueError(f"got a batch size of {self.batch_size}, wanted 1 or more")
+        for item in fields(self):
+            value, types, kind = getattr(self, item.name), str(item.type), KINDS.get(str(item.type).split(" ")[0])
+            for part in value if np.ndim(value) and "Sequence" in types else [value]:
+                is_valid = isinstance(part, kind or object) or (part is None and "None" in types)
+                if not is_valid or (kind is numbers.Real and part != part):
+                    raise ValueError(f"got {item.name}={value!r}, wanted {types}")
+        for name, number in (("batch size", self.batch_size), ("width", self.width), ("height", self.height)):
+            if number is not None and number < 1:
+                raise ValueError(f"got a {name} of {number}, wanted 1 or more")
         if self.strength is not None and not 0 <= self.strength <= 1:
             raise ValueError(f"got strength {self.strength}, wanted 0 to 1")
-        if self.mask is not None and self.image is None:
-            raise ValueError("got a mask, but no image to repaint")
-        if not isinstance(self.prompt, str) and not self.prompt:
+        if self.image is None and (self.mask is not None or self.strength is not None):
+            raise ValueError(f"got a {'strength' if self.mask is None else 'mask'}, but no image to repaint")
+        if not self.prompts:
             raise ValueError("got an empty list of prompts, wanted one or more")
 
     @property
     def prompts(self) -> list[str]:
         """One prompt for each image."""
-        return [self.prompt] * self.batch_size if isinstance(self.prompt, str) else list(self.prompt)
+        prompt: Any = self.prompt
+        return list(prompt) if np.ndim(prompt) else [prompt] * self.batch_size
 
     @property
     def seeds(self) -> list[int]:
         """One seed for each image.  Raises ValueError for a list of another length."""
-        count = len(self.prompts)
-        if isinstance(self.seed, int):
-            return [self.seed + i for i in range(count)]
-        if len(self.seed) != count:
-            raise ValueError(f"got {len(self.seed)} seeds for {count} images, wanted one, or one for each")
-        return list(self.seed)
+        seeds: Any = self.seed
+        seeds = seeds if np.ndim(seeds) else [seeds + number for number in range(len(self.prompts))]
+        if len(seeds) != len(self.prompts):
+            raise ValueError(f"got {len(seeds)} seeds for {len(self.prompts)} images, wanted one, or one for each")
+        return [int(seed) for seed in seeds]

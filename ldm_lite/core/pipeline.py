@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +49,14 @@ class Pipeline(Model):
 
     def img2img(self, prompt: str | Sequence[str], image: Any, **options: Any) -> list[Image.Image]:
         """Image to image; an image is a path, PIL, an array (H,W,3) uint8 or a tensor (3,H,W) in [-1,1]."""
+        if image is None:
+            raise ValueError("got no image to start from")
         return [result.image for result in self.results(prompt=prompt, image=image, **options)]
 
     def inpaint(self, prompt: str | Sequence[str], image: Any, mask: Any, **options: Any) -> list[Image.Image]:
         """Repaint an image where the mask is white."""
+        if mask is None:
+            raise ValueError("got no mask: it is white where the image is repainted")
         return [result.image for result in self.results(prompt=prompt, image=image, mask=mask, **options)]
 
     def results(self, **options: Any) -> Iterator[Result]:
@@ -59,10 +64,7 @@ class Pipeline(Model):
         return decode(features.begin(self, *features.read(options)))
 
     def stream(self, prompt: str | Sequence[str], **options: Any) -> Iterator[State]:
-        """Run a task step by step: yield the state after each step.  Leaving the loop stops it.
-
-        pipe.decode(state.latents), or of state.x0, makes images of it.
-        """
+        """Yield the state after each step; leaving the loop stops it.  pipe.decode(state.latents), or .x0, shows it."""
         arguments = {"prompt": prompt, **options}
         return (event for event in features.begin(self, *features.read(arguments)) if isinstance(event, State))
 
@@ -91,6 +93,7 @@ class Pipeline(Model):
 
         draw makes the noise of samplers that add some: tasks.noise_of(seeds, shape), say.
         """
+        self.check_plan(plan)
         if draw is None and plan.adds_noise.any():
             raise ValueError("this sampler adds noise at every step: pass `draw=`, as tasks.noise_of makes it")
 
@@ -130,7 +133,8 @@ class Pipeline(Model):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write all networks, in their dtype, with what `load` needs to know, into one .safetensors file."""
         buffers = {"alphas_cumprod": torch.from_numpy(self.schedule.alpha_bar)}
-        save_networks(Path(path), self.networks, buffers, facts_of(self.family))
+        facts = facts_of(replace(self.family, prediction=self.schedule.prediction))
+        save_networks(Path(path), self.networks, buffers, facts)
 
 
 def bundled() -> Path:

@@ -25,17 +25,7 @@ X, ASIDE, H1, H2, H3, H, NOISE = np.eye(NUM_REGISTERS + 2)
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """A sampler's table for N calls of the network: float64 coefficients, no state.
-
-    samplers.make_plan makes one from a name.  To write your own, say Euler's method at four chosen timesteps:
-
-        levels = [schedule.at(t) for t in (999, 750, 500, 250)] + [CLEAN]
-        rows = Rows(schedule, keep="x0")  # H is x0, whatever the network predicts
-        for step, (now, after) in enumerate(pairwise(levels)):
-            eps = (X - now.a * H) / now.s
-            rows.add(step, now, after.a * H + after.s * eps)
-        plan = rows.plan(end=CLEAN)
-    """
+    """A sampler's table for N calls of the network: float64 coefficients, no state.  samplers.make_plan makes one."""
 
     t: Array  # (N,) the timestep that the network is told, possibly fractional
     level: Array  # (N, 2) (a, s) of the latent that the call reads: x = a x0 + s eps

@@ -6,6 +6,7 @@ and X = scale y; scale is a.  H is the network's eps or x0.  A sampler of your o
 
 import difflib
 import inspect
+import math
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -20,14 +21,11 @@ SAMPLERS: dict[str, Sampler] = {}
 
 
 def sampler(function: Sampler) -> Sampler:
-    """Add a function to SAMPLERS under its name.
-
-    Raises ValueError for one that make_plan cannot call as function(schedule, steps, spacing=...).
-    """
+    """Add a function to SAMPLERS.  Raises ValueError unless make_plan can call it: (schedule, steps, spacing=...)."""
     spacing = inspect.signature(function).parameters.get("spacing")
     if spacing is None or spacing.default is spacing.empty:
         raise ValueError(f'sampler {function.__name__}: wanted (schedule, steps, spacing="karras"), or another default')
-    SAMPLERS[function.__name__] = function
+    SAMPLERS[function.__name__.lower()] = function  # as names are looked up
     return function
 
 
@@ -49,20 +47,21 @@ def make_plan(
     parameters = inspect.signature(SAMPLERS[key]).parameters
     if not 1 <= steps <= len(schedule.alpha_bar):
         raise ValueError(f"got {steps} steps, wanted 1 to {len(schedule.alpha_bar)}")
+    if not 1 <= (last or steps) <= steps:
+        raise ValueError(f"got the last {last} of {steps} steps")
     if spacing is None:
         spacing = parameters["spacing"].default if named_spacing is None else named_spacing
-    whole = spacing  # of all steps
-
-    def levels(schedule: Schedule, steps: int) -> list[Level]:
-        return levels_of(whole, schedule, steps)[-(last or steps) - 1 :]
-
-    arguments: dict[str, Any] = {"spacing": whole if last is None else levels}
+    levels = levels_of(spacing, schedule, steps)
+    sigmas = [level.sigma if isinstance(level, Level) else math.nan for level in levels]
+    if len(levels) != steps + 1 or not all(now > after for now, after in pairwise(sigmas)):
+        raise ValueError(f"got the spacing {spacing}, wanted {steps + 1} Levels for {steps} steps, the noisiest first")
+    arguments: dict[str, Any] = {"spacing": spacing if last is None else lambda schedule, num: levels[-num - 1 :]}
     if eta is not None:
         if "eta" not in parameters or not 0 <= eta <= 1:
             able = ", ".join(key for key, f in SAMPLERS.items() if "eta" in inspect.signature(f).parameters)
             raise ValueError(f"got eta {eta} for {key}, wanted 0 to 1, with one of {able}")
         arguments["eta"] = eta
-    return SAMPLERS[key](schedule, steps, **arguments)
+    return SAMPLERS[key](schedule, last or steps, **arguments)
 
 
 def _resolve(name: str) -> tuple[str, str | None]:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -52,12 +52,17 @@ class Schedule:
 
     alpha_bar: Array
     prediction: Prediction
+    predictions: ClassVar[tuple[str, ...]] = ("eps", "v")
 
     def __post_init__(self) -> None:
+        if self.prediction not in self.predictions:
+            raise ValueError(f"got prediction {self.prediction!r}, wanted {' or '.join(self.predictions)}")
+        values = np.asarray(self.alpha_bar, dtype=np.float64)
         with np.errstate(invalid="ignore"):
-            falls = self.alpha_bar.ndim == 1 and self.alpha_bar[0] < 1 and (np.diff(self.alpha_bar) < 0).all()
-        if not falls or not self.alpha_bar[-1] >= 0:
+            falls = values.ndim == 1 and values.size and (np.diff(values, prepend=1.0) < 0).all()
+        if not falls or not values[-1] >= 0:
             raise ValueError("this is no noise schedule: alpha_bar must fall at every timestep, from below 1 to 0")
+        object.__setattr__(self, "alpha_bar", values)
 
     @staticmethod
     def from_betas(betas: Array, prediction: Prediction) -> "Schedule":
@@ -79,10 +84,7 @@ class Schedule:
         return level_of(t, float(np.exp(np.interp(t, index, np.log(self.sigmas)))))
 
     def at_sigma(self, sigma: float) -> Level:
-        """The level of a sigma, with its fractional timestep.
-
-        Outside of the schedule's range the network is told the nearest timestep, and a warning says so.
-        """
+        """The level of a sigma, with its fractional timestep, or the nearest that there is, which a warning says."""
         low, high = float(self.sigmas[0]), float(self.sigmas[-1])
         if not low * (1 - 1e-6) <= sigma <= high * (1 + 1e-6):
             log.warning("sigma %.4g is outside of the range that the network knows, %.4g to %.4g", sigma, low, high)
@@ -113,6 +115,8 @@ class Schedule:
 
         NaN where it is undefined: x0 from eps at zero terminal SNR.  Salimans and Ho 2022, sec. 4.
         """
+        if keep not in ("eps", "x0"):
+            raise ValueError(f"got keep={keep!r}, wanted eps or x0")
         _, a, s = level
         if self.prediction == keep:
             return 0.0, 1.0
@@ -152,10 +156,7 @@ def leading(schedule: Schedule, steps: int) -> list[Level]:
 
 
 def trailing(schedule: Schedule, steps: int) -> list[Level]:
-    """Timesteps from 999 down in strides of 1000 / steps, then clean.  Lin et al. 2024, sec. 3.3.
-
-    Halves are rounded to even, as in diffusers.
-    """
+    """Timesteps from 999 down by 1000 / steps, halves rounded to even; then clean.  Lin et al. 2024, sec. 3.3."""
     num = len(schedule.alpha_bar)
     timesteps = np.round(np.arange(num, 0, -num / steps)[:steps]).astype(int) - 1
     return [*(schedule.at(int(t)) for t in timesteps), CLEAN]

@@ -1,14 +1,10 @@
-"""The tasks: options and a model -> a Job.  Text to image, image to image, inpainting.
-
-Shape letters: B images of a batch, C channels, h w latent size.
-"""
+"""The tasks: options and a model -> a Job.  Shape letters: B images of a batch, C channels, h w latent size."""
 
 import logging
 import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
@@ -20,7 +16,6 @@ from ldm_lite.core.model import Model
 from ldm_lite.core.options import Options
 from ldm_lite.core.plan import Plan
 from ldm_lite.core.samplers import make_plan
-from ldm_lite.core.schedule import Level
 
 log = logging.getLogger("ldm_lite")
 
@@ -110,7 +105,7 @@ def guided_text(job: Job, items: Sequence[Item]) -> InputSource:
 
 def from_noise(job: Job, items: Sequence[Item], draw: Draw) -> tuple[Tensor, Constraint]:
     """Job.begin: noise alone."""
-    assert job.plan is not None
+    assert job.plan is not None, "the sampler returned no plan"
     return draw() * job.plan.initial, unconstrained
 
 
@@ -120,10 +115,7 @@ def seeded_noise(job: Job, items: Sequence[Item]) -> Draw:
 
 
 def noise_of(seeds: Sequence[int], shape: tuple[int, int, int]) -> Draw:
-    """Return what draws unit noise (B,C,h,w) of B seeds: a CPU generator for each.
-
-    So no image depends on its batch or on the device.
-    """
+    """Return what draws unit noise (B,C,h,w) of B seeds, by a CPU generator each: whatever the batch and device."""
     generators = [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
 
     def draw() -> Tensor:
@@ -142,9 +134,7 @@ def plan_of(model: Model, options: Options, strength: float = 1.0) -> Plan | Non
     if options.plan is not None:
         if strength < 1:
             raise ValueError("got a `plan` of your own and a `strength` that leaves some of its steps out: take 1")
-        wanted = [model.schedule.to_kept("x0", Level(0, *level)) for level in options.plan.level]
-        if not np.allclose(options.plan.to_x0, wanted, equal_nan=True):
-            raise ValueError(f"this plan is for another network: make one with the schedule of {model.name}")
+        model.check_plan(options.plan)
         return options.plan
     steps = model.family.steps if options.steps is None else options.steps
     last = None if strength == 1 else max(1, math.floor(round(steps * strength, 9)))

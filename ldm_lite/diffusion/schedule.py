@@ -9,7 +9,7 @@ import inspect
 import math
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 from torch import Tensor
@@ -36,6 +36,7 @@ class Schedule(core.Schedule):
 
     prediction: Prediction  # type: ignore[assignment]  # more than the core knows
     spacing: str | None = None
+    predictions: ClassVar[tuple[str, ...]] = ("eps", "v", "x0", "flow", "reverse_flow")
     is_flow = False  # whether it is a rectified flow, a FlowSchedule
 
     @staticmethod

@@ -131,13 +131,13 @@ class Fastest:
     """
 
     def __init__(self, layer: Any) -> None:
-        self._layer = layer
+        self.layer = layer
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Compute the attention of q, k and v with the fastest kernel, or PyTorch's choice while code is traced."""
         if torch.compiler.is_compiling() or _trains(q, k, v):
             return sdpa(q, k, v)
-        function = self._layer.attention = _FUNCTIONS[fastest(q, k, v)]
+        function = self.layer.attention = _FUNCTIONS[fastest(q, k, v)]
         return function(q, k, v)
 
 

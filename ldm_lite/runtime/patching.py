@@ -42,14 +42,17 @@ def patch_of(module: nn.Module) -> Function | None:
 
 
 def twin(network: nn.Module) -> Any:
-    """Return a copy of a network with modules of its own, the same weights, and the same hooks and patches.
+    """Return a copy of a network with modules of its own, the same weights, and the same hooks, patches and attention.
 
     Its modules can be changed without changing the network; weights that are offloaded come for both.
     """
     shared: list[Any] = [*network.parameters(), *network.buffers()]
     for module in network.modules():
         shared += [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
-        shared += [value for name, value in vars(module).items() if isinstance(value, Tensor) or name == "joined"]
+        for name, value in vars(module).items():
+            is_of_layer = name == "attention" and hasattr(value, "layer")  # one that changes its layer is copied
+            if isinstance(value, Tensor) or (name in ("joined", "attention") and not is_of_layer):
+                shared.append(value)
     return copy.deepcopy(network, {id(value): value for value in shared})
 
 

@@ -1,5 +1,6 @@
 """Features: options of one's own, the order in which they change a run, and what guidance is told."""
 
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,6 +13,7 @@ from ldm_lite.core import FEATURES, Feature, Pipeline, register_feature
 from ldm_lite.core.denoise import Branch, Call, Inputs, InputSource, Outputs, State, denoise_step, weighted
 from ldm_lite.core.features import STAGES
 from ldm_lite.core.job import Item, Job, Latents
+from ldm_lite.core.layers import attention_layers, explicit
 from ldm_lite.core.model import Model
 from ldm_lite.core.options import Options
 
@@ -357,3 +359,31 @@ def test_a_class_without_the_decorator_of_dataclasses_is_made_one(small: Pipelin
     assert torch.equal(latents(small, plain=2), latents(small, steps=2))
     with pytest.raises(AttributeError):
         Plain(plain=3).plain = 4  # type: ignore[call-arg]
+
+
+def test_what_is_no_feature_is_refused() -> None:
+    for kind in (
+        type("Other", (), {"__annotations__": {"other": int}, "other": 0}),
+        type("Other", (Feature,), {}),
+        type("Other", (Feature,), {"__annotations__": {"other": int}, "other": 0, "stage": "guidence"}),
+    ):
+        with pytest.raises(ValueError, match="Other: wanted a Feature with options, and a stage of model, text"):
+            register_feature(kind)
+    assert "other" not in FEATURES
+
+
+def test_a_second_change_of_attention_leaves_the_first(small: Pipeline) -> None:
+    """An object that remembers, and cannot be copied."""
+
+    class Recorder:
+        def __init__(self) -> None:
+            self.lock, self.shapes = threading.Lock(), list[torch.Size]()
+
+        def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            self.shapes.append(k.shape)
+            return explicit(q, k, v)
+
+    recorder = Recorder()
+    changed = small.with_attention(recorder.attend, "*attn2").with_attention("explicit", "*attn1")
+    next(changed.stream("a cat", steps=1))
+    assert len(recorder.shapes) == len(attention_layers(small.unet, "*attn2"))

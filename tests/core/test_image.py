@@ -91,3 +91,25 @@ def test_giants_are_refused_before_they_are_read(tmp_path: Path) -> None:
     Image.new("1", (9000, 9000)).save(tmp_path / "giant.png")
     with pytest.raises(ValueError, match="9000"):
         open_image(tmp_path / "giant.png")
+
+
+def test_16_bits_of_grey_are_not_clipped(tmp_path: Path) -> None:
+    ramp = np.linspace(0, 65535, 64 * 64).reshape(64, 64).round().astype(np.uint16)
+    Image.fromarray(ramp).save(tmp_path / "depth.png")
+    image, mask = open_image(tmp_path / "depth.png"), open_mask(tmp_path / "depth.png")
+    assert np.abs(np.asarray(image)[..., 0] - ramp / 257).max() <= 1
+    assert 0.49 < np.asarray(mask).mean() / 255 < 0.51
+    for mode in ("I", "F"):
+        with pytest.raises(ValueError, match="as an image, wanted a path, PIL, an array or a tensor"):
+            open_image(Image.new(mode, (4, 4)))
+
+
+def test_tensors_and_arrays_that_are_no_pixels() -> None:
+    pixels = torch.zeros(3, 4, 4)
+    assert open_image(pixels).size == (4, 4)
+    for wrong in (pixels.to(torch.uint8), pixels + 2, pixels / 0, pixels[0], pixels.permute(1, 2, 0)[:, :, None]):
+        with pytest.raises(ValueError, match=r"got Tensor as an image, wanted .*\(3,H,W\) in \[-1,1\]"):
+            open_image(wrong)
+    for array in (np.zeros((4, 4, 3)), np.zeros((4, 4, 7), np.uint8), np.zeros((4, 4), np.int64)):
+        with pytest.raises(ValueError, match="got ndarray as an image, wanted"):
+            open_image(array)

@@ -25,7 +25,7 @@ PACKAGE = Path(ldm_lite.core.__file__).parent
 README = next(
     path for path in (Path(__file__).parents[1] / "README.md", PACKAGE / "README.md") if path.exists()
 ).read_text(encoding="utf-8")
-START, SAMPLER, ATTENTION, GUIDANCE, THRESHOLD, PREVIEWS, TRAINING = re.findall(
+START, SAMPLER, PLAN, ATTENTION, GUIDANCE, THRESHOLD, PREVIEWS, TRAINING = re.findall(
     r"```python\n(.*?)```", README, re.DOTALL
 )
 
@@ -44,7 +44,7 @@ def block(tables: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call
 
 
 def test_a_block_has_at_most_15_lines() -> None:
-    for code in (START, SAMPLER, ATTENTION, GUIDANCE, THRESHOLD, PREVIEWS, TRAINING):
+    for code in (START, SAMPLER, PLAN, ATTENTION, GUIDANCE, THRESHOLD, PREVIEWS, TRAINING):
         assert len(code.splitlines()) <= 15
         assert max(map(len, code.splitlines())) <= 120
     assert len([line for line in START.splitlines() if line]) <= 6
@@ -54,7 +54,7 @@ def test_every_file_and_name_exists() -> None:
     table = README[README.index("## Files") : README.index("## To change")]
     named = set(re.findall(r"`(\w+\.py)`", table))
     assert named == {path.name for path in PACKAGE.glob("*.py")} - {"__init__.py"}
-    rows = README[README.index("## To change") : README.index("## Six changes")]
+    rows = README[README.index("## To change") : README.index("## Seven changes")]
     for owner, name in re.findall(r"`(\w+)\.([A-Za-z_]\w*)", rows):
         kind: Any = {"pipe": Pipeline, "job": Job, "inputs": Inputs, "outputs": Outputs, "item": Item}.get(owner)
         if kind is not None:
@@ -79,6 +79,20 @@ def test_a_sampler(block: Callable[[str], dict[str, Any]], pipe: Pipeline) -> No
     assert make_plan("Midpoint trailing", pipe.schedule, 4).num_steps == 4
     like = pipe.txt2img("a red apple on a blue background", sampler="dpmpp_2m_karras", steps=10)[0]
     assert 0 < error(np.asarray(Image.open("apple.png")), np.asarray(like)) < 0.1
+
+
+def test_a_plan(block: Callable[[str], dict[str, Any]], pipe: Pipeline) -> None:
+    """Euler's method is DDIM's update, which starts from unit noise."""
+    names = block(PLAN)
+    noise, cond = pipe.noise(), pipe.encode_prompt("a red apple")
+    made, like = (
+        pipe.denoise(noise, cond, None, plan)
+        for plan in (
+            names["rows"].plan(end=names["CLEAN"], initial=1.0),
+            make_plan("ddim", pipe.schedule, 4, spacing=lambda schedule, steps: names["levels"]),
+        )
+    )
+    assert error(made, like) < 1e-5
 
 
 def test_attention(block: Callable[[str], dict[str, Any]], pipe: Pipeline) -> None:

@@ -276,3 +276,28 @@ def test_a_sampler_of_ones_own_joins_by_its_name(tables: None) -> None:
         @sampler
         def plain(schedule: Schedule, steps: int) -> Plan:
             raise AssertionError
+
+
+def test_a_spacing_must_fall_in_as_many_steps(pipe: ldm_lite.core.Pipeline) -> None:
+    at = pipe.schedule.at
+    wrong: list[list[Any]] = [
+        [at(900), CLEAN],
+        [at(900), at(600), at(300), at(1), CLEAN],
+        [at(100), at(500), at(900), CLEAN],
+        [at(900), at(500), at(500), CLEAN],
+        [900, 500, 100, 0],
+    ]
+    for levels in wrong:
+        with pytest.raises(ValueError, match="wanted 4 Levels for 3 steps, the noisiest first"):
+            make_plan("euler", pipe.schedule, 3, spacing=lambda schedule, steps, levels=levels: levels)
+    for last in (-2, 99):
+        with pytest.raises(ValueError, match=f"got the last {last} of 3 steps"):
+            make_plan("euler", pipe.schedule, 3, last=last)
+
+
+def test_a_sampler_with_capitals(tables: None, pipe: ldm_lite.core.Pipeline) -> None:
+    @sampler
+    def Mine2(schedule: Schedule, steps: int, spacing: str = "karras") -> Plan:
+        return ldm_lite.core.SAMPLERS["euler"](schedule, steps, spacing)
+
+    assert pipe.plan("Mine2", 3).num_steps == pipe.plan("mine2 trailing", 3).num_steps == 3

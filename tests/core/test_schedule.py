@@ -3,6 +3,7 @@
 import logging
 import math
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -136,3 +137,16 @@ def test_zero_terminal_snr_needs_v_prediction() -> None:
             make_plan(sampler, zero_terminal_snr(SD), 5, spacing="trailing")
     with pytest.raises(ValueError, match="take a model with v prediction"):
         make_plan("plms", zero_terminal_snr(V), 5, spacing="trailing")
+
+
+@pytest.mark.parametrize("prediction", ["epsilon", "V", "v_prediction", "x0"])
+def test_an_unknown_prediction_is_refused(prediction: Any) -> None:
+    with pytest.raises(ValueError, match=f"got prediction '{prediction}', wanted eps or v"):
+        Schedule(scaled_linear_betas(0.9, 0.1, 3), prediction)
+
+
+def test_what_a_row_keeps_is_eps_or_x0() -> None:
+    schedule = Schedule([0.9, 0.5, 0.1], "v")  # type: ignore[arg-type]  # a list is taken too
+    for keep in ("v", "epsilon"):
+        with pytest.raises(ValueError, match=f"got keep='{keep}', wanted eps or x0"):
+            schedule.to_kept(keep, schedule.at(1))

@@ -3,6 +3,7 @@
 import copy
 import logging
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -218,6 +219,17 @@ def test_errors_of_tasks_are_one_line(pipe: Pipeline, apple: Image.Image) -> Non
         ({"plan": pipe.plan(), "steps": 5}, "got a `plan`, which replaces sampler, spacing, steps and eta"),
         ({"plan": pipe.plan(), "image": apple}, "and a `strength` that leaves some of its steps out"),
         ({"sampler": "none"}, "unknown sampler 'none'"),
+        ({"strength": 0.5}, "got a strength, but no image"),
+        ({"width": 0}, "got a width of 0, wanted 1 or more"),
+        ({"steps": 2.5}, "got steps=2.5, wanted int | None"),
+        ({"steps": "8"}, "got steps='8', wanted int | None"),
+        ({"scale": float("nan")}, "got scale=nan, wanted float | None"),
+        ({"batch_size": None}, "got batch_size=None, wanted int"),
+        ({"prompt": None}, "got prompt=None, wanted str | Sequence"),
+        ({"prompt": ["a", 5]}, "got prompt=\\['a', 5\\], wanted str | Sequence"),
+        ({"negative_prompt": ["a"]}, "got negative_prompt=\\['a'\\], wanted str"),
+        ({"seed": "1"}, "got seed='1', wanted int | Sequence"),
+        ({"seed": [0.5]}, "got seed=\\[0.5\\], wanted int | Sequence"),
     ]
     for options, message in cases:
         with pytest.raises(ValueError, match=message) as raised:
@@ -229,6 +241,33 @@ def test_a_plan_for_another_network_is_refused(pipe: Pipeline) -> None:
     other = replace(pipe, schedule=Schedule(pipe.schedule.alpha_bar, "eps"))
     with pytest.raises(ValueError, match="this plan is for another network: make one with the schedule of emoji"):
         pipe.txt2img("a cat", plan=other.plan("ddim", 3))
+    with pytest.raises(ValueError, match="this plan is for another network: make one with the schedule of emoji"):
+        pipe.denoise(pipe.noise(), pipe.encode_prompt("a cat"), None, other.plan("ddim", 3))
+
+
+def test_an_image_that_is_missing_is_no_other_task(pipe: Pipeline, apple: Image.Image) -> None:
+    with pytest.raises(ValueError, match="got no image to start from"):
+        pipe.img2img("a cat", None)
+    with pytest.raises(ValueError, match="got no mask"):
+        pipe.inpaint("a cat", apple, None)
+
+
+def test_numbers_of_numpy(small: Pipeline) -> None:
+    wanted = next(small.stream(["a", "b"], seed=[3, 4], steps=1, width=16, height=16)).latents
+    for seed in (np.int64(3), np.array([3, 4]), np.arange(3, 5)):
+        arguments: dict[str, Any] = {"seed": seed, "steps": np.int32(1), "width": np.int64(16), "height": 16}
+        assert torch.equal(next(small.stream(["a", "b"], **arguments)).latents, wanted)
+
+
+def test_a_file_keeps_what_images_are_made_by(small: Pipeline, tmp_path: Path) -> None:
+    """The prediction and the levels of the schedule, and the sampler."""
+    schedule = Schedule(small.schedule.alpha_bar**1.5, "v")
+    changed = replace(small, schedule=schedule, family=replace(small.family, sampler="euler"))
+    changed.save(tmp_path / "changed.safetensors")
+    again = load(tmp_path / "changed.safetensors", device="cpu")
+    assert (again.schedule.prediction, again.family.sampler) == ("v", "euler")
+    like, made = (next(model.stream("a cat", steps=1)).latents for model in (changed, again))
+    assert torch.equal(like, made)
 
 
 # ---- precision and the compiled step --------------------------------------------------------------------------------

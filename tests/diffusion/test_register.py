@@ -1,9 +1,7 @@
 """User-defined samplers and spacings: registered as a user would, they work like the built-in ones."""
 
-import dataclasses
 import functools
 import itertools
-import textwrap
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
@@ -303,19 +301,6 @@ def test_images_with_a_sampler_of_your_own(bundled: Pipeline) -> None:
 def run(pipe: Pipeline, plan: Plan) -> torch.Tensor:
     """The last latents of a plan, without a prompt."""
     return pipe.denoise(pipe.noise(3), torch.zeros(1, 77, pipe.family.unet.context_dim), None, plan)
-
-
-def test_the_plan_of_the_docstring(bundled: Pipeline) -> None:
-    """It runs, is Euler's method (DDIM's update), and denoise takes it like any other plan."""
-    code = (Plan.__doc__ or "").split("timesteps:\n", 1)[1]
-    schedule = bundled.schedule
-    scope: dict[str, Any] = {"schedule": schedule, "Rows": Rows, "H": H, "X": X, "CLEAN": CLEAN, "pairwise": pairwise}
-    exec(textwrap.dedent(code), scope)
-    levels = [*(schedule.at(t) for t in (999, 750, 500, 250)), CLEAN]
-    wanted = make_plan("ddim", schedule, 4, spacing=lambda schedule, steps: levels)
-    wanted = dataclasses.replace(wanted, initial=levels[0].s)  # DDIM starts from unit noise
-    assert np.array_equal(scope["plan"].t, wanted.t)
-    assert torch.allclose(run(bundled, scope["plan"]), run(bundled, wanted), atol=1e-4)
 
 
 def test_a_plan_without_rows(bundled: Pipeline) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import threading
 from types import MethodType
 
 import pytest
@@ -12,10 +13,12 @@ from random_checkpoint import SMALL
 from torch import Tensor, nn
 
 from ldm_lite.cli.options import RuntimeOptions
+from ldm_lite.core.layers import sdpa
+from ldm_lite.core.unet import Attention
 from ldm_lite.runtime import cpu, fused_norm
-from ldm_lite.runtime.attention import record, use
+from ldm_lite.runtime.attention import Fastest, record, use
 from ldm_lite.runtime.offload import Offloader
-from ldm_lite.runtime.patching import follow, kernel, patch, patch_of, runs_as_written, unpatch, unpatched
+from ldm_lite.runtime.patching import follow, kernel, patch, patch_of, runs_as_written, twin, unpatch, unpatched
 from ldm_lite.runtime.setup import prepare
 
 CPU = torch.device("cpu")
@@ -125,3 +128,27 @@ def test_a_controlnet_follows_its_unet() -> None:
     fused_norm.use(first)
     follow(second, first)
     assert [patch_of(each) for each in second] == [None, fused_norm._forward]
+
+
+def test_a_twin_has_the_same_attention() -> None:
+    """An object that remembers, and cannot be copied; `fastest`, which changes its layer, is the twin's own."""
+
+    class Recorder:
+        def __init__(self) -> None:
+            self.lock, self.calls = threading.Lock(), 0
+
+        def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            self.calls += 1
+            return sdpa(q, k, v)
+
+    layer, x = Attention(8, 8, 2), toy.normal(0, 1, 5, 8)
+    recorder = Recorder()
+    use(layer, recorder)
+    twin(layer)(x, x)
+    assert recorder.calls == 1
+    use(layer, "fastest")
+    copied = twin(layer)
+    with torch.no_grad():
+        copied(x, x)
+    assert isinstance(layer.attention, Fastest)
+    assert not isinstance(copied.attention, Fastest)
