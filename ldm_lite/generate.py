@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,7 +11,6 @@ from ldm_lite.diffusion.adaptive import AdaptivePlan, each_image
 from ldm_lite.diffusion.guidance import Guidance
 from ldm_lite.diffusion.learned_variance import learning_variance
 from ldm_lite.diffusion.plan import Plan
-from ldm_lite.diffusion.schedule import Level
 
 
 def denoise(
@@ -30,7 +28,7 @@ def denoise(
     draw supplies the noise of stochastic samplers, wrap changes what calls of the network read, on_step gets every
     state.  Raises ValueError for shapes that do not fit the model, and if the plan needs a draw.
     """
-    check_plan(model, plan)
+    model.check_plan(plan)
     for branch in guidance.branches:
         check_conditioning(model, tuple(noise.shape), branch.conditioning)
     if draw is None and plan.adds_noise.any():
@@ -67,16 +65,6 @@ def stream(
 
 
 # ---- checks ---------------------------------------------------------------------------------------------------------
-
-
-def check_plan(model: Model, plan: Plan) -> None:
-    """Raises ValueError for a plan that was made for a network with another prediction."""
-    wanted = [model.schedule.to_kept("x0", Level(0, *level)) for level in plan.level]
-    if not np.allclose(plan.to_x0, wanted, equal_nan=True):
-        raise ValueError(
-            f"this plan is for another network: {model.name} predicts {model.schedule.prediction}; "
-            "make one with its own schedule"
-        )
 
 
 def check_conditioning(model: Model, shape: tuple[int, ...], conditioning: Conditioning) -> None:

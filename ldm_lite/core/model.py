@@ -60,7 +60,8 @@ class Model:
         """Raise ValueError for a plan that was made for a network with another prediction."""
         wanted = [self.schedule.to_kept("x0", Level(0, *level)) for level in plan.level]
         if not np.allclose(plan.to_x0, wanted, equal_nan=True):
-            raise ValueError(f"this plan is for another network: make one with the schedule of {self.name}")
+            which = f"{self.name}, which predicts {self.schedule.prediction}"
+            raise ValueError(f"this plan is for another network: make one with the schedule of {which}")
 
     @torch.no_grad()
     def encode_prompt(self, prompt: str | Sequence[str]) -> Conditioning:

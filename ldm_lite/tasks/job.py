@@ -138,7 +138,7 @@ def plan_of(model: Model, options: Txt2imgOptions, last: int | None = None, step
     if options.plan is not None:
         if last is not None and last != steps:
             raise ValueError("got a `plan` of your own and a `strength` that leaves some of its steps out: take 1")
-        generate.check_plan(model, options.plan)
+        model.check_plan(options.plan)
         plan: Plan = options.plan
         return plan
     steps = steps or options.steps or model.family.steps
