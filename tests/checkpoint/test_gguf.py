@@ -456,7 +456,7 @@ def test_a_file_that_makes_no_sense_is_one_line(kind: str, tmp_path: Path) -> No
     start = time.process_time()
     with pytest.raises(ValueError, match=match) as error:
         open_checkpoint(path)
-    assert time.process_time() - start < 1
+    assert time.process_time() - start < 10
     assert tracemalloc.get_traced_memory()[1] < 100e6
     tracemalloc.stop()
     assert "\n" not in str(error.value)

@@ -108,7 +108,7 @@ def test_hostile_texts_take_no_time_and_little_memory(text: str, tmp_path: Path)
         assert len(prompts.one(text, 0)) <= 40_000
     with contextlib.suppress(ValueError):
         assert len(prompts.all(text)) <= 10_000
-    assert time.process_time() - start < 2
+    assert time.process_time() - start < 10
     tracemalloc.start()
     with contextlib.suppress(ValueError):
         prompts.all(text)
