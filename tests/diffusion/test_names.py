@@ -137,7 +137,10 @@ def test_the_named_spacing_is_used_unless_another_is_given(sd: Pipeline) -> None
         ({"eta": float("nan")}, "got eta nan, wanted 0 to 1"),
         ({"churn": 2.0}, "got churn 2.0, but ddim has none: leave it out, or take one of euler, heun, dpm2"),
         ({"name": "euler", "churn": 11.0}, "got churn 11.0, wanted 0 to 10"),
-        ({"spacing": lambda schedule, steps: [schedule.at(900)]}, "wanted two or more Levels of it, the noisiest first"),
+        (
+            {"spacing": lambda schedule, steps: [schedule.at(900)]},
+            "wanted two or more Levels of it, the noisiest first",
+        ),
         ({"spacing": lambda schedule, steps: list(range(11))}, "wanted two or more Levels of it, the noisiest first"),
         ({"spacing": lambda schedule, steps: [CLEAN, schedule.at(9)]}, "wanted two or more Levels of it, the noisiest"),
     ],
