@@ -105,4 +105,6 @@ class Rows:
         )
         if not (np.isfinite(plan.mix).all() and np.isfinite(plan.to_h).all()):
             raise ValueError("undefined at zero terminal SNR: take a model with v prediction, and ddim or euler")
+        if plan.mix[0, 0, 1:NUM_REGISTERS].any():
+            raise ValueError("the first row reads ASIDE, H1, H2 or H3, which no call before it has made")
         return plan

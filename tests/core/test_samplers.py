@@ -262,6 +262,11 @@ def test_tables_that_cannot_run_are_refused() -> None:
     rows.add(0, SD.at(900), X, remember=False)
     with pytest.raises(ValueError, match="the first must remember its H"):
         rows.plan(end=CLEAN)
+    for vector in (ASIDE, H1):
+        rows = Rows(SD, keep="x0")
+        rows.add(0, SD.at(900), X + vector)
+        with pytest.raises(ValueError, match="the first row reads ASIDE, H1, H2 or H3, which no call before"):
+            rows.plan(end=CLEAN)
 
 
 def test_a_sampler_of_ones_own_joins_by_its_name(tables: None) -> None:
