@@ -156,7 +156,7 @@ def test_compiled_code_has_the_chosen_kernel(unet: nn.Module, monkeypatch: pytes
     with torch.no_grad():
         wanted = unet(x, toy.T, context)
     for network in (other, copied):
-        assert all(layer.attention._layer is layer for layer in layers(network).values()), "each has its own choice"
+        assert all(layer.attention.layer is layer for layer in layers(network).values()), "each has its own choice"
     torch._dynamo.reset()
     count, counter = len(clock.timed), CompileCounter()
     with torch.no_grad():
