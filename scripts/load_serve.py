@@ -151,7 +151,7 @@ class Load:
         }
         self.counts, self.seconds = Counter[str](), list[float]()
         self.health, self.memory = list[float](), list[float]()
-        self.down, self._lock = False, threading.Lock()
+        self.down, self.up_since, self._lock = False, 0.0, threading.Lock()
 
     def client(self, number: int, until: float) -> None:
         """Ask until a time: four valid requests of five, and some that nobody waits for."""
@@ -160,10 +160,10 @@ class Load:
             kind = choice.random()
             if kind < 0.15:
                 path, content = choice.choice(INVALID)
-                self.note("invalid", self.server.ask(path, content)[0], (422,))
+                self.note("invalid", time.monotonic(), self.server.ask(path, content)[0], (422,))
             elif kind < 0.2:
                 self.server.leave(OPENAI, choice.choice(self.requests))
-                self.note("left", 200, (200,))
+                self.note("left", time.monotonic(), 200, (200,))
             else:
                 self.valid(choice.randrange(len(self.requests)), choice.choice((OPENAI, A1111)))
 
@@ -172,7 +172,8 @@ class Load:
         choice, held = random.Random(-number), list[socket.socket]()
         while time.monotonic() < until:
             path, content = choice.choice(hostile())
-            self.note("hostile", self.server.ask(path, content)[0], (408, 413, 422, 429, 503))
+            wanted = 408, 413, 422, 429, 503
+            self.note("hostile", time.monotonic(), self.server.ask(path, content)[0], wanted)
             with contextlib.suppress(OSError):
                 held.append(socket.create_connection(("127.0.0.1", self.server.port), timeout=5))
                 held[-1].sendall(choice.choice(UNFINISHED).encode())
@@ -187,7 +188,7 @@ class Load:
             start, down = time.monotonic(), self.down
             status, _ = self.server.ask("/healthz", None)
             if not (down or self.down):
-                self.note("health", status, (200,))
+                self.note("health", start, status, (200,))
                 self.health.append(time.monotonic() - start)
                 self.memory.append(self.server.memory)
             time.sleep(0.1)
@@ -199,16 +200,16 @@ class Load:
         data = None
         if status == 200:
             data = answer["data"][0]["b64_json"] if path == OPENAI else answer["images"][0]
-        self.note("valid", status, (200, 429))
+        self.note("valid", start, status, (200, 429))
         if data is not None:
             same = Image.open(io.BytesIO(base64.b64decode(data))).tobytes() == self.wanted[path][place]
-            self.note("image", 200 if same else 500, (200,))
+            self.note("image", start, 200 if same else 500, (200,))
             with self._lock:
                 self.seconds.append(time.monotonic() - start)
 
-    def note(self, kind: str, status: int, right: tuple[int, ...]) -> None:
-        """Count an answer; without a server none is wrong."""
-        fine = status in right or (status in (0, 503) and self.down)
+    def note(self, kind: str, start: float, status: int, right: tuple[int, ...]) -> None:
+        """Count the answer to a request that was sent at `start`; if the server was down since then, none is wrong."""
+        fine = status in right or (status in (0, 503) and (self.down or start < self.up_since))
         with self._lock:
             self.counts[f"{kind}: {status or 'no server'}"] += 1
             self.counts["wrong"] += not fine
@@ -230,7 +231,7 @@ class Load:
             self.server.process.wait()
             self.server.start()
             time.sleep(1)
-            self.down = False
+            self.down, self.up_since = False, time.monotonic()
         for thread in threads:
             thread.join()
         taken, times = time.monotonic() - start, sorted(self.seconds)

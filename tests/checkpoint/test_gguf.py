@@ -325,7 +325,8 @@ def test_chroma_and_flux2_have_the_names_of_the_originals(toy_family: Any, tmp_p
     network = build(toy_family.SPEC)
     network.load_state_dict(worth)
     assert sum(isinstance(layer, BlockLinear) for layer in linears(pipe.unet)) > 10
-    assert torch.equal(pipe.unet(*toy_family.inputs()), network(*toy_family.inputs()))
+    # Not the same bits: the one product reads its weights in another layout.
+    torch.testing.assert_close(pipe.unet(*toy_family.inputs()), network(*toy_family.inputs()), rtol=1e-4, atol=1e-4)
 
 
 def test_qwen3_has_the_names_of_llama_cpp(tmp_path: Path) -> None:

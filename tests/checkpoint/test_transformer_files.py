@@ -219,7 +219,7 @@ def test_a_transformer_of_diffusers_computes_the_same(name: str, tmp_path: Path)
     load_weights(network, component, "transformer", torch.device("cpu"), torch.float32)
     x, t, context, y = toy_flow.inputs(spec)
     out = network(x, t, context, y, **toy_flow.more(spec))
-    assert toy.relative_error(out, GOLDEN[f"diffusers.{name}"]) < 1e-5
+    assert toy.relative_error(out, GOLDEN[f"diffusers.{name}"]) < 3e-5
 
 
 SCHEDULER = {"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": 3.0, "use_dynamic_shifting": False}
@@ -257,7 +257,7 @@ def test_a_folder_of_diffusers(name: str, tmp_path: Path, caplog: pytest.LogCapt
     same(pipe, {"unet": pipe.unet.state_dict(), **{role: parts[role] for role in parts if role != "unet"}})
     x, t, context, y = toy_flow.inputs(family.unet)
     out = pipe.unet(x, t, context, y, **toy_flow.more(family.unet))
-    assert toy.relative_error(out, GOLDEN[f"diffusers.{name}"]) < 1e-5
+    assert toy.relative_error(out, GOLDEN[f"diffusers.{name}"]) < 3e-5
     assert (pipe.family.scale_factor, pipe.family.shift_factor) == (0.3, 0.2)
 
 

@@ -151,7 +151,7 @@ def test_a_signal_that_is_ignored_stays_so(capsys: pytest.CaptureFixture[str]) -
 def test_a_signal_at_any_moment_shows_no_traceback(name: str, tmp_path: Path) -> None:
     """From the first moment in which Python runs code of ldm_lite, through the import of torch, to the images."""
     number, chance, lines = getattr(signal, name), random.Random(0), 0
-    code = "import sys, runpy; sys.argv[0] = '-m'; print(flush=True)\n"
+    code = "import sys, runpy; sys.argv[0] = '-m'; import ldm_lite.cli; print(flush=True)\n"
     code += "runpy.run_module('ldm_lite.txt2img', run_name='__main__')"
     for _ in range(20):
         process = subprocess.Popen(

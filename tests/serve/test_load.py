@@ -13,7 +13,7 @@ def test_no_wrong_answer_and_no_file_though_the_server_is_killed_and_started_aga
     import load_serve  # starts processes: only here
 
     measured, load = load_serve.measure(clients=12, seconds=24, steps=2, kill=True)
-    assert load.counts["wrong"] == 0
+    assert load.counts["wrong"] == 0, load.counts
     assert load.counts["image: 200"] > 0
     assert load.counts["invalid: 422"] > 0
     assert measured["files"] == []
