@@ -15,7 +15,7 @@ from ldm_lite.checkpoint.loading import load_model
 from ldm_lite.checkpoint.model import Model
 from ldm_lite.checkpoint.parts import is_upscaler, open_autoencoder, with_autoencoder
 from ldm_lite.cli.command_options import CascadeOptions, StageOptions
-from ldm_lite.cli.options import LoadOptions, SaveOptions, given
+from ldm_lite.cli.options import LoadOptions, SaveOptions, changed, given
 from ldm_lite.cli.output import Saver
 from ldm_lite.cli.progress import memory, step_bar
 from ldm_lite.cli.task_options import Img2imgOptions, InpaintOptions, Txt2imgOptions, UpscaleOptions
@@ -136,7 +136,7 @@ def _rehearse(prepare: Callable[[Model, Any], Task], model: Model, options: Any)
     names = (*OF_NETWORKS, *(OF_REFINERS if options.refiner is not None else ()))
     plain = {field.name: field.default for field in fields(options) if field.name in names}
     try:
-        parts = prepare(model, replace(options, **plain)).parts
+        parts = prepare(model, changed(options, **plain)).parts
         for source in (*images, *(source for part in parts for source in part.sources)):
             if isinstance(source, (str, os.PathLike)):
                 read_image(source, lambda image: None)
