@@ -35,7 +35,7 @@ RowOptions = dataclasses.make_dataclass(
     ],
     bases=(CheckedOptions,),
     frozen=True,
-    namespace={"__doc__": "What rows of the table take that have no value of their own."},
+    namespace={"__doc__": "For rows of the table that have no value of their own."},
 )
 
 

@@ -235,11 +235,11 @@ class LoadOptions(RuntimeOptions):
     vae: str | None = option(None, "take the autoencoder from this file", common=True)
     unet: str | None = option(None, "take the UNet from this file")
     text_encoder: tuple[str, ...] = option(
-        (), "take the text encoder from this file; repeatable: CLIP-L, bigG and T5 of FLUX.1 and Stable Diffusion 3"
+        (), "take a text encoder (CLIP-L, bigG, T5, Qwen3, ...) from this file; repeatable", metavar="TEXT"
     )
     tokenizer: str | None = option(
         None,
-        "Qwen3's tokenizer.json, or a folder with it or with vocab.json and merges.txt (default: beside its weights)",
+        "Qwen's tokenizer.json, or a folder with it or with vocab.json and merges.txt (default: beside the weights)",
     )
     t5_vocab: str | None = option(None, "T5's spiece.model or tokenizer.json (default: the one beside its weights)")
     lora: tuple[str, ...] = option(
@@ -250,7 +250,7 @@ class LoadOptions(RuntimeOptions):
     )
     ema: str = option(
         "auto",
-        "use the UNet's EMA weights, if the file has them; original: where the original code does",
+        "use the UNet's EMA weights, if the file has them; original: only for families whose original code does",
         choices=("auto", "yes", "no", "original"),
     )
     prediction: str | None = option(None, "what the UNet predicts, if the file is wrong", choices=("eps", "v", "x0"))
@@ -262,7 +262,7 @@ class LoadOptions(RuntimeOptions):
     dtype: str | None = option(
         None,
         "fp32, fp16, bf16, auto (bf16 on a CPU that multiplies in it), or by network: fp16,vae=fp32 "
-        "(default: fp16 on CUDA, else fp32)",
+        "(default on CUDA: fp16, or bf16 for transformers; else fp32)",
         common=True,
     )
 

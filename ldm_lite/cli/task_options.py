@@ -104,12 +104,12 @@ class NoiseOptions(CheckedOptions):
         metavar="PROGRAM",
     )
     ensd: int = option(
-        0, "A1111's eta noise seed delta: added to the seed of the noise of steps", within=SEEDS, png="ENSD"
+        0, "A1111's eta noise seed delta: added to the seeds of the steps' noise", within=SEEDS, png="ENSD"
     )
     variation_seed: int | None = option(
         None, "mix in the noise of this seed, plus k for image k; the seed itself stays the same", within=SEEDS
     )
-    variation_strength: float = option(0.0, "how much of it, 0 to 1", within=(0, 1), png="Variation seed strength")
+    variation_strength: float = option(0.0, "its weight, 0 to 1", within=(0, 1), png="Variation seed strength")
     fixed_code: bool = option(False, "start every batch from the same noise")
     brownian: bool = option(
         False,
@@ -148,7 +148,7 @@ class SamplingOptions(CheckedOptions):
     )
     plan: Any = argument("a Plan of your own, in place of sampler, spacing, steps, eta and churn")
     refiner: Any = option(
-        None, "checkpoint that takes over for the last steps: SDXL's refiner, or one of its kind", metavar="FILE"
+        None, "checkpoint that takes over for the last steps: SDXL's refiner, or a similar one", metavar="FILE"
     )
     refiner_start: float | None = option(
         None, "fraction of the steps before the refiner takes over, 0 to 1 (default: 0.8)", within=(0, 1)
@@ -227,7 +227,7 @@ class ControlOptions(CheckedOptions):
     )
     preprocess: str | None = option(
         None,
-        "make the images of --control: canny, canny:LOW:HIGH or inpaint; one for all, or one for each: canny,none",
+        "compute the maps of --control: canny, canny:LOW:HIGH or inpaint; one for all, or one for each: canny,none",
         png="Control preprocess",
     )
     clip_vision: str | None = option(
@@ -368,7 +368,7 @@ class Txt2imgOptions(
         None, "make images whose opposite edges fit together: x (left and right), y or xy", png="Tiling"
     )
     compat: bool = option(
-        False, "the original script's pixels: its noise, steps, weights, defaults (2 x 3 images), 8 bits"
+        False, "make the original script's pixels: its noise, steps, weights and defaults (2 x 3 images)"
     )
     cond: Any = argument("precomputed conditioning of N prompts: a Conditioning, or embeddings (N,T,D)")
     uncond: Any = argument("the same for the negative prompt, N or one")
@@ -444,7 +444,7 @@ class Img2imgOptions(ImageOptions):
         "size as in InstructPix2Pix's edit_cli.py: about this many pixels on the long side, in multiples of 64",
         within=(64, MOST_PX),
     )
-    compat: bool = option(False, "the original script's pixels: its noise, steps, weights, defaults (2 images), 8 bits")
+    compat: bool = option(False, "make the original script's pixels: its noise, steps, weights, defaults (2 images)")
 
 
 @dataclass(frozen=True)
@@ -485,7 +485,7 @@ class InpaintOptions(ImageOptions):
         within=(0, 1),
         common=True,
     )
-    compat: bool = option(False, "as the original samplers with `mask` and `x0`, for networks of 4 input channels")
+    compat: bool = option(False, "do as the original samplers with `mask` and `x0`, for networks of 4 input channels")
 
 
 MOST_NOISE = 350  # the x4 upscaler was trained up to this noise level

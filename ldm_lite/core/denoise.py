@@ -42,7 +42,7 @@ class Branch(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """What the network made of a call, for guidance to mix.  All tensors are float32."""
+    """What the network predicted in a call, for guidance to combine.  All tensors are float32."""
 
     outs: Tensor  # (K,B,C,h,w) one for each branch, in their order: eps or v, as the network predicts
     weights: Tensor  # (K,1,1,1,1) or (K,1,1,h,w): weight times scale of each branch; the first one's is not used
@@ -73,7 +73,7 @@ Adjust = Callable[[Tensor, Outputs], Tensor]  # (guided output, what it was made
 
 
 def weighted(outputs: Outputs) -> Tensor:
-    """Guidance: the first output plus each other's difference from it times its weight.
+    """Guidance: the first output, plus the weighted differences of the others from it.
 
     For two branches this is uncond + scale * (cond - uncond).  Ho and Salimans 2022, eq. 6, in the original scripts'
     convention.
@@ -91,7 +91,7 @@ class Guided(NamedTuple):
 
 
 def running(branches: tuple[Branch, ...], scale: float) -> tuple[Branch, ...]:
-    """Return the branches that run: the first is left out if weights and scale give it none, as a scale of 1 does."""
+    """Return the branches that run: all, or all but the first if its weight comes to 0, as at a scale of 1."""
     total = scale * sum(branch.weight for branch in branches[1:])
     farthest = abs(total - 1) if not isinstance(total, Tensor) else float((total - 1).abs().max())
     return branches[1:] if len(branches) > 1 and farthest < 1e-6 else branches

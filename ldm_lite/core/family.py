@@ -105,7 +105,7 @@ FAMILIES: list[tuple[str, Any]] = [("clip", stable_diffusion_1)]
 
 
 def recognise(parts: Mapping[str, Tensors], metadata: Mapping[str, str], told: Facts) -> Family:
-    """Return the family of a file, by its networks' shapes, its metadata and what the user told; else ValueError."""
+    """Return the family of a file, by its networks' shapes, its metadata and what the user says; else ValueError."""
     facts = {name.removeprefix(PREFIX): value for name, value in metadata.items() if name.startswith(PREFIX)}
     facts = {**(metadata if metadata.keys() >= SIGNATURE else {}), **facts, **told}
     specs = {kind: imported(KINDS[kind].spec).from_shapes(tensors.shapes) for kind, tensors in parts.items()}
@@ -119,7 +119,7 @@ def recognise(parts: Mapping[str, Tensors], metadata: Mapping[str, str], told: F
 
 
 def matches(specs: Specs, row: Family, told: bool) -> bool:
-    """Whether the networks of a file are those of a row: in kind, and unless their numbers are told, in size."""
+    """Whether the networks of a file are those of a row: in kind and, unless the family is told, in size."""
     if not row.networks.keys() <= specs.keys():
         return False
     differing = [vars(specs[kind]).items() - vars(spec).items() for kind, spec in row.networks.items()]
@@ -127,7 +127,7 @@ def matches(specs: Specs, row: Family, told: bool) -> bool:
 
 
 def with_facts(row: Family, specs: Specs, facts: Facts) -> Family:
-    """Return a row with the sizes of a file's networks, and what is told of it.  Raises ValueError for nonsense."""
+    """Return a row with the sizes of a file's networks, and with its facts.  Raises ValueError for nonsense."""
     values = {field: kind(facts[fact]) for fact, (field, kind) in FACTS.items() if fact in facts}
     if values.get("prediction", "eps") not in ("eps", "v"):
         raise ValueError(f"the metadata name the prediction {values['prediction']!r}, wanted eps or v")

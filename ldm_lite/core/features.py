@@ -1,4 +1,4 @@
-"""The seam for what changes a run from outside: a Feature, and the table of its options."""
+"""Features: what changes a run from outside, and the table of their options."""
 
 import difflib
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ STAGES = (
 
 @dataclass(frozen=True)
 class Feature:
-    """A frozen dataclass of options of its own, which changes a run in one or more of these places."""
+    """A frozen dataclass with options of its own, which changes a run in one or more of these places."""
 
     stage: ClassVar[str] = "run"  # one of STAGES
     excludes: ClassVar[tuple[str, ...]] = ()  # names of options that it does not go with

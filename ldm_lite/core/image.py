@@ -24,7 +24,7 @@ def open_image(source: Any) -> Image.Image:
 
 
 def open_mask(source: Any) -> Image.Image:
-    """The same as a mask: 255 where it is lighter than middle grey, else 0; transparency is 0."""
+    """Open a mask, as open_image does: 255 where it is lighter than middle grey, else 0; transparency is 0."""
     return _flatten(source, "black").convert("L").point(lambda value: 255 * (value >= 128))
 
 

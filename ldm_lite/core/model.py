@@ -46,7 +46,7 @@ class Model:
         return next(self.unet.parameters()).device
 
     def with_networks(self, **networks: nn.Module) -> Self:
-        """Return it with other networks, by kind: unet=, ...  layers.shared_copy makes one to change."""
+        """Return the model with other networks, by kind: unet=, ...  layers.shared_copy makes one to change."""
         return replace(self, networks={**self.networks, **networks})
 
     def latent_shape(self, height: int, width: int) -> tuple[int, int, int]:

@@ -11,7 +11,7 @@ DAY = 24 * 3600
 class LimitOptions(CheckedOptions):
     """What a request may ask for."""
 
-    batch_size: int = option(8, "images that are denoised together at most", within=(1, 256), common=True)
+    batch_size: int = option(8, "most images that are denoised together", within=(1, 256), common=True)
     batching: str = option(
         "exact",
         "exact: the same bits as alone; fast: always one run of the network, which may differ by 1 of 255",
@@ -20,9 +20,9 @@ class LimitOptions(CheckedOptions):
     linger: float = option(
         0.0, "seconds that an idle server waits for more requests before it begins with the first", within=(0, 60)
     )
-    max_pixels: int = option(2**20 + 2**16, "of an image", within=(64, 2**28))
-    max_steps: int = option(150, "of an image", within=(1, 1000))
-    max_images: int = option(16, "of a request", within=(1, 1000))
+    max_pixels: int = option(2**20 + 2**16, "most pixels of an image", within=(64, 2**28))
+    max_steps: int = option(150, "most steps of an image", within=(1, 1000))
+    max_images: int = option(16, "most images of a request", within=(1, 1000))
     max_branches: int = option(
         10,
         "most branches of a step: parts of a prompt that AND joins, the negative prompt, ControlNets",
@@ -71,6 +71,6 @@ class ServeOptions(LimitOptions):
         None, "small autoencoder for previews: taesd, taesdxl, ... (default: the model's own)", metavar="FILE"
     )
     replicas: int = option(0, "number of copies of the model on Ray Serve; 0: without Ray", within=(0, 10_000))
-    gpus_per_replica: float = option(0.0, "on Ray: fraction of a GPU that each has", within=(0, 64))
+    gpus_per_replica: float = option(0.0, "on Ray: GPUs of each copy; a fraction shares one", within=(0, 64))
     address: str | None = option(None, "on Ray: address of a cluster (default: a new one on this machine)")
     debug: bool = option(False, "show the traceback of an error")

@@ -81,7 +81,7 @@ class LearnedOptions(CheckedOptions):
     lora_text: bool = option(False, "a LoRA for the text encoders too")
     lora_kind: str = option("lora", "kind of the LoRA", choices=("lora", "dora", "loha", "lokr"))
     lokr_factor: int = option(
-        -1, "size of LoKr's first factor (default: as near to a square as possible)", within=(-1, 2**16)
+        -1, "size of LoKr's first factor; -1: as near to a square as possible", within=(-1, 2**16)
     )
     lora_conv: int | None = option(
         None, "a LoRA of this rank for 3x3 convolutions too, and one for the other layers beside them", within=(1, 4096)
@@ -130,7 +130,7 @@ class OptimiserOptions(CheckedOptions):
     )
     lr_cycles: int = option(1, "number of cosines, each of which starts at the peak", within=(1, MOST))
     lr_by_time: bool = option(
-        False, "let the learning rate end with --minutes, which are those of the whole run then, if --steps take longer"
+        False, "let the learning rate end with --minutes, which then count all of the run, if --steps take longer"
     )
     optimizer: str = option(
         "adamw",
@@ -157,8 +157,8 @@ class OptimiserOptions(CheckedOptions):
         choices=("snr", "debiased", "learned"),
     )
     noise_offset: float = option(0.0, "add to the noise a random value for each channel, times this", within=(0, 10))
-    min_timestep: int = option(0, "the least noisy timestep to train on", within=(0, 999))
-    max_timestep: int = option(1000, "the noisiest timestep to train on is the one before this", within=(1, 1000))
+    min_timestep: int = option(0, "train on timesteps from this one on", within=(0, 999))
+    max_timestep: int = option(1000, "train on timesteps below this one", within=(1, 1000))
     flow_shift: float | None = option(
         None,
         "shift of a rectified flow's timesteps (default: as in sampling)",
