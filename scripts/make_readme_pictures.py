@@ -1,7 +1,7 @@
-"""Make the README's images with the bundled model: `python scripts/make_readme_pictures.py`.
+"""Make images of the documentation with the bundled model: `python scripts/make_readme_pictures.py`.
 
-docs/grid.png is one image for each prompt of PROMPTS; docs/img2img.png and docs/inpaint.png are what the README's
-commands make of docs/circle.png and docs/mask.png, beside what they start from.
+docs/grid.png is one image for each prompt of PROMPTS; docs/img2img.png and docs/inpaint.png are what img2img and inpaint
+make of docs/circle.png and docs/mask.png, beside what they start from.
 """
 
 from pathlib import Path
