@@ -73,7 +73,7 @@ MODULES = {"none": "none", "canny": "canny", "inpaint": "inpaint", "inpaint_only
 THRESHOLDS = {"a": 100.0, "b": 200.0}  # of canny
 FITTED = {0: "stretch", "Just Resize": "stretch", 2: "pad", "Resize and Fill": "pad"}  # resize modes; others crop
 MODES = {0: False, "Balanced": False, 2: True, "ControlNet is more important": True}  # whether Control guesses
-_LORA = re.compile(r"<(?:lora|lyco):([^<>:]{1,200}):?([^<>]{0,400})>")
+_LORA = re.compile(r"<(?:lora|lyco):([^<>:]{1,200}+):?+([^<>]{0,400}+)>")
 
 # ---- requests -------------------------------------------------------------------------------------------------------
 
@@ -445,6 +445,8 @@ def _submit(state: State, asked: ImagesRequest) -> tuple[Ticket, list[str]]:
     for name, script in (asked.alwayson_scripts or {}).items():
         arguments = script.get("args") if isinstance(script, dict) else script
         if name.lower() == "controlnet":
+            if not isinstance(arguments or [], list):
+                raise Refused(422, f"got {type(arguments).__name__} as args of {name}, wanted a list of ControlNets")
             units = [http.validated(Unit, unit) for unit in arguments or () if isinstance(unit, dict)]
         elif arguments and arguments != [False]:
             raise Refused(422, f"the script {name!r:.60} is not supported: leave it out of alwayson_scripts")
@@ -564,7 +566,12 @@ def _controls(
 ) -> tuple[Control, ...]:
     """The ControlNets of a request; one without an image of its own follows the request's.  Raises ValueError."""
     controls, library, most = list[Control](), engine.library, engine.limits.max_pixels
-    for unit in (unit for unit in units if unit.enabled):
+    units = [unit for unit in units if unit.enabled]
+    if len(units) >= engine.limits.max_branches:  # before their images are opened, which stay in memory
+        raise ValueError(
+            f"got {len(units)} ControlNets, wanted fewer than {engine.limits.max_branches} (`max_branches`)"
+        )
+    for unit in units:
         if unit.control_mode not in MODES:
             raise ValueError(f"got control_mode {unit.control_mode!r:.40}, wanted one of {', '.join(map(str, MODES))}")
         both = unit.image if isinstance(unit.image, dict) else {"image": unit.image or unit.input_image}

@@ -44,6 +44,7 @@ NOT_FOR = {
     "upscale": HIRES | {"width", "height", "fixed_code"},
 }
 BESIDE = ("task", "model", "loras", "init_img", "reference", "mask", "control", "x", "y")  # besides those fields
+MOST_REPLACED = 2**17  # characters that take the place of others in the prompts of a cell
 MODEL, LORA_WEIGHT = "model", "lora_weight"  # axes of a plot that are no options of a task
 
 
@@ -161,6 +162,12 @@ def read(values: Mapping[str, Any], engine: Engine) -> Work:
         return Work([request])
     options, requests = dataclasses.replace(request.options, batch_size=1), list[Request]()
     with about("x" if x is not None else "y"):
+        for axis in (x, y):
+            if axis is not None and axis.option == xy.REPLACE:  # a request of a few KiB made texts of GiB
+                texts = (str(options.prompt or ""), options.negative_prompt or "")
+                count, most = sum(text.count(axis.values[0]) for text in texts), max(map(len, axis.values))
+                if count * most > MOST_REPLACED:
+                    raise ValueError(f"got {count} places for `replace`, and a value of {most} characters: shorten it")
         for cell in xy.cells(x, y):
             chosen, changed = cell.pop(MODEL, model), loras
             if (weight := cell.pop(LORA_WEIGHT, None)) is not None:
@@ -209,8 +216,9 @@ def _options(task: str, values: Mapping[str, Any], engine: Engine) -> Txt2imgOpt
         else:
             options[name] = int(text) if kind == "integer" else value
     options.setdefault("seed", -1)
-    if (network := options.get("hires_upscaler")) in library.files("upscalers"):
-        options |= {"hires_upscaler": "Latent", "hires_esrgan": library.upscaler(str(network))}
+    network = options.get("hires_upscaler")
+    if isinstance(network, str) and network in library.files("upscalers"):
+        options |= {"hires_upscaler": "Latent", "hires_esrgan": library.upscaler(network)}
     if task != "txt2img":
         options["init_img"] = (_picture(values, "init_img", "an image to start from", engine),)
     if task != "upscale" and (texts := values.get("reference")):

@@ -74,6 +74,8 @@ def test_values_become_options(engine: Any) -> None:
         ({"x": {"option": "lora_weight", "values": "1, 2"}}, "x", "no LoRA is chosen"),
         ({"y": {"option": "steps", "values": ""}}, "y", "no values"),
         ({"hires": "0.5"}, "hires", "`hires`"),
+        ({"hires_upscaler": ["Latent"]}, "hires_upscaler", "wanted a text"),
+        ({"prompt": "a" * 5000, "x": {"option": "replace", "values": "a," + "b" * 5000}}, "x", "5000 places"),
     ],
 )
 def test_wrong_values_are_one_line_about_their_field(
