@@ -25,7 +25,7 @@ from ldm_lite.runtime.compile import compiling
 from ldm_lite.serve import a1111, api, openai
 from ldm_lite.serve.http import Reader, Refused, answer, one_line
 from ldm_lite.serve.options import ServeOptions
-from ldm_lite.serve.queue import CLIENT, Engine
+from ldm_lite.serve.queue import CLIENT, Engine, Full, Stopping
 
 access = logging.getLogger("ldm_lite.access")
 
@@ -88,7 +88,7 @@ def make_app(engine: Engine, options: ServeOptions, key: str | None = None) -> A
         return answer(error)
 
     # The handler of Exception raises again, after its answer: what is expected has one before it.
-    expected = (ValueError, TypeError, OSError, MemoryError, RuntimeError)
+    expected = (Full, Stopping, ValueError, TypeError, OSError, MemoryError, RuntimeError)
     for kind in (Refused, HTTPException, RequestValidationError, *expected, Exception):
         app.add_exception_handler(kind, failed)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import contextlib
 import contextvars
 import io
 import json
@@ -20,7 +21,9 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import from_json
+from python_multipart.multipart import parse_options_header
 from starlette.formparsers import MultiPartException, MultiPartParser
+from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, StreamingResponse
 
 from ldm_lite.cli.console import printable
@@ -47,6 +50,7 @@ PICTURES = {"image", "images", "init_images", "init_img", "mask", "data", "input
 PICTURES |= {"controlnet_input_images", "controlnet_images", "controlnet_masks", "reference"}
 STATUS = {Full: 429, Stopping: 503, TimeoutError: 504, ValueError: 422, TypeError: 422}
 LOOK = 0.5  # seconds between two looks at whether the client has gone
+CHARSETS = (b"utf-8", b"utf8", b"us-ascii")  # that a form may name
 KEEP_ALIVE = 15  # seconds of silence after which a stream of events gets a comment
 WAITING = ": waiting\n\n"  # the comment
 CLOSED = 499  # the client has gone: nobody reads this status
@@ -164,6 +168,8 @@ class Reader:
                             raise Refused(503, "too many requests are being read: try again later")
             except TimeoutError:
                 raise Refused(408, f"the request has not come within {READING:g} seconds") from None
+            except ClientDisconnect:
+                raise Refused(CLOSED, "the client has gone") from None
             body = b"".join(parts)
             parts.clear()
             return await self.run(parse, body)
@@ -176,9 +182,14 @@ class Reader:
         """Call a function that reads what a client has sent, in one of the threads.  Raises Refused (503)."""
         turn = self._turns.setdefault(CLIENT.get(), asyncio.Semaphore(READERS // 2))
         try:
-            async with asyncio.timeout(READING), turn, self._free:
+            async with asyncio.timeout(READING), contextlib.AsyncExitStack() as places:
+                await places.enter_async_context(turn)
+                await places.enter_async_context(self._free)
                 context = contextvars.copy_context()
                 done = asyncio.get_running_loop().run_in_executor(self._threads, context.run, function, *args)
+                places.pop_all()  # the thread has them until it ends, though nobody may wait for it any more
+                done.add_done_callback(lambda _: turn.release())
+                done.add_done_callback(lambda _: self._free.release())
                 try:
                     return await asyncio.shield(done)
                 except asyncio.CancelledError:  # the thread goes on
@@ -261,8 +272,11 @@ class _InMemory(MultiPartParser):
 
 async def read_form(request: Request) -> tuple[dict[str, str], dict[str, list[bytes]]]:
     """Read a multipart form in memory: its fields, and the contents of its files.  Raises as read_json does."""
-    if not request.headers.get("content-type", "").startswith("multipart/form-data"):
+    kind, more = parse_options_header(request.headers.get("content-type"))
+    if kind != b"multipart/form-data":
         raise Refused(422, "wanted a form: multipart/form-data")
+    if more.get(b"charset", b"utf-8").lower() not in CHARSETS:  # punycode takes minutes for a megabyte
+        raise Refused(422, "got a charset of the form, wanted UTF-8: leave it out")
 
     async def parsed(body: bytes) -> tuple[dict[str, str], dict[str, list[bytes]]]:
         end = time.monotonic() + DECODING

@@ -3,11 +3,14 @@
 import ctypes
 import logging
 import socket
+import sys
 import threading
 import time
+from http import HTTPStatus
 from types import FrameType
 from typing import Any
 
+import h11
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol  # unlike httptools it limits the length of headers
@@ -15,6 +18,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol  # unlike httptools it l
 from ldm_lite.cli.console import as_flags, printable
 from ldm_lite.cli.options import LoadOptions
 from ldm_lite.serve.app import make_app
+from ldm_lite.serve.http import Refused, answer
 from ldm_lite.serve.library import Library
 from ldm_lite.serve.options import ServeOptions
 from ldm_lite.serve.queue import Engine
@@ -24,14 +28,39 @@ log = logging.getLogger("ldm_lite")
 IDLE = 15.0  # seconds that a connection has for the head of a request
 STALLED = 30.0  # seconds in which a client has to take some of an answer
 LEAST_RATE = 2**10  # bytes a second of it
+MOST_PIECES = 2**10  # of a body, besides one for LEAST_PIECE bytes: a piece takes as long as 10 KiB in one
+LEAST_PIECE = 64
+MOST_AHEAD = 2**19  # bytes that are sent before the answer to an earlier request
+FILES = 512  # besides connections: of models, threads and libraries
 LOOK = 1.0  # seconds between two looks at a connection
 TRIM = 5.0  # seconds after which freed memory goes back to the system
+
+
+class _Reading(h11.Connection):
+    """h11's, which reads chunk by chunk, with a limit of these: an endless body of one byte each stalled the server."""
+
+    pieces = size = 0  # of the body
+
+    def next_event(self) -> Any:
+        """The next part of a request.  Raises h11.RemoteProtocolError."""
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            self.pieces = self.size = 0
+        elif isinstance(event, h11.Data):
+            self.pieces, self.size = self.pieces + 1, self.size + len(event.data)
+            if self.pieces > MOST_PIECES + self.size // LEAST_PIECE:
+                raise h11.RemoteProtocolError("the chunks of the body are too small")
+        return event
 
 
 class _Connection(H11Protocol):
     """uvicorn's, which ends if its client is too slow, or has too many; the oldest that asks nothing makes place."""
 
     most, proxy = 1024, ""  # connections, of which a client has half; only the address of a proxy may have all
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.conn = _Reading(h11.SERVER)
 
     def connection_made(self, transport: Any) -> None:
         """Begin.  There may be too many."""
@@ -67,6 +96,36 @@ class _Connection(H11Protocol):
         if not unread or now > self.read_at + STALLED:
             self.read_at, self.unread = now, unread
         self.loop.call_later(LOOK, self._look)
+
+    def data_received(self, data: bytes) -> None:
+        """Read.  What comes before the answer to an earlier request stays in memory."""
+        super().data_received(data)
+        if self.is_busy and len(self.conn.trailing_data[0]) > MOST_AHEAD:
+            self.transport.abort()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is no HTTP."""
+        self._refuse(400, f"the request is not valid HTTP/1.1: {sys.exception()}".partition(": bytearray")[0])
+
+    def shutdown(self) -> None:
+        """Close what is idle; what is answered goes on, but nobody waits for the rest of a request."""
+        if self.is_busy and self.cycle.more_body and not self.cycle.response_started:
+            self._refuse(503, "the server is being stopped: try again later")
+        else:
+            super().shutdown()
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Answer an error, unless an answer has begun, and close."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            response = answer(Refused(status, message))
+            headers = [*response.raw_headers, (b"connection", b"close")]
+            head = h11.Response(status_code=status, headers=headers, reason=HTTPStatus(status).phrase.encode())
+            for event in (head, h11.Data(response.body), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event))
+        if self.cycle is not None:  # the application's answer would come too late
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        self.transport.close()
 
     def on_response_complete(self) -> None:
         """Wait for the next request."""
@@ -130,6 +189,21 @@ def _trim() -> None:
         trim(0)
 
 
+def allow_files(connections: int) -> None:
+    """Let the process have as many files open as so many connections need, as far as the system lets it.
+
+    Many start with 1024; beyond them new connections are reset, and no model can be opened.
+    """
+    try:
+        import resource
+    except ModuleNotFoundError:  # Windows has no such limit
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = connections + FILES if hard == resource.RLIM_INFINITY else min(connections + FILES, hard)
+    if soft not in (resource.RLIM_INFINITY, hard) and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
 def serve(options: ServeOptions, load: LoadOptions, key: str | None) -> None:
     """Load the model and answer requests until a signal comes; then finish what runs.
 
@@ -143,6 +217,7 @@ def serve(options: ServeOptions, load: LoadOptions, key: str | None) -> None:
     except OSError as error:
         place, why = f"{options.host}:{options.port}", error.strerror or error
         raise OSError(f"cannot listen on {place}: {why}; `port=0` takes a free one") from error
+    allow_files(options.max_connections)
     with listening:
         engine = Engine(Library(load, options), options).start()
         host, port = listening.getsockname()[:2]

@@ -1,5 +1,6 @@
 """What the server is protected against: bodies, pictures, prompts and clients that cost more than they should."""
 
+import contextlib
 import io
 import json
 import logging
@@ -41,6 +42,27 @@ def as_client() -> Iterator[Callable[[str], Any]]:
     token = CLIENT.set("")
     yield CLIENT.set
     CLIENT.reset(token)
+
+
+@pytest.fixture
+def faults(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[str]]]:
+    """-> a function that returns what the log calls errors of the server, uvicorn's too."""
+    logging.getLogger("uvicorn").addHandler(caplog.handler)
+    caplog.set_level(logging.INFO, logger="ldm_lite.access")
+    yield lambda: [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
+    logging.getLogger("uvicorn").removeHandler(caplog.handler)
+
+
+def talk(port: int, *parts: bytes) -> bytes:
+    """Send parts, each after some of an answer to the one before, and return all until the server closes."""
+    answer = b""
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as client:
+        for part in parts:
+            client.sendall(part)
+            answer += client.recv(10_000)
+        while content := client.recv(10_000):
+            answer += content
+    return answer
 
 
 def picture(side: int = 32, kind: str = "PNG", mode: str = "RGB", **more: Any) -> bytes:
@@ -113,6 +135,72 @@ def test_a_body_that_does_not_come_gets_408(running: Running, monkeypatch: pytes
     with socket.create_connection(("127.0.0.1", running.port), timeout=20) as client:
         client.sendall(f"POST {TXT2IMG} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{{".encode())
         assert client.recv(1000).startswith(b"HTTP/1.1 408 ")
+
+
+CHUNKED = "POST {} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+def test_a_client_that_goes_while_it_sends_is_no_fault(running: Running, faults: Any, caplog: Any) -> None:
+    with socket.create_connection(("127.0.0.1", running.port), timeout=20) as client:
+        client.sendall(f"POST {TXT2IMG} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{{".encode())
+    wait_for(lambda: any(f"POST {TXT2IMG} 499" in line for line in caplog.messages), "its line in the log")
+    assert faults() == []
+
+
+def test_what_is_no_http_gets_400_or_is_closed(running: Running, faults: Any) -> None:
+    for content in (b"\x16\x03\x01\r\n\r\n", CHUNKED.format(TXT2IMG).encode() + b"ZZ\r\n"):
+        head, _, body = talk(running.port, content).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 400 Bad Request")
+        assert json.loads(body)["detail"].startswith("the request is not valid HTTP/1.1: illegal")
+    both = talk(running.port, CHUNKED.format("/v1/models").encode() + b"5\r\n12345\r\n", b"ZZ\r\n")
+    assert both.startswith(b"HTTP/1.1 405 ")
+    assert both.count(b"HTTP/1.1") == 1
+    assert faults() == []
+
+
+def test_a_body_of_tiny_chunks_is_refused(running: Running) -> None:
+    """The event loop reads them, which stood still for minutes; larger ones may be as many."""
+    for size, status in ((1, b"400"), (100, b"422")):
+        chunk = b"%x\r\n%s\r\n" % (size, b" " * size)
+        answer = talk(
+            running.port, CHUNKED.format(TXT2IMG).encode() + chunk * 2000 + b"0\r\n\r\nGET / HTTP/1.1\r\n\r\n"
+        )
+        assert answer.startswith(b"HTTP/1.1 " + status)
+
+
+def test_what_is_sent_before_an_answer_has_a_limit(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    go, cancelled = threading.Event(), running.engine.totals["cancelled"]
+    monkeypatch.setattr(running.engine, "_denoise", lambda units: go.wait(100))
+    monkeypatch.setattr(http, "LOOK", 0.05)
+    body = json.dumps(SMALL)
+    with socket.create_connection(("127.0.0.1", running.port), timeout=20) as client:
+        head = f"POST {TXT2IMG} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+        with contextlib.suppress(OSError):  # it may be closed while we send
+            client.sendall(head.encode() + body.encode() + b"x" * 2**21)
+        wait_for(lambda: running.engine.totals["cancelled"] > cancelled, "the request's end")
+    go.set()
+
+
+def test_stopping_does_not_wait_for_the_rest_of_a_body(start: Callable[..., Running], faults: Any) -> None:
+    server = start(grace=0.0)
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as client:
+        client.sendall(f"POST {TXT2IMG} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{{".encode())
+        wait_for(lambda: any(rival.cycle for rival in server.server.server_state.connections), "the request's head")
+        server.close()
+        answer = client.recv(10_000)
+    assert answer.startswith(b"HTTP/1.1 503 ")
+    assert b"the server is being stopped" in answer
+    assert faults() == []
+
+
+def test_a_full_queue_is_no_fault(running: Running, faults: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **more: Any) -> None:
+        raise Full("the queue is full")
+
+    monkeypatch.setattr(running.engine, "submit", refuse)
+    assert running.refused(TXT2IMG, SMALL) == (429, "the queue is full")
+    assert running.ask("/healthz")[0] == 200
+    assert faults() == []
 
 
 def test_bodies_that_come_at_once_have_a_limit(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,6 +278,32 @@ def test_health_is_answered_while_all_threads_read(running: Running, monkeypatch
     go.set()
     for thread in threads:
         thread.join()
+
+
+def test_a_thread_is_its_clients_until_it_ends(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though the request was answered when it took too long: a client had all of them after the second pair."""
+    begun, go = list[int](), threading.Event()
+
+    def hang(*args: Any) -> Any:
+        begun.append(1)
+        assert go.wait(60)
+        raise ValueError("the end")
+
+    monkeypatch.setattr("ldm_lite.serve.a1111.open_base64", hang)
+    monkeypatch.setattr(http, "READING", 0.5)
+    for _ in range(http.READERS):
+        assert running.refused("/sdapi/v1/png-info", {"image": ""})[0] in (408, 503)
+    assert len(begun) == http.READERS // 2
+    go.set()
+    wait_for(lambda: running.refused("/sdapi/v1/png-info", {"image": ""})[1] == "the end", "a thread that is free")
+
+
+def test_many_controlnets_are_refused_before_their_images_are_read(running: Running) -> None:
+    units = [{"image": "no image"}] * 11
+    status, message = running.refused(TXT2IMG, SMALL | {"alwayson_scripts": {"controlnet": {"args": units}}})
+    assert (status, message) == (422, "got 11 ControlNets, wanted fewer than 10 (`max_branches`)")
+    status, message = running.refused(TXT2IMG, SMALL | {"alwayson_scripts": {"controlnet": {"args": True}}})
+    assert (status, message) == (422, "got bool as args of controlnet, wanted a list of ControlNets")
 
 
 def test_what_is_queued_too_late_is_given_up(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -374,10 +488,29 @@ def test_connections_have_a_limit_and_those_that_ask_nothing_make_room(start: Ca
         each.close()
 
 
+def test_as_many_files_may_be_open_as_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    resource, limits = pytest.importorskip("resource"), list[tuple[int, int]]()
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, given: limits.append(given))
+    for hard in (4096, 1000, resource.RLIM_INFINITY):
+        monkeypatch.setattr(resource, "getrlimit", lambda kind, hard=hard: (256, hard))
+        server.allow_files(1024)
+    assert limits == [(1024 + server.FILES, 4096), (1000, 1000), (1024 + server.FILES, resource.RLIM_INFINITY)]
+
+
 def test_heads_have_a_limit(running: Running) -> None:
     client = socket.create_connection(("127.0.0.1", running.port), timeout=20)
     with client, pytest.raises((ConnectionResetError, BrokenPipeError)):
         client.sendall(b"GET / HTTP/1.1\r\n" + (b"X: " + b"a" * 2**16 + b"\r\n") * 500)
+
+
+def test_a_form_has_no_charset_but_utf8(running: Running) -> None:
+    """Python's punycode took minutes for a megabyte."""
+    form = b'--x\r\nContent-Disposition: form-data; name="prompt"\r\n\r\na-b\r\n--x--\r\n'
+    for charset, wanted in (("punycode", "UTF-8: leave it out"), ("UTF-8", "got 0 files as image")):
+        kind = f"multipart/form-data; boundary=x; charset={charset}"
+        status, message = running.refused("/v1/images/edits", form, **{"Content-Type": kind})
+        assert status == 422
+        assert wanted in message
 
 
 def test_forms_are_read_in_threads_too(running: Running) -> None:
