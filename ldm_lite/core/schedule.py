@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -64,10 +64,10 @@ class Schedule:
             raise ValueError("this is no noise schedule: alpha_bar must fall at every timestep, from below 1 to 0")
         object.__setattr__(self, "alpha_bar", values)
 
-    @staticmethod
-    def from_betas(betas: Array, prediction: Prediction) -> "Schedule":
+    @classmethod
+    def from_betas(cls, betas: Array, prediction: Any) -> Self:  # one of `predictions`
         """The schedule of betas (1000,) in (0,1]: alpha_bar = cumprod(1 - beta).  Ho et al. 2020, eq. 4."""
-        return Schedule(np.cumprod(1.0 - betas, dtype=np.float64), prediction)
+        return cls(np.cumprod(1.0 - betas, dtype=np.float64), prediction)
 
     @cached_property
     def sigmas(self) -> Array:

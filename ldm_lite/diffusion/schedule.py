@@ -39,11 +39,6 @@ class Schedule(core.Schedule):
     predictions: ClassVar[tuple[str, ...]] = ("eps", "v", "x0", "flow", "reverse_flow")
     is_flow = False  # whether it is a rectified flow, a FlowSchedule
 
-    @staticmethod
-    def from_betas(betas: Array, prediction: Prediction) -> "Schedule":
-        """The schedule of betas (1000,) in (0,1]: alpha_bar = cumprod(1 - beta).  Ho et al. 2020, eq. 4."""
-        return Schedule(core.Schedule.from_betas(betas, "eps").alpha_bar, prediction)
-
     @property
     def betas(self) -> Array:
         """1 - alpha_bar[t] / alpha_bar[t-1], (1000,): the inverse of from_betas."""
