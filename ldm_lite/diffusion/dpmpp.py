@@ -9,10 +9,11 @@ import numpy as np
 from ldm_lite.core.plan import ASIDE, H1, H2, H3, NOISE, H, Plan, Rows, X
 from ldm_lite.core.samplers import dpmpp_2m
 from ldm_lite.core.schedule import Array, Level, Schedule, Spacing, ancestral
+from ldm_lite.diffusion.flow import straightened
 from ldm_lite.diffusion.names import register
 from ldm_lite.diffusion.plan import TimedPlan
 from ldm_lite.diffusion.samplers import finite_levels, level_below, only_preserving
-from ldm_lite.diffusion.schedule import levels_of, spacing_of, straightened
+from ldm_lite.diffusion.schedule import levels_of, spacing_of
 
 # ---- DPM-Solver++: x0 -----------------------------------------------------------------------------------------------
 

@@ -15,7 +15,8 @@ from ldm_lite.core.plan import Plan
 from ldm_lite.core.samplers import SAMPLERS as SAMPLERS
 from ldm_lite.core.samplers import Sampler
 from ldm_lite.core.schedule import SPACINGS, Level, Schedule, Spacing
-from ldm_lite.diffusion.schedule import FlowSchedule, spacing_of
+from ldm_lite.diffusion.flow import FlowSchedule
+from ldm_lite.diffusion.schedule import spacing_of
 from ldm_lite.diffusion.spacings import SECTIONS
 from ldm_lite.diffusion.webui import OFFERED, from_webui, to_webui
 

@@ -17,9 +17,10 @@ from ldm_lite.core import samplers as core
 from ldm_lite.core.plan import ASIDE, H1, H2, H3, NOISE, H, Plan, Rows, X
 from ldm_lite.core.samplers import SAMPLERS, slope
 from ldm_lite.core.schedule import CLEAN, Level, Schedule, Spacing, ancestral
+from ldm_lite.diffusion.flow import FlowSchedule, StraightLevel, straightened
 from ldm_lite.diffusion.names import register
 from ldm_lite.diffusion.plan import LearnedVariancePlan
-from ldm_lite.diffusion.schedule import FlowSchedule, StraightLevel, levels_of, straightened
+from ldm_lite.diffusion.schedule import levels_of
 from ldm_lite.diffusion.spacings import karras
 
 __all__ = ["SAMPLERS", "register"]

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from ldm_lite.core.schedule import CLEAN, SPACINGS, Array, Level, Schedule, leading, trailing
+from ldm_lite.diffusion.flow import FlowSchedule, shifted, straightened
 from ldm_lite.diffusion.plan import float32_sigmas, timed
-from ldm_lite.diffusion.schedule import GENERAL, MADE_FOR_BETAS, FlowSchedule, shifted, straightened
+from ldm_lite.diffusion.schedule import GENERAL, MADE_FOR_BETAS
 
 # ---- whole timesteps ------------------------------------------------------------------------------------------------
 

@@ -16,15 +16,8 @@ from torch import nn
 from ldm_lite.core.files import Tensors, imported
 from ldm_lite.core.layers import Shapes
 from ldm_lite.core.vae import VAESpec
-from ldm_lite.diffusion.schedule import (
-    Array,
-    Clock,
-    FlowSchedule,
-    Prediction,
-    Schedule,
-    cosine_betas,
-    scaled_linear_betas,
-)
+from ldm_lite.diffusion.flow import Clock, FlowSchedule
+from ldm_lite.diffusion.schedule import Array, Prediction, Schedule, cosine_betas, scaled_linear_betas
 from ldm_lite.models.pixels import PixelSpec
 
 if TYPE_CHECKING:

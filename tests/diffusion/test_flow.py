@@ -15,9 +15,10 @@ from steps import one_step
 
 from ldm_lite import Pipeline
 from ldm_lite.core.plan import rows_of
+from ldm_lite.diffusion.flow import shifted
 from ldm_lite.diffusion.plan import NUM_REGISTERS, Plan
 from ldm_lite.diffusion.samplers import SAMPLERS
-from ldm_lite.diffusion.schedule import GENERAL, SPACINGS, levels_of, shifted
+from ldm_lite.diffusion.schedule import GENERAL, SPACINGS, levels_of
 
 GOLDEN = np.load(Path(__file__).parents[1] / "data" / "flow.npz")
 REFUSED = {"plms", "restart", "dpm_fast", "dpm_adaptive", "lcm_webui", "tcd"}

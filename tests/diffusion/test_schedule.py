@@ -12,7 +12,8 @@ import torch
 import toy
 
 from ldm_lite import Pipeline
-from ldm_lite.diffusion.schedule import SPACINGS, FlowSchedule, Prediction, Schedule, levels_of, scaled_linear_betas
+from ldm_lite.diffusion.flow import FlowSchedule
+from ldm_lite.diffusion.schedule import SPACINGS, Prediction, Schedule, levels_of, scaled_linear_betas
 
 GOLDEN = np.load(Path(__file__).parents[1] / "data" / "samplers.npz")
 COUNTS = range(1, 1001)
