@@ -5,7 +5,8 @@ import logging
 import math
 
 from ldm_lite.core.denoise import Adjust, InputSource
-from ldm_lite.diffusion.guidance import keeping_norm, mapped, rescaling, thresholding
+from ldm_lite.diffusion.adjustments import keeping_norm, rescaling, thresholding
+from ldm_lite.diffusion.guidance import mapped
 from ldm_lite.tasks.features import Feature
 from ldm_lite.tasks.job import Job
 

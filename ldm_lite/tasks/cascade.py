@@ -28,7 +28,8 @@ from ldm_lite.cli.task_options import UpscaleOptions
 from ldm_lite.conditioning.inputs import read_tensor
 from ldm_lite.core.denoise import Call, Conditioning, Draw, Inputs, InputSource
 from ldm_lite.core.tasks import noise_of
-from ldm_lite.diffusion.guidance import classifier_free, thresholding
+from ldm_lite.diffusion.adjustments import thresholding
+from ldm_lite.diffusion.guidance import classifier_free
 from ldm_lite.diffusion.names import make_plan, resolve, table_steps
 from ldm_lite.diffusion.schedule import Level
 from ldm_lite.runtime.precision import pick_device, pick_dtype

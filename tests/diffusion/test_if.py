@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ldm_lite import Pipeline
 from ldm_lite.core.plan import Row, rows_of
-from ldm_lite.diffusion.guidance import dynamic_threshold
+from ldm_lite.diffusion.adjustments import dynamic_threshold
 from ldm_lite.diffusion.learned_variance import with_learned_variance
 from ldm_lite.diffusion.plan import NUM_REGISTERS
 from ldm_lite.diffusion.samplers import SAMPLERS

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ldm_lite.core.denoise import denoise_step
 from ldm_lite.core.plan import Row, rows_of
-from ldm_lite.diffusion.guidance import dynamic_threshold, rescaled
+from ldm_lite.diffusion.adjustments import dynamic_threshold, rescaled
 from ldm_lite.diffusion.names import make_plan
 from ldm_lite.diffusion.plan import NUM_REGISTERS, Plan
 from ldm_lite.diffusion.samplers import SAMPLERS

@@ -23,7 +23,7 @@ import ldm_lite
 from ldm_lite import Pipeline
 from ldm_lite.checkpoint.reader import on_meta, split
 from ldm_lite.core.files import Tensors
-from ldm_lite.diffusion.guidance import keeping_norm
+from ldm_lite.diffusion.adjustments import keeping_norm
 from ldm_lite.diffusion.schedule import levels_of
 from ldm_lite.models.ops import axial_rotation
 from ldm_lite.models.qwen3 import QWEN25_7B

@@ -28,7 +28,7 @@ from ldm_lite.cli.options import LoadOptions, RuntimeOptions
 from ldm_lite.core.denoise import Branch, Combine, Inputs, Outputs, denoise_step, run_plan, weighted
 from ldm_lite.core.plan import rows_of
 from ldm_lite.core.unet import ResBlock, SpatialTransformer
-from ldm_lite.diffusion.guidance import rescaling
+from ldm_lite.diffusion.adjustments import rescaling
 from ldm_lite.diffusion.names import make_plan
 from ldm_lite.diffusion.plan import NUM_REGISTERS
 from ldm_lite.diffusion.schedule import Schedule, scaled_linear_betas

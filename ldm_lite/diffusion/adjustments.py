@@ -1,0 +1,77 @@
+"""Adjustments of the guided output, for Inputs.adjust: rescaled, clamped, or with the norms of the conditional one."""
+
+import functools
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ldm_lite.core.denoise import Adjust, Outputs
+from ldm_lite.diffusion.guidance import stateless
+
+
+# The same function for the same numbers, which are tensors: one compiled step serves all, a CUDA graph each number.
+@functools.lru_cache(maxsize=64)
+def rescaling(share: float, device: torch.device) -> Adjust:
+    """Return what rescales the guided output as `rescaled` does."""
+    value = torch.tensor(share, dtype=torch.float64, device=device)
+
+    @stateless
+    def rescale(out: Tensor, outputs: Outputs) -> Tensor:
+        return out if len(outputs.outs) == 1 else rescaled(out, outputs.cond, value.to(out.dtype))
+
+    return rescale
+
+
+def rescaled(guided: Tensor, cond: Tensor, share: Tensor) -> Tensor:
+    """Rescale the guided prediction to the conditional one's standard deviation, per image, and mix it in by `share`.
+
+    Lin et al. 2024, eqs. 15 and 16.
+    """
+    ratio = cond.std(dim=(1, 2, 3), keepdim=True) / guided.std(dim=(1, 2, 3), keepdim=True)
+    return share * guided * ratio + (1 - share) * guided
+
+
+@functools.lru_cache(maxsize=64)
+def keeping_norm(patch: int) -> Adjust:
+    """Return what gives each token of the guided output, of patch x patch positions, its norm in the conditional one.
+
+    Qwen-Image's guidance, in diffusers' pipeline of its makers.
+    """
+
+    def norm(x: Tensor) -> Tensor:
+        of_tokens = F.pixel_unshuffle(x, patch).norm(dim=1, keepdim=True)  # (B, 1, h/patch, w/patch)
+        return F.interpolate(of_tokens, scale_factor=float(patch), mode="nearest")
+
+    @stateless
+    def keep(out: Tensor, outputs: Outputs) -> Tensor:
+        return out if len(outputs.outs) == 1 else out * (norm(outputs.cond) / norm(out))
+
+    return keep
+
+
+@functools.lru_cache(maxsize=64)
+def thresholding(percentile: float, limit: float, device: torch.device) -> Adjust:
+    """Return what clamps x0 as `dynamic_threshold` does; a limit of infinity is none."""
+    values = torch.tensor([percentile, limit], dtype=torch.float64, device=device)
+
+    @stateless
+    def threshold(out: Tensor, outputs: Outputs) -> Tensor:
+        share, most = values.to(out.dtype)
+        return outputs.from_x0(dynamic_threshold(outputs.to_x0(out), share, most))
+
+    return threshold
+
+
+def dynamic_threshold(x0: Tensor, percentile: Tensor, limit: Tensor) -> Tensor:
+    """Clamp x0 (B,C,h,w) to [-s,s] and divide by s, where s is each image's percentile of |x0|, in [1,limit].
+
+    For pixel models; a limit of 1 only clamps.  Saharia et al. 2022, sec. 2.3; the limit is DeepFloyd's.
+    """
+    # Not torch.quantile: torch 2.11 cannot compile it.
+    sizes = x0.abs().flatten(1).sort(dim=1).values  # (B, N)
+    rank = percentile * (sizes.shape[1] - 1)
+    below, above = (sizes.index_select(1, end.long()[None]) for end in (rank.floor(), rank.ceil()))  # (B, 1) each
+    s = torch.lerp(below, above, rank.frac()).clamp(min=1)[:, :, None, None]  # (B, 1, 1, 1)
+    s = torch.minimum(s, limit)
+    return torch.clamp(x0, -s, s) / s
