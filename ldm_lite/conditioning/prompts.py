@@ -20,13 +20,14 @@ from ldm_lite.core.files import imported
 from ldm_lite.diffusion.guidance import Guidance, classifier_free
 from ldm_lite.models.bert import BERTTextEncoder
 from ldm_lite.models.ops import guidance_embedding
-from ldm_lite.text.prompt import STOP, parse, without_weights
-from ldm_lite.text.tokenizer import TextTokenizer, check_length
+from ldm_lite.text.prompt import without_weights
+from ldm_lite.text.tokenizer import TextTokenizer
 from ldm_lite.zoo.family import text_roles
 
 log = logging.getLogger("ldm_lite")
 
 NOTHING = ConditioningOptions()
+WEIGHTS = "ldm_lite.conditioning.weights"  # prompts in A1111's syntax
 
 Prompts = Sequence[str | None]  # None = no prompt, which SDXL encodes differently from an empty one
 
@@ -124,84 +125,34 @@ def count_chunks(model: Model, prompts: Iterable[str | None], syntax: str = "pla
         return max(length(model, text) if text else 1 for text in _as_read(model, prompts, syntax))
     if model.tokenizer is None or syntax != "a1111":
         return 1
-    return max(len(_divide(model.tokenizer, prompt or "")) for prompt in prompts)
+    divide = imported(f"{WEIGHTS}:divide")
+    return max(len(divide(model.tokenizer, prompt or "")) for prompt in prompts)
 
 
-# ---- tokens and weights ---------------------------------------------------------------------------------------------
+# ---- tokens ---------------------------------------------------------------------------------------------------------
 
 SYNTAXES = ("plain", "a1111")
-MAX_CARRIED = 20  # tokens after the last comma that may move to the next chunk
-MOST_CHUNKS = 100
 
 
 class Chunks(NamedTuple):
-    """Prompts for a text encoder: token ids (B*K,T) int64 and their weights (B*K,T) float32."""
+    """Prompts for a text encoder: token ids (B*K,T) int64 and their weights (B*K,T) float32; None: all are 1."""
 
     ids: Tensor
-    weights: Tensor
+    weights: Tensor | None
 
 
 def chunks(tokenizer: TextTokenizer, texts: Sequence[str], syntax: str = "plain", num_chunks: int = 1) -> Chunks:
     """Turn B prompts into token ids and weights, in chunks of the text encoder's length: K each, num_chunks or more.
 
     "plain": the text as it is, in one chunk; tokens that do not fit are dropped.  "a1111": in as many as needed.
-    Raises ValueError for an unknown syntax, text that the tokenizer refuses, and more than MOST_CHUNKS.
+    Raises ValueError for an unknown syntax, text that the tokenizer refuses, and too many chunks.
     """
     if syntax not in SYNTAXES:
         raise ValueError(f"unknown prompt syntax {syntax!r}: wanted one of {', '.join(SYNTAXES)}")
     if syntax == "a1111":
-        divided = [_divide(tokenizer, text) for text in texts]
-    else:
-        room = tokenizer.room
-        divided = [[[(token, 1.0) for token in tokenizer.encode(tokenizer.clean(text))[:room]]] for text in texts]
-    num_chunks = max(num_chunks, *map(len, divided))
-    filled = [chunk for text_chunks in divided for chunk in text_chunks + [[]] * (num_chunks - len(text_chunks))]
-    ids, weights = list[list[int]](), list[list[float]]()
-    for chunk in filled:
-        padding = tokenizer.room - len(chunk)
-        row = [*tokenizer.before, *(token for token, _ in chunk), *tokenizer.after]
-        ids.append(row + [tokenizer.pad_id] * padding)
-        row_weights = [*[1.0] * len(tokenizer.before), *(weight for _, weight in chunk)]
-        weights.append(row_weights + [1.0] * (tokenizer.length - len(row_weights)))
-    return Chunks(torch.tensor(ids, device="cpu"), torch.tensor(weights, dtype=torch.float32, device="cpu"))
-
-
-def _divide(tokenizer: TextTokenizer, text: str) -> list[list[tuple[int, float]]]:
-    """Divide a prompt in A1111's syntax into chunks of tokens with their weights.
-
-    A full chunk ends at its last comma if that is among its last 20 tokens.  The vectors of an embedding stay together:
-    where they do not fit, a chunk starts with them.
-    """
-    check_length(text)
-    room, comma = tokenizer.room, tokenizer.encode(",")[0]
-    full: list[list[tuple[int, float]]] = [[]]
-    for piece in parse(text):
-        if piece is STOP:
-            full.append([])
-            continue
-        for tokens, _ in tokenizer.units(tokenizer.clean(piece[0])):
-            if len(chunk := full[-1]) == room:
-                last = max((i for i, (token, _) in enumerate(chunk) if token == comma), default=-1)
-                moves = tokens != (comma,) and last >= 0 and room - last <= MAX_CARRIED
-                full.append(chunk[last + 1 :] if moves else [])
-                del chunk[last + 1 if moves else room :]
-            if len(full[-1]) + len(tokens) > room:  # an embedding that does not fit
-                full.append([])
-            full[-1] += [(token, piece[1]) for token in tokens]
-    if not full[-1] and len(full) > 1:
-        full.pop()  # nothing came after the last BREAK
-    if len(full) > MOST_CHUNKS:
-        raise ValueError(f"got a prompt of {len(full)} chunks of {room} tokens, wanted at most {MOST_CHUNKS}")
-    return full
-
-
-def weighted(context: Tensor, weights: Tensor) -> Tensor:
-    """Multiply contexts (n,T,D) by their tokens' weights (n,T), then restore the mean of each."""
-    if bool((weights == 1).all()):
-        return context
-    scaled = context.float() * weights.to(context.device)[:, :, None]
-    mean, new = (x.float().mean(dim=(1, 2), keepdim=True) for x in (context, scaled))
-    return (scaled * (mean / new)).to(context.dtype)
+        return Chunks(*imported(f"{WEIGHTS}:filled")(tokenizer, texts, num_chunks))
+    empty = [""] * (num_chunks - 1)
+    return Chunks(tokenizer([chunk for text in texts for chunk in (tokenizer.clean(text), *empty)]), None)
 
 
 # ---- CLIP ------------------------------------------------------------------------------------------------------------
@@ -230,7 +181,9 @@ def hidden(
         pooled = pooled.reshape(len(prompts), -1, pooled.shape[1])[:, 0]
     else:
         context = encoder(ids, *settings)
-    return weighted(context, parts.weights).reshape(len(prompts), -1, context.shape[2]), pooled
+    if parts.weights is not None:
+        context = imported(f"{WEIGHTS}:weighted")(context, parts.weights)
+    return context.reshape(len(prompts), -1, context.shape[2]), pooled
 
 
 def _as_read(model: Model, prompts: Iterable[str | None], syntax: str) -> Prompts:

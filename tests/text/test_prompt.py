@@ -7,7 +7,7 @@ import torch
 from runs import text_ids, unet_calls
 
 from ldm_lite import Pipeline
-from ldm_lite.conditioning.prompts import weighted
+from ldm_lite.conditioning.weights import weighted
 from ldm_lite.text.prompt import parse
 
 SOT, EOT = 49406, 49407  # the ids of CLIP's start and end of a text
