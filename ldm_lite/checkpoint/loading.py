@@ -36,7 +36,7 @@ from ldm_lite.models.clip import num_known
 from ldm_lite.runtime.precision import pick_device, pick_dtypes, short_name
 from ldm_lite.runtime.setup import check as check_runtime
 from ldm_lite.runtime.setup import load_device, num_parameters, prepare
-from ldm_lite.text.tokenizer import BERTTokenizer, CLIPTokenizer, OpenCLIPTokenizer, TextTokenizer
+from ldm_lite.text.tokenizer import CLIPTokenizer, OpenCLIPTokenizer, TextTokenizer
 from ldm_lite.zoo.families import (
     DENOISERS,
     ONLY_OF_UNKNOWN,
@@ -263,10 +263,10 @@ def schedule_of(family: Family, file: Tensors, metadata: Mapping[str, str], zero
         return schedule.zero_terminal_snr()
 
 
-TOKENIZERS: dict[str, Callable[[int], TextTokenizer]] = {  # by the class of a text encoder's spec
+TOKENIZERS: dict[str, Any] = {  # by the class of a text encoder's spec
     "CLIPTextSpec": CLIPTokenizer,
     "OpenCLIPTextSpec": OpenCLIPTokenizer,
-    "BERTSpec": BERTTokenizer,
+    "BERTSpec": "ldm_lite.text.bert:BERTTokenizer",
 }
 IN_FILES = {"T5Spec", "Qwen3Spec", "Qwen25Spec"}  # those whose vocabularies do not come with the package
 BERT_WORDS = 30522
@@ -291,7 +291,8 @@ def tokenizers_of(
 
 def tokenizer_of(spec: Spec | None) -> TextTokenizer | None:
     """Return the tokenizer of a text encoder; None if it does not read text, or its vocabulary is in files."""
-    kind = TOKENIZERS.get(type(spec).__name__)
-    if spec is None or kind is None or (kind is BERTTokenizer and spec.vocab_size != BERT_WORDS):  # else it reads boxes
+    name = type(spec).__name__
+    if spec is None or name not in TOKENIZERS or (name == "BERTSpec" and spec.vocab_size != BERT_WORDS):  # of boxes
         return None
-    return kind(spec.length)
+    tokenizer: TextTokenizer = imported(TOKENIZERS[name])(spec.length)
+    return tokenizer

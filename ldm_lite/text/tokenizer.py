@@ -1,32 +1,25 @@
-"""Tokenizers on the `tokenizers` library: CLIP's byte-level BPE and BERT's WordPiece.  t5.py and qwen3.py have others.
+"""Tokenizers on the `tokenizers` library: what all have, and CLIP's.  bert.py, t5.py and qwen3.py have others.
 
-Shapes: B texts, T = `length` tokens (77 for these).
-Their vocabularies come with the package (made by `scripts/make_vocab.py`), and their ids equal those of transformers 5.
-CLIP's originals first clean the text, which `clean` does: without it, typographic quotes and the like get other ids.
-The Unicode version of `tokenizers` decides what a letter is.
-Sources: Radford et al. 2021, sec. 2.4, and `clip/simple_tokenizer.py` of OpenAI CLIP (MIT); Devlin et al. 2019 and
-bert-base-uncased (Apache-2.0).
+Shapes: B texts, T = `length` tokens (77 for CLIP).
+CLIP's ids equal those of transformers 5.  The originals first clean the text, which `clean` does: without it,
+typographic quotes and the like get other ids.  The Unicode version of `tokenizers` decides what a letter is.
+Sources: Radford et al. 2021, sec. 2.4, and `clip/simple_tokenizer.py` of OpenAI CLIP (MIT).
 """
 
-import gzip
 import re
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
-from pathlib import Path
+from functools import lru_cache
 from typing import ClassVar
 
 import torch
-from tokenizers import Tokenizer, normalizers, pre_tokenizers
-from tokenizers.models import WordPiece
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from ldm_lite.cli.options import MOST_CHARACTERS
 from ldm_lite.core.tokenizer import END, START, clip_bpe
 from ldm_lite.text.clean import fix_text, unescape
-
-_BERT_VOCAB = Path(__file__).with_name("bert_vocab.txt.gz")
 
 
 def check_length(text: str, most: int = MOST_CHARACTERS) -> None:
@@ -190,30 +183,3 @@ class OpenCLIPTokenizer(CLIPTokenizer):
     pad_id: int = 0
 
     _fix = staticmethod(unescape)
-
-
-@dataclass(frozen=True)
-class BERTTokenizer(TextTokenizer):
-    """bert-base-uncased's tokenizer, of LDM's text-to-image models: [CLS], the text, [SEP]."""
-
-    before = (101,)
-    after = (102,)
-
-    def _backend(self) -> Tokenizer:
-        return _bert()
-
-
-# ---- backends: shared by all tokenizers, never changed --------------------------------------------------------------
-
-
-@cache
-def _bert() -> Tokenizer:
-    """Build BERT's normalisation (lower case, no accents), word splitting and WordPiece."""
-    _, *tokens = gzip.decompress(_BERT_VOCAB.read_bytes()).decode("utf-8").split("\n")[:-1]
-    assert len(tokens) == 30522, "bert_vocab.txt.gz is not what scripts/make_vocab.py writes"
-    vocab = {token: index for index, token in enumerate(tokens)}
-    tokenizer = Tokenizer(WordPiece(vocab=vocab, unk_token="[UNK]", max_input_chars_per_word=100))
-    tokenizer.add_special_tokens(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"])
-    tokenizer.normalizer = normalizers.BertNormalizer()
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    return tokenizer

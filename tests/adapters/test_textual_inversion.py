@@ -19,7 +19,8 @@ from torch import Tensor
 import ldm_lite
 from ldm_lite import Pipeline, txt2img
 from ldm_lite.conditioning.prompts import chunks
-from ldm_lite.text.tokenizer import BERTTokenizer, CLIPTokenizer
+from ldm_lite.text.bert import BERTTokenizer
+from ldm_lite.text.tokenizer import CLIPTokenizer
 
 GOLDEN = np.load(Path(__file__).parents[1] / "data" / "families.npz")
 FIRST = 49408  # the first id beyond the vocabulary

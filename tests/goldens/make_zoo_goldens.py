@@ -29,7 +29,7 @@ from torch import nn
 
 from ldm_lite.conditioning.boxes import Box, tokens
 from ldm_lite.models.vae_vq import VQSpec
-from ldm_lite.text.tokenizer import BERTTokenizer
+from ldm_lite.text.bert import BERTTokenizer
 
 REPOSITORIES = ("latent-diffusion", "taming-transformers", "stablediffusion", "taesd")
 

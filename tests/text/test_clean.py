@@ -10,7 +10,8 @@ import torch
 from ldm_lite import Pipeline
 from ldm_lite.conditioning.prompts import chunks
 from ldm_lite.text import clean
-from ldm_lite.text.tokenizer import BERTTokenizer, CLIPTokenizer, OpenCLIPTokenizer
+from ldm_lite.text.bert import BERTTokenizer
+from ldm_lite.text.tokenizer import CLIPTokenizer, OpenCLIPTokenizer
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "data" / "clean.json").read_text(encoding="utf-8"))["cases"]
 

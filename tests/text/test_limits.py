@@ -13,8 +13,8 @@ import ldm_lite
 from ldm_lite import Pipeline
 from ldm_lite.conditioning import inputs
 from ldm_lite.img2img import main as img2img
+from ldm_lite.text.bert import BERTTokenizer
 from ldm_lite.text.caption import clean
-from ldm_lite.text.tokenizer import BERTTokenizer
 from ldm_lite.train.data import open_folder
 from ldm_lite.txt2img import main as txt2img
 

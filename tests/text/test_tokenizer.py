@@ -21,8 +21,8 @@ from tokenizers import Tokenizer
 
 from ldm_lite import Pipeline
 from ldm_lite.core import tokenizer as core
+from ldm_lite.text.bert import _VOCAB, BERTTokenizer
 from ldm_lite.text.t5 import T5Tokenizer
-from ldm_lite.text.tokenizer import _BERT_VOCAB, BERTTokenizer
 
 SOT, EOT = 49406, 49407
 GOLDEN = json.loads((Path(__file__).parents[1] / "data" / "tokenizer.json").read_text(encoding="utf-8"))
@@ -200,7 +200,7 @@ if child:
 
 
 def test_the_vocabulary_is_that_of_bert() -> None:
-    pieces = gzip.decompress(_BERT_VOCAB.read_bytes()).partition(b"\n")[2]
+    pieces = gzip.decompress(_VOCAB.read_bytes()).partition(b"\n")[2]
     assert hashlib.sha256(pieces).hexdigest().startswith("07eced375cec144d27c900241f3e3394")
 
 
