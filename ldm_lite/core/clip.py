@@ -4,10 +4,9 @@ Shape letters: B batch, T tokens (77), D width.
 Source: Radford et al. 2021, sec. 2.4; transformers CLIPTextModel.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from dataclasses import dataclass
+from typing import Self
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -26,11 +25,11 @@ class CLIPSpec:
     layers: int
     heads: int | None = None  # weights do not tell
 
-    @staticmethod
-    def from_shapes(shapes: Shapes) -> CLIPSpec:
-        """Return the spec of an encoder with weights of these shapes, heads None.  Raises ValueError for nonsense."""
+    @classmethod
+    def from_shapes(cls, shapes: Shapes) -> Self:
+        """Return the spec of an encoder with weights of these shapes, heads untold.  Raises ValueError for nonsense."""
         vocab_size, width = size(shapes, "embeddings.token_embedding.weight", 2)
-        return CLIPSpec(
+        return cls(
             vocab_size=vocab_size,
             length=size(shapes, "embeddings.position_embedding.weight", 2)[0],
             width=width,

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from ldm_lite.core import clip as core
 from ldm_lite.core.clip import QuickGELU
-from ldm_lite.core.layers import Shapes
 from ldm_lite.models.ops import Fitted, gelu_tanh
 
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
@@ -44,11 +43,6 @@ class CLIPTextSpec(core.CLIPSpec, Fitted):
     projection: bool = False  # the pooled output is projected
 
     untold: ClassVar[tuple[str, ...]] = ("heads", "activation", "skip", "norm")
-
-    @staticmethod
-    def from_shapes(shapes: Shapes) -> CLIPTextSpec:
-        """Return the spec of an encoder with weights of these shapes.  Raises ValueError if they make no sense."""
-        return CLIPTextSpec(**{**vars(core.CLIPSpec.from_shapes(shapes)), "heads": 0})
 
     @property
     def end_id(self) -> int:
