@@ -45,7 +45,6 @@ from ldm_lite.tasks.texts import PromptEncoder
 from ldm_lite.text.prompt import BREAK
 from ldm_lite.text.schedule import Calls, is_constant, parts_of, until_of
 from ldm_lite.text.tokenizer import check_length
-from ldm_lite.zoo.family import text_roles
 
 if TYPE_CHECKING:
     from ldm_lite.adapters.strength import Strength
@@ -272,7 +271,7 @@ class _Rows:
         factor = model.vae.spec.factor
         size = job.shape[1] * factor, job.shape[2] * factor
         options = replace(texts.read_as, num_chunks=self.length, alike=False, size=size)
-        with model.phase(*text_roles(model.family.text_encoders)):
+        with model.phase(*model.family.texts):
             cond = _encoded(model, texts.prompts, options)
             if not texts.is_guided:
                 return replace(texts, cond=cond, negative_prompt=None)  # of which it is said that it is not read

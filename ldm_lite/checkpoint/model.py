@@ -18,7 +18,7 @@ from ldm_lite.runtime.attention import in_float32
 from ldm_lite.runtime.offload import Offloader
 from ldm_lite.runtime.tiling import is_tiled, out_of_memory, tiled
 from ldm_lite.text.tokenizer import TextTokenizer
-from ldm_lite.zoo.family import Autoencoder, Family, text_roles
+from ldm_lite.zoo.family import Autoencoder, Family
 
 log = logging.getLogger("ldm_lite")
 
@@ -59,7 +59,7 @@ class Model(CoreModel):
     @property
     def text_encoders(self) -> tuple[nn.Module, ...]:
         """The text encoders, in the family's order."""
-        return tuple(self.networks[role] for role in text_roles(self.family.text_encoders))
+        return tuple(self.networks[role] for role in self.family.texts)
 
     @property
     def device(self) -> torch.device:

@@ -22,7 +22,6 @@ from ldm_lite.models.bert import BERTTextEncoder
 from ldm_lite.models.ops import guidance_embedding
 from ldm_lite.text.prompt import without_weights
 from ldm_lite.text.tokenizer import TextTokenizer
-from ldm_lite.zoo.family import text_roles
 
 log = logging.getLogger("ldm_lite")
 
@@ -85,7 +84,7 @@ def encode_prompts(model: Model, prompts: Prompts, options: PromptOptions = DEFA
         for prompt in dict.fromkeys(prompts):
             if dropped := tokenizer.dropped(tokenizer.clean(prompt or "")):
                 log.warning("prompt is too long, dropped from it: %s", dropped)
-    with model.phase(*text_roles(model.family.text_encoders)):
+    with model.phase(*model.family.texts):
         return conditioner.encode(model, prompts, options)
 
 

@@ -20,7 +20,6 @@ from ldm_lite.core.denoise import InputSource
 from ldm_lite.core.job import Item, batches
 from ldm_lite.diffusion.guidance import Guidance, instructed, rows_of
 from ldm_lite.generate import check_conditioning
-from ldm_lite.zoo.family import text_roles
 
 log = logging.getLogger("ldm_lite")
 
@@ -136,7 +135,7 @@ class PromptEncoder:
     def _encode_ahead(self, job: Any, items: Sequence[Item]) -> None:
         """Encode the texts of batches from some items on, so that the text encoder comes to the device once."""
         later = [item for item in job.items if item.number >= items[0].number] or items
-        with self.model.phase(*text_roles(self.model.family.text_encoders)):
+        with self.model.phase(*self.model.family.texts):
             for batch in islice(batches(replace(job, items=later)), AHEAD):
                 self.source(job, batch)
                 self._ahead.update(item.number for item in batch)
