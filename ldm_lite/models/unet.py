@@ -146,20 +146,10 @@ class LinearTransformer(SpatialTransformer):
         self.proj_in, self.proj_out = nn.Linear(channels, channels), nn.Linear(channels, channels)  # type: ignore[assignment]
 
     def forward(self, x: Tensor, context: Tensor) -> Tensor:
-        return x + attend(self, self.norm(x), context)
-
-
-def attend(transformer: SpatialTransformer, normed: Tensor, context: Tensor) -> Tensor:
-    """Return what a transformer adds to a feature map, of its norm (B,C,h,w)."""
-    linear, size = isinstance(transformer.proj_in, nn.Linear), normed.shape[2:]
-    tokens = normed.flatten(2).transpose(1, 2) if linear else normed
-    tokens = transformer.proj_in(tokens)
-    tokens = tokens if linear else tokens.flatten(2).transpose(1, 2)  # (B, N, C)
-    for block in transformer.transformer_blocks:
-        tokens = block(tokens, context)
-    if linear:
-        return transformer.proj_out(tokens).transpose(1, 2).unflatten(2, size)  # (B, C, h, w)
-    return transformer.proj_out(tokens.transpose(1, 2).unflatten(2, size))  # (B, C, h, w)
+        tokens = self.proj_in(self.norm(x).flatten(2).transpose(1, 2))  # (B, N, C)
+        for block in self.transformer_blocks:
+            tokens = block(tokens, context)
+        return x + self.proj_out(tokens).transpose(1, 2).unflatten(2, x.shape[2:])
 
 
 # ---- the network ----------------------------------------------------------------------------------------------------
