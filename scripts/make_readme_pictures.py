@@ -1,6 +1,6 @@
 """Make images of the documentation with the bundled model: `python scripts/make_readme_pictures.py`.
 
-docs/grid.png is one image for each prompt of PROMPTS; docs/img2img.png and docs/inpaint.png are what img2img and inpaint
+docs/grid.png is one image for each prompt of PROMPTS.  docs/img2img.png and docs/inpaint.png are what the two tasks
 make of docs/circle.png and docs/mask.png, beside what they start from.
 """
 
