@@ -167,7 +167,7 @@ def read(values: Mapping[str, Any], engine: Engine) -> Work:
                 texts = (str(options.prompt or ""), options.negative_prompt or "")
                 count, most = sum(text.count(axis.values[0]) for text in texts), max(map(len, axis.values))
                 if count * most > MOST_REPLACED:
-                    raise ValueError(f"got {count} places for `replace`, and a value of {most} characters: shorten it")
+                    raise ValueError(f"got {count} places for replace, and a value of {most} characters: shorten it")
         for cell in xy.cells(x, y):
             chosen, changed = cell.pop(MODEL, model), loras
             if (weight := cell.pop(LORA_WEIGHT, None)) is not None:
