@@ -288,10 +288,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     text.add_argument("--caption-dropout", type=float, default=0.1)
     whole.add_argument("--vae", default=os.fspath(hub.bundled()), help="begin with this file's (default: the bundled)")
     whole.add_argument("--minutes", type=float, default=8.0, help="of all of it (default: 8)")
+    whole.add_argument("--vae-share", type=float, default=0.2, help="of the time; 0: --vae as it is (default: 0.2)")
     whole.add_argument("--steps", type=int, default=100_000, help="the most of each part")
     whole.add_argument("--batch-size", type=int, default=512, help="of the diffusion model (default: 512)")
     whole.add_argument("--data-workers", type=int, default=max(1, (os.cpu_count() or 1) - 2))
-    whole.set_defaults(scenes=40_000, renderer_options=DATA_128, resolution=128, size=128, freeze_encoder=False)
+    whole.set_defaults(scenes=100_000, renderer_options=DATA_128, resolution=128, size=128, freeze_encoder=False)
     whole.set_defaults(zero_snr=False, model_channels=None, channel_mult=None, transformer_depth=None)
     args = parser.parse_args(argv)
     kept = "the state of the last save is kept, `resume=True` continues"
@@ -392,11 +393,14 @@ def train_whole(args: argparse.Namespace, options: TrainOptions) -> None:
     def say(what: str) -> None:
         print(f"{what} after {time.monotonic() - began:.0f} s", flush=True)
 
-    options = replace(options, minutes=0.2 * args.minutes, lr_by_time=True)
+    options = replace(options, minutes=args.vae_share * args.minutes, lr_by_time=True)
     kind = {"batch_size": min(64, args.batch_size), "lr": 1e-3, "warmup": 60, "ema_decay": 0.99, "scenes": None}
-    train_autoencoder(args, replace(options, out=os.fspath(folder / "vae"), **kind))
-    say("autoencoder")
-    vae, start = os.fspath(folder / "vae" / "model.safetensors"), os.fspath(folder / "start.safetensors")
+    folder.mkdir(parents=True, exist_ok=True)
+    vae, start = args.vae, os.fspath(folder / "start.safetensors")
+    if args.vae_share:
+        train_autoencoder(args, replace(options, out=os.fspath(folder / "vae"), **kind))
+        say("autoencoder")
+        vae = os.fspath(folder / "vae" / "model.safetensors")
     data = json.loads(args.renderer_options)
     held_out = json.dumps(data | ({"split": "held_out"} if "split" in data else {}))
     count = min(200, args.scenes)
@@ -406,8 +410,8 @@ def train_whole(args: argparse.Namespace, options: TrainOptions) -> None:
     write_new(changed(vae=vae, out=start), replace(options, scenes=None))
     say("new model")
     options = replace(
-        options, out=os.fspath(folder / "run"), resolution=None, train_text=True, caption_dropout=0.1, min_snr=5.0,
-        lr=2e-3, warmup=200, ema_decay=0.998, save_every=1000, sample_every=4000,
+        options, out=os.fspath(folder / "run"), resolution=None, train_text=True, caption_dropout=0.1,
+        lr=3e-3, warmup=300, ema_decay=0.998, save_every=2000, sample_every=4000,
     )  # fmt: skip
     load = LoadOptions(ckpt=start, device=args.device)
     with run_folder(options):
