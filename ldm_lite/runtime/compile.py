@@ -19,6 +19,7 @@ import logging
 import os
 import threading
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -337,3 +338,5 @@ def _set_up(backend: str) -> None:
     setattr(dynamo, limit, max(getattr(dynamo, limit), 64))
     shapes: Any = importlib.import_module("torch.fx.experimental._config")
     shapes.use_duck_shape = False  # otherwise sizes that are equal at first (a square image) must stay equal
+    # Inductor advises TF32 for float32, which is --matmul-precision; where warnings are errors, it would not compile.
+    warnings.filterwarnings("ignore", "TensorFloat32 tensor cores for float32 matrix multiplication available")
