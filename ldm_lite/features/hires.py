@@ -5,6 +5,7 @@ network; then image to image with steps, strength and sampler of its own, and th
 """
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch.nn import functional as F
 from ldm_lite.checkpoint.model import Model
 from ldm_lite.cli.task_options import UPSCALERS, HiresOptions, Txt2imgOptions
 from ldm_lite.diffusion.names import resolve
+from ldm_lite.diffusion.plan import Plan
 from ldm_lite.diffusion.schedule import Level
 from ldm_lite.features.edited_texts import EditedTexts
 from ldm_lite.image import PIXEL_UPSCALERS, to_array, to_pixels
@@ -24,6 +26,8 @@ from ldm_lite.tasks.enlarge import Upscaler
 from ldm_lite.tasks.features import Feature
 from ldm_lite.tasks.image_inputs import FromImage
 from ldm_lite.tasks.job import Job, plan_of
+
+Shape = tuple[int, int, int]  # (C,h,w) of latents
 
 
 class Hires(Feature):
@@ -59,37 +63,20 @@ class Hires(Feature):
 
     def change_job(self, job: Job) -> Job:
         """Let the second pass follow.  Raises ValueError, OSError for what does not fit it."""
-        options, model, factor = job.options, job.model, job.model.vae.spec.factor
+        options, factor = job.options, job.model.vae.spec.factor
         assert options.hires is not None
         height, width = (int(side * factor * options.hires) for side in job.shape[1:])
-        larger = model.latent_shape(height // factor * factor, width // factor * factor)
-        changes: dict[str, Any] = {"steps": options.hires_steps or options.steps}
-        if options.hires_sampler is not None:
-            changes |= {"sampler": options.hires_sampler, "spacing": None}
-        second_options = dataclasses.replace(options, **changes)
-        steps, strength = second_options.steps or model.family.steps, options.hires_strength
-        whole = int(steps / min(strength, 0.999))  # all steps run, of a finer schedule
-        if not 1 <= whole <= 1000:
-            raise ValueError(
-                f"got {steps} steps at `hires_strength` {strength:g}, the last of {whole}, wanted at most 1000"
-            )
-        plan = plan_of(model.sized(larger), second_options, last=steps, steps=whole)
+        larger = job.model.latent_shape(height // factor * factor, width // factor * factor)
+        second_options, plan = _second_plan(job, larger)
         start = Level(float(plan.t[0]), float(plan.level[0, 0]), float(plan.level[0, 1]))
-        enlarge, name = partial(_in_latents, options.hires_upscaler, larger), options.hires_upscaler
-        if options.hires_esrgan is not None:
-            upscaler = options.hires_esrgan
-            if not isinstance(upscaler, Upscaler):
-                upscaler = Upscaler(upscaler, device=model.device)
-            enlarge, name = partial(_in_pixels, model, upscaler, (width, height), larger), Path(upscaler.name).stem
-        elif options.hires_upscaler in PIXEL_UPSCALERS:
-            enlarge = partial(_in_pixels, model, options.hires_upscaler, (width, height), larger)
+        name, enlarge = _enlargement(job, (width, height), larger)
         task = dataclasses.replace(job.task, options=second_options, plan=plan)
-        texts: dict[str, Any] = {}
+        texts = task.texts  # whether they have a negative prompt depends on the second pass's guidance
         if options.hires_prompt is not None:
-            texts["prompts"] = [options.hires_prompt] * len(job.texts.prompts)
+            texts = dataclasses.replace(texts, prompts=[options.hires_prompt] * len(job.texts.prompts))
         if options.hires_negative_prompt is not None:
-            texts["negative_prompt"] = options.hires_negative_prompt
-        second = task.job(larger, plan, dataclasses.replace(task.texts, **texts), without=self)
+            texts = dataclasses.replace(texts, negative_prompt=options.hires_negative_prompt)
+        second = task.job(larger, plan, texts, without=self)
         if isinstance(job.texts, EditedTexts) and isinstance(second.texts, EditedTexts):  # they count on
             calls = dataclasses.replace(second.texts.calls, before=job.texts.calls.total)
             second = dataclasses.replace(second, texts=dataclasses.replace(second.texts, calls=calls))
@@ -97,7 +84,7 @@ class Hires(Feature):
             "Variation seed": job.settings["Variation seed"],
             "RNG": job.settings["RNG"],
             "Size": f"{job.shape[2] * factor}x{job.shape[1] * factor}",
-            "Denoising strength": strength,
+            "Denoising strength": options.hires_strength,
             "Hires upscaler": name,
             **job.settings,
         }
@@ -109,14 +96,47 @@ class Hires(Feature):
         return dataclasses.replace(job, follow=follow)
 
 
-def _in_latents(name: str, shape: tuple[int, int, int], latents: Tensor) -> Tensor:
+def _second_plan(job: Job, shape: Shape) -> tuple[Any, Plan]:
+    """Return the options of the second pass, and its plan for latents of a shape: the last steps of a finer schedule.
+
+    So all of its steps run.  Raises ValueError for a schedule that would be too fine.
+    """
+    options, strength = job.options, job.options.hires_strength
+    changes: dict[str, Any] = {"steps": options.hires_steps or options.steps}
+    if options.hires_sampler is not None:
+        changes |= {"sampler": options.hires_sampler, "spacing": None}
+    options = dataclasses.replace(options, **changes)
+    steps = options.steps or job.model.family.steps
+    whole = int(steps / min(strength, 0.999))
+    if not 1 <= whole <= 1000:
+        raise ValueError(
+            f"got {steps} steps at `hires_strength` {strength:g}, the last of {whole}, wanted at most 1000"
+        )
+    return options, plan_of(job.model.sized(shape), options, last=steps, steps=whole)
+
+
+def _enlargement(job: Job, size: tuple[int, int], shape: Shape) -> tuple[str, Callable[[Tensor], Tensor]]:
+    """Return what enlarges the latents of the first pass to a shape, images to a size (width, height), and its name.
+
+    Raises ValueError, OSError for a file that is no ESRGAN network.
+    """
+    options, upscaler = job.options, job.options.hires_esrgan
+    if upscaler is not None:
+        if not isinstance(upscaler, Upscaler):
+            upscaler = Upscaler(upscaler, device=job.model.device)
+        return Path(upscaler.name).stem, partial(_in_pixels, job.model, upscaler, size, shape)
+    name = options.hires_upscaler
+    if name in PIXEL_UPSCALERS:
+        return name, partial(_in_pixels, job.model, name, size, shape)
+    return name, partial(_in_latents, name, shape)
+
+
+def _in_latents(name: str, shape: Shape, latents: Tensor) -> Tensor:
     mode, antialias = UPSCALERS[name]
     return F.interpolate(latents, size=shape[1:], mode=mode, antialias=antialias)
 
 
-def _in_pixels(
-    model: Model, upscaler: Upscaler | str, size: tuple[int, int], shape: tuple[int, int, int], latents: Tensor
-) -> Tensor:
+def _in_pixels(model: Model, upscaler: Upscaler | str, size: tuple[int, int], shape: Shape, latents: Tensor) -> Tensor:
     factor = model.vae.spec.factor
     encoded = []
     for pixels in model.decode_pixels(latents):

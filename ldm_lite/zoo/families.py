@@ -92,9 +92,8 @@ class Families(Mapping[str, Family]):
 
 FAMILIES = Families({name: module for name, module in MODULES.items() if find_spec(f"ldm_lite.families.{name}")})
 
-# ---- which family a file is of --------------------------------------------------------------------------------------
 
-MERGED: dict[str, Any] = {"steps": 4, "scale": 1.5}  # of a model into which a distilled one is merged
+# ---- which family a file is of ---------------------------------------------------------------------------------------
 
 
 def detect_family(shapes: Mapping[str, Shapes], metadata: Mapping[str, str], sgm: bool = False) -> Family:
@@ -111,12 +110,8 @@ def detect_family(shapes: Mapping[str, Shapes], metadata: Mapping[str, str], sgm
     if any(key in shapes["unet"] for key in DENOISERS):
         row = imported("ldm_lite.checkpoint.transformers:fitted")(shapes, metadata)
         return _with_facts(row, metadata) if row.text_encoders else row
-    unet, rows = UNetSpec.from_shapes(shapes["unet"]), dict[str, Family]()
-    for name, module in FAMILIES.modules.items():  # those whose UNets read another context are not imported
-        if unet.context_dim in module.contexts and not rows:
-            like = imported(f"ldm_lite.families.{name}:ROWS")
-            rows = {name: row for name, row in like.items() if _as_inferred(row.unet) == unet}
-    if rows:
+    unet = UNetSpec.from_shapes(shapes["unet"])
+    if rows := _rows_with(unet):
         row = rows.get(metadata.get("family", "")) or _guessed(rows, metadata, sgm)
         if "ln_final.weight" in shapes.get("text_encoder", {}):
             row = _fit_open_clip(row, shapes["text_encoder"])
@@ -128,18 +123,20 @@ def detect_family(shapes: Mapping[str, Shapes], metadata: Mapping[str, str], sgm
         )
     else:
         family = _with_facts(_described(unet, shapes, metadata), metadata)
-    stated = family.resolution if "resolution" in metadata else None
-    if (prediction := metadata.get("prediction", metadata.get("modelspec.prediction_type"))) is not None:
-        family = with_prediction(family, prediction)
-    if stated is not None and family.title == metadata.get("title"):  # not a row's, which a v model has another of
-        family = replace(family, resolution=stated)
-    if "sample_size" in metadata and "resolution" not in metadata:
-        size = int(metadata["sample_size"]) * family.vae.factor
-        family = replace(family, resolution=size, v_resolution=None if family.v_resolution is None else size)
-    if metadata.get("sampler", family.sampler) != family.sampler:
-        family = replace(family, sampler=metadata["sampler"], **MERGED)
-        log.info("taken for a distilled model by its scheduler: %(steps)d steps at scale %(scale)g", MERGED)
-    return family
+    return _retrained(family, metadata)
+
+
+def _rows_with(unet: UNetSpec) -> dict[str, Family]:
+    """Return the rows with this UNet by name: those of the first module that has some.
+
+    Modules whose UNets read another context are not imported.
+    """
+    for name, module in FAMILIES.modules.items():
+        if unet.context_dim in module.contexts:
+            rows: Mapping[str, Family] = imported(f"ldm_lite.families.{name}:ROWS")
+            if same := {name: row for name, row in rows.items() if _as_inferred(row.unet) == unet}:
+                return same
+    return {}
 
 
 def _guessed(rows: Mapping[str, Family], metadata: Mapping[str, str], sgm: bool) -> Family:
@@ -179,138 +176,23 @@ def _as_inferred(spec: Spec) -> Spec:
     return replace(spec, num_heads=None, head_dim=None) if type(spec) is UNetSpec else spec
 
 
-PREDICTIONS = {"epsilon": "eps", "v_prediction": "v", "sample": "x0", "eps": "eps", "v": "v", "x0": "x0"}
+MERGED: dict[str, Any] = {"steps": 4, "scale": 1.5}  # of a model into which a distilled one is merged
 
 
-def with_prediction(family: Family, name: str) -> Family:
-    """Return the family's variant with a prediction type: eps, v, x0, or diffusers' names for them.
-
-    Raises ValueError for another name, and for a rectified flow, which has one.
-    """
-    if isinstance(family.noise, Flow):
-        raise ValueError(f"{family.title} is a rectified flow, whose prediction is its own: leave out `prediction`")
-    prediction: Any = PREDICTIONS.get(str(name))
-    if prediction is None:
-        raise ValueError(f"unknown prediction type {name!r}: wanted eps, v or x0")
-    resolution = family.v_resolution if prediction == "v" and family.v_resolution is not None else family.resolution
-    return replace(family, prediction=prediction, resolution=resolution, v_resolution=None)
-
-
-def with_vae(family: Family, vae: Spec, name: str) -> Family:
-    """Return the family with another autoencoder, from the file `name`.
-
-    The scale and the shift of the latents stay, since autoencoder files do not store them, unless it is TAESD.
-    Raises ValueError if the latents have other channels or another size, or only one of both has quant_conv.
-    """
-    usual = family.vae
-    if (vae.embed_dim, vae.factor) != (usual.embed_dim, usual.factor):
-        raise ValueError(
-            f"{name}: does not fit: its latents have {vae.embed_dim} channels at 1/{vae.factor} of the size, but "
-            f"{family.title} wants {usual.embed_dim} at 1/{usual.factor}"
-        )
-    if hasattr(usual, "quant") and hasattr(vae, "quant") and usual.quant != vae.quant:
-        got, wanted = ("no", "one") if usual.quant else ("a", "none")
-        raise ValueError(f"{name}: does not fit: it has {got} quant_conv, but {family.title}'s autoencoder {wanted}")
-    return replace(family, vae=vae, **scale_of(vae))
-
-
-CONTROLS = {  # roles of what needs a checkpoint beside it
-    "control": "a ControlNet",
-    "adapter": "a T2I-Adapter",
-    "style": "a style adapter",
-    "ip_adapter": "an IP-Adapter",
-    "redux": "FLUX.1 Redux",
-}
-
-
-def check_complete(roles: Collection[str], required: Iterable[str], row: Family | None = None) -> None:
-    """Raise ValueError if one of the required roles of networks was not found.
-
-    With the row of a released family it names the files that supply them.
-    """
-    if len(roles) == 1 and (what := CONTROLS.get(next(iter(roles)))):
-        raise ValueError(f"is {what}, to be used with a checkpoint: `control=FILE:IMAGE`")
-    if missing := [role for role in required if role not in roles]:
-        options = " and ".join(dict.fromkeys(f"`{re.sub('_[0-9]+$', '', role)}=FILE`" for role in missing))
-        files = "" if row is None else imported("ldm_lite.checkpoint.transformers:suppliers")(row, missing)
-        raise ValueError(f"holds only {', '.join(roles)}: name what is missing with {options}{files}")
-
-
-def check_metadata(metadata: Mapping[str, str]) -> Mapping[str, str]:
-    """Check and return metadata from the user.  Raises ValueError for an unknown key."""
-    if unknown := [name for name in metadata if name not in METADATA_KEYS]:
-        raise ValueError(f"got `metadata` {unknown[0]}, wanted one of {', '.join(METADATA_KEYS)}")
-    return metadata
-
-
-def as_told(family: Family, fitting: Family, told: Mapping[str, str]) -> Family:
-    """Return a family with what the user tells of it, even where the row of a known UNet has values of its own.
-
-    `fitting` is what the name of a family alone made of the file.  Raises ValueError if it made another one, and for
-    metadata that this family does not use.
-    """
-    if (name := told.get("family")) is not None and fitting.title != FAMILIES[name].title:
-        raise ValueError(f"got `metadata` family={name}, whose networks are others than this file's: leave it out")
-    used = {"family", *FACTS} if family.text_encoders or isinstance(family.unet, UNetSpec) else set()
-    if isinstance(family.unet, UNetSpec):
-        used |= {*OF_UNETS, "prediction", "modelspec.prediction_type"}
-    for role, spec in family.texts.items():
-        if hasattr(spec, "skip"):  # CLIP's and OpenCLIP's
-            fact = "activation" if hasattr(spec, "activation") else "skip"
-            used |= {f"{role.replace('_encoder', '')}_{what}" for what in ("num_heads", fact)}
-    if unused := sorted(told.keys() - used):
-        raise ValueError(f"got `metadata` {unused[0]}, which {family.title} does not use: leave it out")
-    return _with_facts(family, {key: text for key, text in told.items() if key in ONLY_OF_UNKNOWN})
-
-
-# What metadata tell -> a field of Family, and its type; the first two are one, and the last one counts.
-FACTS: dict[str, tuple[str, Callable[[str], object]]] = {
-    "scaling_factor": ("scale_factor", float),
-    "scale_factor": ("scale_factor", float),
-    "shift_factor": ("shift_factor", float),
-    "title": ("title", str),
-    "resolution": ("resolution", int),
-    "steps": ("steps", int),
-    "guidance": ("scale", float),
-}
-ONLY_OF_UNKNOWN = ("title", "resolution", "steps", "guidance")  # facts that a row has of its own
-OF_UNETS = (
-    *("unet_num_heads", "unet_head_dim", "beta_start", "beta_end", "beta_schedule", "trained_betas", "num_timesteps"),
-)
-REQUIRED = (
-    "unet_num_heads",
-    "text_num_heads",
-    "text_activation",
-    "scale_factor",
-    "beta_start",
-    "beta_end",
-    "resolution",
-)
-METADATA_KEYS = (
-    *REQUIRED,
-    *("family", "title", "prediction", "modelspec.prediction_type", "beta_schedule", "num_timesteps", "steps"),
-    *("guidance", "unet_head_dim", "text_2_num_heads", "text_2_activation", "trained_betas", "text_skip"),
-    "shift_factor",
-)
-FROM_FOLDERS = (  # what only the configuration files of a folder of diffusers tell
-    *("scaling_factor", "sample_size", "sampler", "spacing", "scheduler", "zero_snr", "pipeline"),
-    *("global_pool_conditions", "vision_num_heads"),
-)
-
-
-def stored_facts(metadata: Mapping[str, str]) -> dict[str, str]:
-    """Return a file's metadata without names that are ours but were written by another program.
-
-    Ours have a prefix, which is removed.  Without it they count if the file tells a known family and what describe()
-    tells besides, as those that `train` and `export` write do.
-    """
-    ours = {name.removeprefix(PREFIX): text for name, text in metadata.items() if name.startswith(PREFIX)}
-    signed = metadata.keys() >= {"title", "steps", "guidance"} and metadata.get("family") in FAMILIES
-    dropped = {*FROM_FOLDERS, *(() if signed else METADATA_KEYS)}
-    if metadata.get("modelspec.prediction_type") in PREDICTIONS:  # a standard's name
-        dropped -= {"modelspec.prediction_type"}
-    others = {name: text for name, text in metadata.items() if name not in dropped}
-    return others | {name: text for name, text in ours.items() if name in METADATA_KEYS}
+def _retrained(family: Family, metadata: Mapping[str, str]) -> Family:
+    """Return the family for which these networks were trained further: another prediction, resolution or scheduler."""
+    stated = family.resolution if "resolution" in metadata else None
+    if (prediction := metadata.get("prediction", metadata.get("modelspec.prediction_type"))) is not None:
+        family = with_prediction(family, prediction)
+    if stated is not None and family.title == metadata.get("title"):  # not a row's, which a v model has another of
+        family = replace(family, resolution=stated)
+    if "sample_size" in metadata and "resolution" not in metadata:
+        size = int(metadata["sample_size"]) * family.vae.factor
+        family = replace(family, resolution=size, v_resolution=None if family.v_resolution is None else size)
+    if metadata.get("sampler", family.sampler) != family.sampler:
+        family = replace(family, sampler=metadata["sampler"], **MERGED)
+        log.info("taken for a distilled model by its scheduler: %(steps)d steps at scale %(scale)g", MERGED)
+    return family
 
 
 # What a diffusers folder tells -> the required keys that it is in place of.
@@ -349,91 +231,6 @@ def _described(unet: UNetSpec, shapes: Mapping[str, Shapes], metadata: Mapping[s
     )
 
 
-def _with_facts(row: Family, metadata: Mapping[str, str]) -> Family:
-    """Return a row with what the metadata say.  Raises ValueError for nonsense."""
-    try:
-        values: dict[str, Any] = {
-            field: kind(metadata[name]) for name, (field, kind) in FACTS.items() if name in metadata
-        }
-        texts = row.texts
-        for role, spec in texts.items():
-            if hasattr(spec, "skip"):  # CLIP's and OpenCLIP's
-                name = role.replace("_encoder", "")  # "text", "text_2", ...
-                told: dict[str, Any] = {"heads": int(metadata.get(f"{name}_num_heads", spec.heads))}
-                if hasattr(spec, "activation"):
-                    told["activation"] = metadata.get(f"{name}_activation", spec.activation)
-                else:
-                    told["skip"] = int(metadata.get(f"{name}_skip", spec.skip))
-                texts[role] = replace(spec, **told)
-        values["text_encoders"] = tuple(texts.values())
-        if isinstance(row.unet, UNetSpec):
-            like: Any = row.noise if isinstance(row.noise, Preserving) else FAMILIES["sd1"].noise
-            curve = metadata.get("beta_schedule", like.curve)
-            if (number := metadata.get("num_timesteps", "1000")) != "1000":
-                raise ValueError(f"its num_timesteps cannot be {number}: wanted 1000")
-            if "trained_betas" in metadata:
-                betas = parse_json(metadata["trained_betas"], "its trained_betas")
-                numbers = isinstance(betas, list) and all(type(beta) in (int, float) for beta in betas)
-                if not numbers or len(betas) != 1000:
-                    raise ValueError("its trained_betas are not 1000 numbers")
-                values["noise"] = Preserving(values=tuple(map(float, betas)))
-            elif curve == COSINE:
-                values["noise"] = Preserving(curve=COSINE)
-            elif curve in CURVES:
-                like = FAMILIES["sd1"].noise if like.curve == COSINE else like
-                start, end = metadata.get("beta_start", like.start), metadata.get("beta_end", like.end)
-                values["noise"] = Preserving(float(start), float(end), curve)
-            else:
-                raise ValueError(f"its beta_schedule cannot be {curve}: wanted {', '.join(CURVES[:2])} or {COSINE}")
-            values["unet"] = row.unet
-            for name, instead in (("unet_head_dim", "num_heads"), ("unet_num_heads", "head_dim")):
-                if name in metadata:
-                    heads: dict[str, Any] = {name.removeprefix("unet_"): int(metadata[name]), instead: None}
-                    values["unet"] = replace(row.unet, **heads)
-        family = replace(row, **values)
-        _check(family)
-    except ValueError as error:
-        raise ValueError(f"the metadata does not describe a model: {error}") from error
-    return family
-
-
-def _check(family: Family) -> None:
-    """Raise ValueError for numbers that no model can have."""
-    unet, noise, factor = family.unet, family.noise, family.vae.factor * family.unet.patch
-    is_scale = 0 < family.scale_factor < math.inf or family.scale_factor is IN_THE_FILE
-    is_whole = family.resolution > 0 and family.resolution % factor == 0
-    checks: list[tuple[str, object, bool, str]] = [  # name, value, whether it is valid, valid values
-        ("scale_factor", family.scale_factor, is_scale, "more than 0"),
-        ("shift_factor", family.shift_factor, math.isfinite(family.shift_factor), "a finite number"),
-        ("resolution", family.resolution, is_whole, f"a multiple of {factor}"),
-        ("steps", family.steps, 1 <= family.steps <= 1000, "1 to 1000"),
-        ("guidance", family.scale, math.isfinite(family.scale), "a finite number"),
-    ]
-    for role, text in family.texts.items():
-        name = role.replace("_encoder", "")
-        if hasattr(text, "skip"):  # CLIP's and OpenCLIP's
-            divides = text.heads > 0 and text.width % text.heads == 0
-            checks.append((f"{name}_num_heads", text.heads, divides, f"a divisor of {text.width}"))
-            checks.append((f"{name}_skip", text.skip, 0 <= text.skip < text.layers, f"0 to {text.layers - 1}"))
-        if hasattr(text, "activation"):
-            is_known, known = text.activation in ACTIVATIONS, ", ".join(ACTIVATIONS)
-            checks.append((f"{name}_activation", text.activation, is_known, f"one of {known}"))
-    if isinstance(noise, Preserving) and noise.values is not None:
-        Schedule.from_betas(noise.betas, family.prediction)
-    elif isinstance(noise, Preserving) and noise.curve != COSINE:
-        checks.append(("beta_start", noise.start, 0 < noise.start <= noise.end < 1, "0 < beta_start <= beta_end < 1"))
-    if isinstance(unet, UNetSpec):
-        depths = (*unet.transformer_depth, unet.middle_depth)
-        widths = [unet.model_channels * mult for mult in (*unet.channel_mult, unet.channel_mult[-1])]
-        for name, heads in (("unet_num_heads", unet.num_heads), ("unet_head_dim", unet.head_dim)):
-            for width in (width for width, depth in zip(widths, depths, strict=True) if depth):
-                divides = heads is None or (heads > 0 and width % heads == 0)
-                checks.append((name, heads, divides, f"a divisor of {width}"))
-    for name, value, is_valid, wanted in checks:
-        if not is_valid:
-            raise ValueError(f"its {name} cannot be {value}: wanted {wanted}")
-
-
 def nearest_unet(spec: UNetSpec, shapes: Shapes) -> tuple[str, str]:
     """Return the name of the known UNet with most values of `spec`, and the first key whose shape differs from it."""
     unets = {name: row.unet for name, row in FAMILIES.items() if type(row.unet) is UNetSpec}
@@ -446,6 +243,253 @@ def nearest_unet(spec: UNetSpec, shapes: Shapes) -> tuple[str, str]:
         known = {key: tuple(value.shape) for key, value in build(unets[name]).state_dict().items()}
     differing = (key for key in known if shapes.get(key) != known[key])
     return name, next(differing, next((key for key in shapes if key not in known), "nothing"))
+
+
+CONTROLS = {  # roles of what needs a checkpoint beside it
+    "control": "a ControlNet",
+    "adapter": "a T2I-Adapter",
+    "style": "a style adapter",
+    "ip_adapter": "an IP-Adapter",
+    "redux": "FLUX.1 Redux",
+}
+
+
+def check_complete(roles: Collection[str], required: Iterable[str], row: Family | None = None) -> None:
+    """Raise ValueError if one of the required roles of networks was not found.
+
+    With the row of a released family it names the files that supply them.
+    """
+    if len(roles) == 1 and (what := CONTROLS.get(next(iter(roles)))):
+        raise ValueError(f"is {what}, to be used with a checkpoint: `control=FILE:IMAGE`")
+    if missing := [role for role in required if role not in roles]:
+        options = " and ".join(dict.fromkeys(f"`{re.sub('_[0-9]+$', '', role)}=FILE`" for role in missing))
+        files = "" if row is None else imported("ldm_lite.checkpoint.transformers:suppliers")(row, missing)
+        raise ValueError(f"holds only {', '.join(roles)}: name what is missing with {options}{files}")
+
+
+# ---- variants of a family --------------------------------------------------------------------------------------------
+
+PREDICTIONS = {"epsilon": "eps", "v_prediction": "v", "sample": "x0", "eps": "eps", "v": "v", "x0": "x0"}
+
+
+def with_prediction(family: Family, name: str) -> Family:
+    """Return the family's variant with a prediction type: eps, v, x0, or diffusers' names for them.
+
+    Raises ValueError for another name, and for a rectified flow, which has one.
+    """
+    if isinstance(family.noise, Flow):
+        raise ValueError(f"{family.title} is a rectified flow, whose prediction is its own: leave out `prediction`")
+    prediction: Any = PREDICTIONS.get(str(name))
+    if prediction is None:
+        raise ValueError(f"unknown prediction type {name!r}: wanted eps, v or x0")
+    resolution = family.v_resolution if prediction == "v" and family.v_resolution is not None else family.resolution
+    return replace(family, prediction=prediction, resolution=resolution, v_resolution=None)
+
+
+def with_vae(family: Family, vae: Spec, name: str) -> Family:
+    """Return the family with another autoencoder, from the file `name`.
+
+    The scale and the shift of the latents stay, since autoencoder files do not store them, unless it is TAESD.
+    Raises ValueError if the latents have other channels or another size, or only one of both has quant_conv.
+    """
+    usual = family.vae
+    if (vae.embed_dim, vae.factor) != (usual.embed_dim, usual.factor):
+        raise ValueError(
+            f"{name}: does not fit: its latents have {vae.embed_dim} channels at 1/{vae.factor} of the size, but "
+            f"{family.title} wants {usual.embed_dim} at 1/{usual.factor}"
+        )
+    if hasattr(usual, "quant") and hasattr(vae, "quant") and usual.quant != vae.quant:
+        got, wanted = ("no", "one") if usual.quant else ("a", "none")
+        raise ValueError(f"{name}: does not fit: it has {got} quant_conv, but {family.title}'s autoencoder {wanted}")
+    return replace(family, vae=vae, **scale_of(vae))
+
+
+# ---- what metadata tell of a family ----------------------------------------------------------------------------------
+
+# What metadata tell -> a field of Family, and its type; the first two are one, and the last one counts.
+FACTS: dict[str, tuple[str, Callable[[str], object]]] = {
+    "scaling_factor": ("scale_factor", float),
+    "scale_factor": ("scale_factor", float),
+    "shift_factor": ("shift_factor", float),
+    "title": ("title", str),
+    "resolution": ("resolution", int),
+    "steps": ("steps", int),
+    "guidance": ("scale", float),
+}
+ONLY_OF_UNKNOWN = ("title", "resolution", "steps", "guidance")  # facts that a row has of its own
+OF_UNETS = (
+    *("unet_num_heads", "unet_head_dim", "beta_start", "beta_end", "beta_schedule", "trained_betas", "num_timesteps"),
+)
+REQUIRED = (
+    "unet_num_heads",
+    "text_num_heads",
+    "text_activation",
+    "scale_factor",
+    "beta_start",
+    "beta_end",
+    "resolution",
+)
+METADATA_KEYS = (
+    *REQUIRED,
+    *("family", "title", "prediction", "modelspec.prediction_type", "beta_schedule", "num_timesteps", "steps"),
+    *("guidance", "unet_head_dim", "text_2_num_heads", "text_2_activation", "trained_betas", "text_skip"),
+    "shift_factor",
+)
+FROM_FOLDERS = (  # what only the configuration files of a folder of diffusers tell
+    *("scaling_factor", "sample_size", "sampler", "spacing", "scheduler", "zero_snr", "pipeline"),
+    *("global_pool_conditions", "vision_num_heads"),
+)
+
+
+def check_metadata(metadata: Mapping[str, str]) -> Mapping[str, str]:
+    """Check and return metadata from the user.  Raises ValueError for an unknown key."""
+    if unknown := [name for name in metadata if name not in METADATA_KEYS]:
+        raise ValueError(f"got `metadata` {unknown[0]}, wanted one of {', '.join(METADATA_KEYS)}")
+    return metadata
+
+
+def stored_facts(metadata: Mapping[str, str]) -> dict[str, str]:
+    """Return a file's metadata without names that are ours but were written by another program.
+
+    Ours have a prefix, which is removed.  Without it they count if the file tells a known family and what describe()
+    tells besides, as those that `train` and `export` write do.
+    """
+    ours = {name.removeprefix(PREFIX): text for name, text in metadata.items() if name.startswith(PREFIX)}
+    signed = metadata.keys() >= {"title", "steps", "guidance"} and metadata.get("family") in FAMILIES
+    dropped = {*FROM_FOLDERS, *(() if signed else METADATA_KEYS)}
+    if metadata.get("modelspec.prediction_type") in PREDICTIONS:  # a standard's name
+        dropped -= {"modelspec.prediction_type"}
+    others = {name: text for name, text in metadata.items() if name not in dropped}
+    return others | {name: text for name, text in ours.items() if name in METADATA_KEYS}
+
+
+def as_told(family: Family, fitting: Family, told: Mapping[str, str]) -> Family:
+    """Return a family with what the user tells of it, even where the row of a known UNet has values of its own.
+
+    `fitting` is what the name of a family alone made of the file.  Raises ValueError if it made another one, and for
+    metadata that this family does not use.
+    """
+    if (name := told.get("family")) is not None and fitting.title != FAMILIES[name].title:
+        raise ValueError(f"got `metadata` family={name}, whose networks are others than this file's: leave it out")
+    used = {"family", *FACTS} if family.text_encoders or isinstance(family.unet, UNetSpec) else set()
+    if isinstance(family.unet, UNetSpec):
+        used |= {*OF_UNETS, "prediction", "modelspec.prediction_type"}
+    for role, spec in family.texts.items():
+        if hasattr(spec, "skip"):  # CLIP's and OpenCLIP's
+            fact = "activation" if hasattr(spec, "activation") else "skip"
+            used |= {f"{role.replace('_encoder', '')}_{what}" for what in ("num_heads", fact)}
+    if unused := sorted(told.keys() - used):
+        raise ValueError(f"got `metadata` {unused[0]}, which {family.title} does not use: leave it out")
+    return _with_facts(family, {key: text for key, text in told.items() if key in ONLY_OF_UNKNOWN})
+
+
+def _with_facts(row: Family, metadata: Mapping[str, str]) -> Family:
+    """Return a row with what the metadata say.  Raises ValueError for nonsense."""
+    try:
+        values: dict[str, Any] = {
+            field: kind(metadata[name]) for name, (field, kind) in FACTS.items() if name in metadata
+        }
+        texts = [_text_as_told(role, spec, metadata) for role, spec in row.texts.items()]
+        family = replace(row, text_encoders=tuple(texts), **values)
+        if isinstance(row.unet, UNetSpec):
+            family = replace(family, unet=_unet_as_told(row.unet, metadata), noise=_noise_as_told(row.noise, metadata))
+        _check(family)
+    except ValueError as error:
+        raise ValueError(f"the metadata does not describe a model: {error}") from error
+    return family
+
+
+def _text_as_told(role: str, spec: Any, metadata: Mapping[str, str]) -> Any:
+    """Return a text encoder's spec with the heads, and the activation or the layers left out, that metadata tell."""
+    if not hasattr(spec, "skip"):  # neither CLIP's nor OpenCLIP's
+        return spec
+    name = role.replace("_encoder", "")  # "text", "text_2", ...
+    told: dict[str, Any] = {"heads": int(metadata.get(f"{name}_num_heads", spec.heads))}
+    if hasattr(spec, "activation"):
+        told["activation"] = metadata.get(f"{name}_activation", spec.activation)
+    else:
+        told["skip"] = int(metadata.get(f"{name}_skip", spec.skip))
+    return replace(spec, **told)
+
+
+def _unet_as_told(unet: UNetSpec, metadata: Mapping[str, str]) -> UNetSpec:
+    """Return a UNet's spec with the number of heads, or else the width of one, that metadata tell."""
+    if "unet_num_heads" in metadata:
+        return replace(unet, num_heads=int(metadata["unet_num_heads"]), head_dim=None)
+    if "unet_head_dim" in metadata:
+        return replace(unet, num_heads=None, head_dim=int(metadata["unet_head_dim"]))
+    return unet
+
+
+def _noise_as_told(noise: object, metadata: Mapping[str, str]) -> Preserving:
+    """Return the noise process that metadata tell, from the row's, or Stable Diffusion 1's, for what they leave out."""
+    sd1: Any = FAMILIES["sd1"].noise
+    like = noise if isinstance(noise, Preserving) else sd1
+    curve = metadata.get("beta_schedule", like.curve)
+    if (number := metadata.get("num_timesteps", "1000")) != "1000":
+        raise ValueError(f"its num_timesteps cannot be {number}: wanted 1000")
+    if "trained_betas" in metadata:
+        betas = parse_json(metadata["trained_betas"], "its trained_betas")
+        numbers = isinstance(betas, list) and all(type(beta) in (int, float) for beta in betas)
+        if not numbers or len(betas) != 1000:
+            raise ValueError("its trained_betas are not 1000 numbers")
+        return Preserving(values=tuple(map(float, betas)))
+    if curve == COSINE:
+        return Preserving(curve=COSINE)
+    if curve not in CURVES:
+        raise ValueError(f"its beta_schedule cannot be {curve}: wanted {', '.join(CURVES[:2])} or {COSINE}")
+    like = sd1 if like.curve == COSINE else like  # a cosine has neither a start nor an end
+    start, end = metadata.get("beta_start", like.start), metadata.get("beta_end", like.end)
+    return Preserving(float(start), float(end), curve)
+
+
+Check = tuple[str, object, bool, str]  # name, value, whether it is valid, valid values
+
+
+def _check(family: Family) -> None:
+    """Raise ValueError for numbers that no model can have."""
+    factor = family.vae.factor * family.unet.patch
+    is_scale = 0 < family.scale_factor < math.inf or family.scale_factor is IN_THE_FILE
+    is_whole = family.resolution > 0 and family.resolution % factor == 0
+    checks: list[Check] = [
+        ("scale_factor", family.scale_factor, is_scale, "more than 0"),
+        ("shift_factor", family.shift_factor, math.isfinite(family.shift_factor), "a finite number"),
+        ("resolution", family.resolution, is_whole, f"a multiple of {factor}"),
+        ("steps", family.steps, 1 <= family.steps <= 1000, "1 to 1000"),
+        ("guidance", family.scale, math.isfinite(family.scale), "a finite number"),
+    ]
+    for role, text in family.texts.items():
+        checks += _checks_of_text(role.replace("_encoder", ""), text)
+    if isinstance(noise := family.noise, Preserving):
+        if noise.values is not None:
+            Schedule.from_betas(noise.betas, family.prediction)
+        elif noise.curve != COSINE:
+            rises = 0 < noise.start <= noise.end < 1
+            checks.append(("beta_start", noise.start, rises, "0 < beta_start <= beta_end < 1"))
+    if isinstance(family.unet, UNetSpec):
+        checks += _checks_of_heads(family.unet)
+    for name, value, is_valid, wanted in checks:
+        if not is_valid:
+            raise ValueError(f"its {name} cannot be {value}: wanted {wanted}")
+
+
+def _checks_of_text(name: str, text: Any) -> Iterator[Check]:
+    if hasattr(text, "skip"):  # CLIP's and OpenCLIP's
+        divides = text.heads > 0 and text.width % text.heads == 0
+        yield f"{name}_num_heads", text.heads, divides, f"a divisor of {text.width}"
+        yield f"{name}_skip", text.skip, 0 <= text.skip < text.layers, f"0 to {text.layers - 1}"
+    if hasattr(text, "activation"):
+        is_known, known = text.activation in ACTIVATIONS, ", ".join(ACTIVATIONS)
+        yield f"{name}_activation", text.activation, is_known, f"one of {known}"
+
+
+def _checks_of_heads(unet: UNetSpec) -> Iterator[Check]:
+    depths = (*unet.transformer_depth, unet.middle_depth)
+    widths = [unet.model_channels * mult for mult in (*unet.channel_mult, unet.channel_mult[-1])]
+    for name, heads in (("unet_num_heads", unet.num_heads), ("unet_head_dim", unet.head_dim)):
+        for width in (width for width, depth in zip(widths, depths, strict=True) if depth):
+            divides = heads is None or (heads > 0 and width % heads == 0)
+            yield name, heads, divides, f"a divisor of {width}"
 
 
 def describe(family: Family) -> dict[str, str]:
