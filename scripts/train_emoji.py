@@ -29,7 +29,6 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import torch
-from fast_group_norm import use_fast_backward
 from render_emoji import contact_sheet
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -47,6 +46,7 @@ from ldm_lite.families.sd1 import SD1
 from ldm_lite.image import to_pil
 from ldm_lite.models.clip import CLIP_L, CLIPTextEncoder, CLIPTextSpec
 from ldm_lite.models.unet import AttentionBlock, CrossOnlyBlock, ResBlock, UNet
+from ldm_lite.runtime import cpu
 from ldm_lite.runtime.precision import pick_device
 from ldm_lite.text.tokenizer import CLIPTokenizer
 from ldm_lite.toolkit import load_model
@@ -358,6 +358,8 @@ def train_autoencoder(args: argparse.Namespace, options: TrainOptions) -> None:
         torch.manual_seed(args.seed)
         if args.vae is None:
             vae = AutoencoderKL(EMOJI_64.vae).to(pick_device(args.device))
+            if next(vae.parameters()).device.type == "cpu":
+                cpu.use(vae)
         else:
             vae = open_kl(args.vae, args.device)
 
@@ -430,9 +432,6 @@ def fit(
     """Train the networks of a loss; at each save write what `content` makes of their EMA to model.safetensors."""
     device = next(parameter for network in loss.networks.values() for parameter in network.parameters()).device
     trainer = make_trainer(options, loss, precision_of(LoadOptions(), device))
-    if trainer.device.type == "cpu":
-        for network in loss.networks.values():
-            use_fast_backward(network)
     path = trainer.folder / "model.safetensors"
 
     def save(step: int) -> None:

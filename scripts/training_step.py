@@ -2,6 +2,7 @@
 
     python scripts/training_step.py --rounds 7                                       # train_text_to_image.py
     python scripts/training_step.py --rounds 3 --channels 320 --lora 16              # train_text_to_image_lora.py
+    python scripts/training_step.py --bf16                                           # in bfloat16, by autocast
     python scripts/training_step.py --rounds 2 --only ours                           # peak memory
 
 Needs diffusers and peft.  Both train the same UNet with random weights from the same latents and text embeddings:
@@ -81,7 +82,8 @@ def ours(family: Family, options: argparse.Namespace, folder: Path) -> Step:
     config = TrainOptions(
         steps=10**6, batch_size=options.batch, lr=LR, warmup=0, ema_decay=DECAY, save_every=10**6, data_workers=0
     )
-    trainer = Trainer(DiffusionLoss(model, networks, empty=empty), config, folder)
+    precision = torch.bfloat16 if options.bf16 else None
+    trainer = Trainer(DiffusionLoss(model, networks, empty=empty), config, folder, precision)
 
     def step(number: int) -> float:
         [value] = trainer._step(iter([batch(number, options, family.unet.context_dim)]), lambda step: None)
@@ -103,13 +105,14 @@ def theirs(family: Family, options: argparse.Namespace, folder: Path) -> Step:
     noises = diffusers.DDPMScheduler(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear")
 
     def step(number: int) -> float:
-        given = batch(number, options, family.unet.context_dim)
-        draws = Draws(0, given.numbers)
-        _, noise = (draws.normal(given.pixels[:, :4].shape[1:]) for _ in range(2))
-        latents = given.pixels[:, :4] * family.scale_factor
+        examples = batch(number, options, family.unet.context_dim)
+        draws = Draws(0, examples.numbers)
+        _, noise = (draws.normal(examples.pixels[:, :4].shape[1:]) for _ in range(2))
+        latents = examples.pixels[:, :4] * family.scale_factor
         timesteps = draws.integers(1000)
         noisy = noises.add_noise(latents, noise, timesteps)
-        predicted: Tensor = unet(noisy, timesteps, given.context, return_dict=False)[0]
+        with torch.autocast("cpu", torch.bfloat16, enabled=options.bf16):  # as accelerate does for mixed_precision=bf16
+            predicted: Tensor = unet(noisy, timesteps, examples.context, return_dict=False)[0]
         loss = nn.functional.mse_loss(predicted.float(), noise.float(), reduction="mean")
         value = loss.detach().item()
         loss.backward()
@@ -147,6 +150,7 @@ def main() -> None:
     parser.add_argument("--latents", type=int, default=32)
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--lora", type=int, metavar="RANK", help="train LoRAs of this rank")
+    parser.add_argument("--bf16", action="store_true", help="both compute in bfloat16, by autocast")
     parser.add_argument("--only", choices=MAKERS, help="run one of them, and print the peak memory")
     options = parser.parse_args()
     family = replace(SD1, unet=replace(SD1.unet, model_channels=options.channels))
@@ -163,9 +167,9 @@ def main() -> None:
                 times[name].append(time.perf_counter() - start)
             difference = max(difference, abs(losses[0] - losses[-1]) / losses[0])
     print(f"{options}, {torch.get_num_threads()} threads")
-    medians = {name: statistics.median(each[1:]) for name, each in times.items()}  # the first is a warm-up
-    for name, each in times.items():
-        spread = (max(each[1:]) - min(each[1:])) / medians[name]
+    medians = {name: statistics.median(seconds[1:]) for name, seconds in times.items()}  # the first is a warm-up
+    for name, seconds in times.items():
+        spread = (max(seconds[1:]) - min(seconds[1:])) / medians[name]
         print(f"{name}: {medians[name]:.3f} s a step, spread {spread:.1%}")
     if options.only is None:
         print(f"ratio {medians['ours'] / medians['diffusers']:.3f}, losses within {difference:.1e}")

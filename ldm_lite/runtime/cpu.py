@@ -8,8 +8,9 @@
 - Attention of many tokens runs in blocks, where that is faster, in bfloat16 too.
 - An autoencoder computes large images strip by strip, in half the memory: see tiling.py.
 
-What is faster is timed once on a machine (timing.py).  Whatever a kernel is not for, other dtypes, gradients (but for
-3x3 convolutions) and compiled code, runs as PyTorch does it.  Ways differ by rounding.
+What is faster is timed once on a machine (timing.py).  Training has kernels of its own: Winograd's for 3x3
+convolutions, and in bfloat16 group norms and attention.  Whatever a kernel is not for, other dtypes and compiled code,
+runs as PyTorch does it.  Ways differ by rounding.
 
 Shape letters: B batch, C channels in, K channels out, G groups of channels, M rows of a product, T tiles; in attention
 H heads, N queries, M keys, D channels of a head.
@@ -77,6 +78,12 @@ def _suits(x: Tensor, *dtypes: torch.dtype) -> bool:
     return x.dtype in (torch.float32, *dtypes) and not torch.is_autocast_enabled("cpu")
 
 
+def _trains_in_bf16(x: Tensor) -> bool:
+    """Whether this is a step of training in bfloat16 on a CPU, not compiled."""
+    is_half = x.dtype == torch.bfloat16 and x.device.type == "cpu"
+    return is_half and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+
+
 def _fastest(what: str, ways: Mapping[str, Callable[..., Tensor]], *some: Any) -> Callable[..., Tensor]:
     """Return the fastest of several ways, timed once a machine with these arguments."""
     calls = {name: functools.partial(way, *some) for name, way in ways.items()}
@@ -88,11 +95,55 @@ def _fastest(what: str, ways: Mapping[str, Callable[..., Tensor]], *some: Any) -
 LARGE_MAP = 256 * 256  # positions above which strips are used: below, the plain kernel's error is 1e-6 at most
 
 
+FEW = 1024  # positions of a map that PyTorch's kernel for channels_last goes through channel by channel
+
+
 @kernel
 def _group_norm(norm: nn.GroupNorm, x: Tensor) -> Tensor:
+    if x.ndim == 4 and _trains_in_bf16(x):
+        # In channels_last PyTorch takes 5 to 20 times as long: with few channels a group, and for every backward pass.
+        if x[0, 0].numel() < FEW or not _is_last(x):
+            return nn.GroupNorm.forward(norm, x.contiguous())  # a layout that what follows keeps
+        return _Normalised.apply(x, norm.weight, norm.bias, norm.num_groups, norm.eps)  # type: ignore[no-untyped-call]
     if not _suits(x) or x.ndim != 4 or x[0, 0].numel() <= LARGE_MAP or not _is_last(x):
         return nn.GroupNorm.forward(norm, x)
     return tiling.normalised(norm, x, x.device)(slice(None))
+
+
+class _Normalised(torch.autograd.Function):
+    """PyTorch's forward pass; backwards two sums over positions, and a linear combination of x and the gradient.
+
+    Wu and He 2018; the gradient is that of batch normalisation over the values of a group.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float) -> Tensor:
+        y, mean, rstd = torch.native_group_norm(x, weight, bias, x.shape[0], x.shape[1], x[0, 0].numel(), groups, eps)
+        ctx.save_for_backward(x, weight, mean, rstd)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mean, rstd = ctx.saved_tensors
+        grad = grad.to(x.dtype)
+        size, groups, n = x.shape[:2], mean.shape[1], x[0, 0].numel()
+        channels = size[1] // groups
+
+        def spread(values: Tensor) -> Tensor:  # (B, groups) -> (B, C)
+            return values.float().repeat_interleave(channels, dim=1)
+
+        mean, rstd = spread(mean), spread(rstd)
+        sum_g, sum_gx = (values.sum((2, 3)).float() for values in (grad, grad * x))  # (B, C)
+        sum_gx = rstd * (sum_gx - mean * sum_g)  # the sum over positions of the gradient times the normalised x
+        mean_g, mean_gx = (
+            spread((weight * total).view(size[0], groups, channels).mean(2)) / n for total in (sum_g, sum_gx)
+        )
+        of_grad, of_x, constant = (
+            values.to(x.dtype)[:, :, None, None]
+            for values in (rstd * weight, -rstd.square() * mean_gx, rstd * (rstd * mean * mean_gx - mean_g))
+        )
+        return torch.addcmul(constant, grad, of_grad).addcmul_(x, of_x), sum_gx.sum(0), sum_g.sum(0), None, None
 
 
 # ---- products -------------------------------------------------------------------------------------------------------
@@ -350,7 +401,12 @@ MIN_TOKENS = 1024  # with fewer queries there is little to gain
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """softmax(q k^T / sqrt(D)) v by `blocked` or by PyTorch's kernel, whichever is faster here for these sizes."""
+    """softmax(q k^T / sqrt(D)) v by `blocked` or by PyTorch's kernel, whichever is faster here for these sizes.
+
+    Training in bfloat16 takes the plain formula: the backward pass of PyTorch's kernel takes four times as long.
+    """
+    if _trains_in_bf16(q):
+        return torch.softmax((q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1), dim=-1) @ v
     if not _suits(q, *HALF) or q.shape[2] < MIN_TOKENS:
         return sdpa(q, k, v)
     what = f"attention to {k.shape[2]} keys, {q.shape[1]} heads of {q.shape[3]} channels"

@@ -105,6 +105,21 @@ def test_other_inputs_take_pytorchs_kernel(wrong: str) -> None:
     assert torch.equal(found.nan_to_num(7), wanted.nan_to_num(7))
 
 
+def test_training_in_bfloat16_takes_the_plain_formula() -> None:
+    """With gradients like those of PyTorch's kernel in float32; autocast computes the softmax in float32."""
+    q, k, v = (toy.normal(i, 2, 3, 40, 8) for i in range(3))
+    results = []
+    for attention, dtype in ((F.scaled_dot_product_attention, torch.float32), (cpu.attention, torch.bfloat16)):
+        inputs = [x.clone().to(dtype).requires_grad_() for x in (q, k, v)]
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+            out: Tensor = attention(*inputs)
+        assert out.dtype == dtype
+        out.float().square().sum().backward()
+        results.append([out.detach().float(), *(x.grad.float() for x in inputs if x.grad is not None)])
+    for wanted, result in zip(*results, strict=True):
+        assert toy.relative_error(result, wanted.numpy()) < 2e-2
+
+
 @pytest.mark.parametrize("name", ["sdpa", "blocked"])
 @torch.no_grad()
 def test_attention_takes_the_choice(name: str, always: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:

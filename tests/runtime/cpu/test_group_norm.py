@@ -1,5 +1,7 @@
 """Group norms in strips and written out, against float64, and when they run."""
 
+import copy
+
 import pytest
 import torch
 import toy
@@ -74,3 +76,23 @@ def test_written_out_it_computes_in_float32() -> None:
     found = fused_norm.written_out(x, half)
     assert found.dtype == torch.float16
     assert error(found, norm().half().float(), x.float()) < 5e-4
+
+
+# positions few and many, of both layouts; channels of a group: 1 and 8
+@pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format], ids=str)
+@pytest.mark.parametrize(("groups", "h"), [(32, 6), (4, 6), (4, 40)])
+def test_training_in_bfloat16_has_the_same_gradients(groups: int, h: int, layout: torch.memory_format) -> None:
+    """Both passes against float32, whose error is bfloat16's 8 bits; autocast keeps float32 weights."""
+    plain = norm(groups).requires_grad_()
+    ours = nn.Sequential(copy.deepcopy(plain))
+    cpu.use(ours)
+    x = (toy.normal(3, 3, 32, h, 40) * 2 + 1).bfloat16().contiguous(memory_format=layout)
+    weights, results = toy.normal(4, 3, 32, h, 40), []
+    for module, value in ((plain, x.float()), (ours, x)):
+        value.requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=module is ours):
+            y = module(value)
+        (y.float() * weights).sum().backward()
+        results.append([y.detach().float(), value.grad.float(), *(p.grad for p in module.parameters())])
+    for wanted, result in zip(*results, strict=True):
+        assert (wanted - result).abs().max() < 0.02 * wanted.abs().max()
