@@ -105,8 +105,9 @@ class _Parser(argparse.ArgumentParser):
             where = "the prompt" if "[PROMPT]" in (self.usage or "") else "the flags"
             self.error(f"got words after {where}, {' '.join(words)!r:.200}: {advice}")
         shown = [name for action in self._actions for name in getattr(action, "shown", action.option_strings)]
-        near = difflib.get_close_matches("--" + unknown.lstrip("-").split("=")[0], shown, n=1)
-        self.error(f"unknown flag {unknown:.60}{f': the nearest is {near[0]}' if near else ''}")
+        by_name = {flag.lstrip("-"): flag for flag in shown}  # two dashes alone would make short names alike
+        near = difflib.get_close_matches(unknown.lstrip("-").split("=")[0], by_name, n=1)
+        self.error(f"unknown flag {unknown:.60}{f': the nearest is {by_name[near[0]]}' if near else ''}")
 
 
 def parse(

@@ -17,6 +17,7 @@ from ldm_lite.cli.options import SaveOptions
 from ldm_lite.cli.signals import uninterrupted
 from ldm_lite.cli.writing import replacing
 
+OTHER_FORMATS = (".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif")  # no folder is meant by them
 KEY = "ldm_lite"  # of the PNG's text that identifies its image
 
 
@@ -24,10 +25,12 @@ class Saver:
     """Writes images under the next free name: DIR/samples/00000.png as the originals do, or NAME.png, NAME-1.png."""
 
     def __init__(self, options: SaveOptions, command: str) -> None:
-        """Raises ValueError for a folder that cannot be written to; creates nothing yet."""
+        """Raises ValueError for a folder that cannot be written to, and another format; creates nothing yet."""
         self.options = options
         self.out = Path(f"outputs/{command}-samples" if options.out is None else os.path.expanduser(options.out))
         self.single = self.out.suffix.lower() == ".png"
+        if self.out.suffix.lower() in OTHER_FORMATS and not self.out.is_dir():
+            raise ValueError(f"images are written as PNG: take `out={self.out.with_suffix('.png')}`, or a folder")
         self._next: dict[str, int] = {}  # by the folder of a kind of images: the number of the next one
         if options.skip_existing and (self.single or options.skip_save or command in ("cascade", "reconstruct")):
             raise ValueError(

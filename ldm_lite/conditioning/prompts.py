@@ -6,6 +6,7 @@ Shape letters: B prompts, K chunks of T tokens each, D width of the context.
 
 import dataclasses
 import logging
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -27,6 +28,7 @@ log = logging.getLogger("ldm_lite")
 
 NOTHING = ConditioningOptions()
 WEIGHTS = "ldm_lite.conditioning.weights"  # prompts in A1111's syntax
+LORA_TAG = re.compile("<(?:lora|lyco|hypernet):[^<>]*>")  # which A1111's web UI, and our server, take out of a prompt
 
 Prompts = Sequence[str | None]  # None = no prompt, which SDXL encodes differently from an empty one
 
@@ -72,9 +74,13 @@ def conditioner_of(model: Model) -> Conditioner:
 def encode_prompts(model: Model, prompts: Prompts, options: PromptOptions = DEFAULT) -> Parts:
     """Return the conditioning of B prompts, on the model's device.
 
-    A warning names the words that do not fit into the text encoder, once per prompt.
+    A warning names the words that do not fit into the text encoder, once per prompt, and what other programs read
+    as a LoRA.
     """
     conditioner = conditioner_of(model)
+    for prompt in dict.fromkeys(prompts):
+        if tag := LORA_TAG.search(prompt or ""):
+            log.warning("%s in the prompt is read as words: leave it out, and give `lora=FILE:WEIGHT`", tag[0])
     if options.clip_skip != 1 and conditioner.without_clip_skip:
         raise ValueError(f"{model.family.title} {conditioner.without_clip_skip}: leave out `clip_skip`")
     if not conditioner.has_weights:

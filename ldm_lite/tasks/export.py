@@ -39,6 +39,8 @@ def run(options: ExportOptions, load: LoadOptions) -> None:
     path = Path(os.path.expanduser(options.out))
     if path.is_dir() or not os.access(path.parent, os.W_OK):  # checked before minutes of compiling
         raise ValueError(f"cannot write to {path}: take another `out`, a file in a folder that exists")
+    if path.exists() and path.suffix != ".pt2":  # only a package is replaced
+        raise ValueError(f"{path}: is there already: take another `out`, such as {path.with_suffix('.pt2')}")
     model = load_model(load, Model)
     start = time.perf_counter()
     text = options.sizes or f"{model.family.resolution}x{model.family.resolution}"

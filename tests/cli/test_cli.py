@@ -123,6 +123,7 @@ def test_an_unknown_flag_names_the_nearest(flag: str, wanted: str, capsys: pytes
         (["--C", "four"], "got --C 'four', wanted a whole number"),
         (["--negative", "blue"], "unknown flag --negative: the nearest is --negative-prompt"),
         (["-steps", "5"], "unknown flag -steps: the nearest is --steps"),
+        (["--t5", "file"], "unknown flag --t5"),  # nothing is near but the dashes
         (["--scale", "-3"], f"got --scale -3.0, wanted 0 to 100 ({WHY_SCALES})"),
         (["--scale", "1e9"], f"got --scale 1000000000.0, wanted 0 to 100 ({WHY_SCALES})"),
         (["--scale", "-1e9"], f"got --scale -1000000000.0, wanted 0 to 100 ({WHY_SCALES})"),
