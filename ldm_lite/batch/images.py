@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import io
 import json
+import logging
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -39,6 +40,8 @@ from ldm_lite.toolkit import (
     short_name,
     tasks_of,
 )
+
+log = logging.getLogger("ldm_lite")
 
 PENDING = 4  # batches that may wait to be finished
 TEXTS = 128  # rows whose text is encoded before they are denoised, and held: FLUX.1's takes 4 MB each
@@ -98,6 +101,8 @@ class ImageWorker:
                     shard.add(f"{line['row']:09}.png", outcome.png)
                     shard.add(f"{line['row']:09}.json", outcome.parameters)
                 else:
+                    if not num_failed:
+                        log.warning("row %d: %s", outcome.number, outcome.error)
                     num_failed += 1
         return Report(number, len(rows), True, num_failed, tuple(messages))
 

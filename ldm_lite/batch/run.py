@@ -24,7 +24,8 @@ log = logging.getLogger("ldm_lite")
 def run(options: BatchOptions, defaults: CheckedOptions, load: LoadOptions) -> str | None:
     """Make what is missing of a job; return the path or URL of its manifest, or None while other processes are at work.
 
-    Raises ValueError, one line, for unusable options or input, and if the folder is another job's or in use; OSError.
+    Raises ValueError, one line, for unusable options or input, if the folder is another job's or in use, and at the end
+    if all rows failed; OSError.
     """
     check(options)
     which, of = options.turn
@@ -50,7 +51,7 @@ def run(options: BatchOptions, defaults: CheckedOptions, load: LoadOptions) -> s
                 "take another `out`, or delete that shard and its file in parts/"
             )
         task.store.clean(which, of)
-        _make(task, range(which, table.shards, of))
+        all_failed = _make(task, range(which, table.shards, of))
         missing = sum(not task.store.is_done(number) for number in range(table.shards))
         if missing:
             log.info("%d of %d shards are missing: the last process writes the manifest", missing, table.shards)
@@ -61,11 +62,13 @@ def run(options: BatchOptions, defaults: CheckedOptions, load: LoadOptions) -> s
                 finish(task.store, table)
             else:
                 write_manifest(task.store, table.shards, options.manifest)
+        if all_failed:
+            raise ValueError(f"{place}/{name}: holds nothing, all rows failed")
         return f"{place}/{name}"
 
 
-def _make(task: Task, numbers: Sequence[int]) -> None:
-    """Make shards, and say how it goes."""
+def _make(task: Task, numbers: Sequence[int]) -> bool:
+    """Make shards, and say how it goes.  Return whether there were rows and all of them failed."""
     begun, num_images, num_failed, num_there = time.perf_counter(), 0, 0, 0
     bar = tqdm(total=min(task.table.count, len(numbers) * task.table.size), unit="image", smoothing=0)
     if task.options.engine == "ray":
@@ -89,6 +92,7 @@ def _make(task: Task, numbers: Sequence[int]) -> None:
     if num_failed:
         log.warning("%d rows failed: %s says why", num_failed, "parts/" if task.options.encode else "the manifest")
     log.info("%d image%s in %.1f s; %s", num_images, "s" * (num_images != 1), time.perf_counter() - begun, memory())
+    return num_failed > 0 and num_images == num_there == 0
 
 
 def worker_of(task: Task) -> Worker:

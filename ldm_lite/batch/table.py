@@ -105,8 +105,10 @@ def open_table(path: Path, size: int) -> Table:
         table = Table(path, size, 0)
         with open_file(path) as file:
             if kind == ".csv":
-                header = next(_records(file, kind, []), ({}, 0))
-                table.columns = list(header[0])
+                header, _ = next(_records(file, kind, []), ({}, 0))
+                if isinstance(header, str):
+                    raise ValueError(f"{path}: its first line {header}")
+                table.columns = list(header)
             position = file.tell()
             for _, after in _records(file, kind, table.columns):
                 if table.count % size == 0:
@@ -143,7 +145,9 @@ def _records(file: BinaryIO, kind: str, columns: list[str]) -> Iterator[tuple[Ro
                 yield f"is not a row of a table ({error})", file.tell()
                 continue
             if values and not columns:
-                yield {name.strip(): "" for name in values}, file.tell()
+                names = [name.strip() for name in values]
+                twice = next((name for name in names if names.count(name) > 1), None)
+                yield f"has the column {twice!r} twice" if twice else dict.fromkeys(names, ""), file.tell()
                 return
             if values and len(values) != len(columns):
                 yield f"has {len(values)} cells, wanted {len(columns)}, those of the header", file.tell()

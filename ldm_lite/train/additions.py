@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import json
+import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -20,6 +21,8 @@ from ldm_lite.models.clip import num_known
 from ldm_lite.models.controlnet import ControlNet
 from ldm_lite.networks import lora_layers, token_tables
 from ldm_lite.runtime.patching import patch, unpatch
+
+log = logging.getLogger("ldm_lite")
 
 Content = tuple[dict[str, Tensor], dict[str, str]]  # tensors and metadata of a file
 
@@ -328,6 +331,10 @@ class Vectors(nn.Module):
         ids = replace(model.tokenizer, added=()).encode(word)
         if not ids:
             raise ValueError(f"got `init_word` {word!r}, wanted a word that CLIP knows, such as 'cat'")
+        if len(ids) > count:
+            log.warning(
+                "%r has %d tokens, of which the first %d are taken: give `vectors=%d`", word, len(ids), count, len(ids)
+            )
         chosen = torch.tensor([ids[i % len(ids)] for i in range(count)])
         self.vectors = nn.ParameterDict(
             {

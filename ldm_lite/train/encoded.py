@@ -246,42 +246,54 @@ class Data(NamedTuple):
     digest: str  # of all of them, wherever they are
 
 
-def open_all(options: TrainOptions, model: Pipeline, reads_text: bool) -> Data:
+def open_all(
+    options: TrainOptions, model: Pipeline, reads_text: bool, check: Callable[[str], None] = lambda digest: None
+) -> Data:
     """Open the data of a run, and encode what is finite; reads_text: the text encoders do not change in it.
 
-    Raises ValueError, one line, for unusable options or data; OSError.
+    check gets their digest before anything is encoded.  Raises ValueError, one line, for unusable options or data, and
+    what check raises; OSError.
     """
-    dataset = open_dataset(options, model, options.data)
-    is_encoded = isinstance(dataset, EncodedDataset)
 
-    opened = list[list[object]]()
-
-    def latents(dataset: Dataset, name: str) -> tuple[Dataset, Dataset]:
-        opened.append(identity(options, dataset, lambda path: (path.name, path.stat().st_size)))
+    def opened(path: str | None) -> Dataset:
+        dataset = open_dataset(options, model, path)
         if isinstance(dataset, EncodedDataset):
             check_encoded(options, model, dataset, reads_text)
-        elif dataset.shards is not None:
-            with model.phase("vae"):
-                result = encoded(options, dataset, model.vae, name)
-            if not sum(result[0].shards or ()):
-                raise ValueError(f"{Path(options.out) / name}: none of the images can be read: the warnings say why")
-            return result
-        return dataset, dataset
+        return dataset
+
+    def latents(dataset: Dataset, name: str) -> tuple[Dataset, Dataset]:
+        if isinstance(dataset, EncodedDataset) or dataset.shards is None:
+            return dataset, dataset
+        with model.phase("vae"):
+            result = encoded(options, dataset, model.vae, name)
+        if not sum(result[0].shards or ()):
+            raise ValueError(f"{Path(options.out) / name}: none of the images can be read: the warnings say why")
+        return result
+
+    folder = None if options.held_out_fraction is not None else options.validation
+    dataset = opened(options.data)
+    of_class = None if options.class_data is None else opened(options.class_data)
+    for_validation = None if folder is None else opened(folder)
+    if for_validation is not None and for_validation.shards is None:
+        raise ValueError("`validation` needs finite data: give a folder of images")
+    datasets = [data for data in (dataset, of_class, for_validation) if data is not None]
+    identities = [identity(options, data, lambda path: (path.name, path.stat().st_size)) for data in datasets]
+    digest = hashlib.sha256(repr(identities).encode()).hexdigest()[:32]
+    check(digest)
+    if options.held_out_fraction is not None and dataset.shards is not None:
+        divided(dataset, dataset, options.held_out_fraction, options.seed)  # too few are told before they are encoded
 
     train, validation = divided(*latents(dataset, "latents"), options.held_out_fraction, options.seed)
     prior = empty = None
-    if options.class_data is not None:
-        of_class = open_dataset(options, model, options.class_data)
+    if of_class is not None:
         prior, _ = divided(*latents(of_class, "latents-class"), None, options.seed)
-    if options.held_out_fraction is None and options.validation is not None:
-        validation, _ = latents(open_dataset(options, model, options.validation), "latents-validation")
-        if validation.shards is None:
-            raise ValueError("`validation` needs finite data: give a folder of images")
-    folder = None if options.held_out_fraction is not None else options.validation
+    if for_validation is not None:
+        validation, _ = latents(for_validation, "latents-validation")
     has_other_text = any((options.class_data, options.class_prompt, folder))
+    is_encoded = isinstance(dataset, EncodedDataset)
     if isinstance(dataset, EncodedDataset) and reads_text and not has_other_text:
         empty = _no_caption(model, dataset)
-    return Data(train, prior, validation, is_encoded, empty, hashlib.sha256(repr(opened).encode()).hexdigest()[:32])
+    return Data(train, prior, validation, is_encoded, empty, digest)
 
 
 def identity(options: TrainOptions, dataset: Dataset, of_file: Callable[[Path], object]) -> list[object]:

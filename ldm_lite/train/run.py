@@ -62,7 +62,7 @@ from ldm_lite.train.losses import (
 )
 from ldm_lite.train.options import CONFIG, PRECISIONS, TrainOptions, as_toml, check, resolved, with_config
 from ldm_lite.train.state import LOG, STATE, open_logger, read_log, write_tensors
-from ldm_lite.train.trainer import Trainer, Weights, using
+from ldm_lite.train.trainer import Trainer, Weights, check_resumable, using
 
 log = logging.getLogger("ldm_lite")
 
@@ -92,7 +92,13 @@ def train(
         schedule = model.schedule.prediction, model.schedule.alpha_bar.tobytes(), model.family.scale_factor
         base = hashlib.sha256(repr((digest(*model.networks.values()), schedule)).encode()).hexdigest()[:32]
         changes_text = "text_encoder" in trained_networks(options, model) or options.stage == "embedding"
-        data = open_all(options, model, not changes_text)
+        precision = precision_of(load, model.device)
+        inputs = {"dtype": f"{short_name(model.dtype)}, {precision}", "storage": str(load.storage), "ckpt": base}
+        if options.lora_weights is not None or options.stage == "embedding":
+            make_loss(options, model)  # a wrong file or word is told before data are encoded, which may take hours
+        data = open_all(
+            options, model, not changes_text, lambda digest: check_resumable(options, inputs | {"data": digest})
+        )
         if options.epochs is not None:
             if data.train.shards is None:
                 raise ValueError("`epochs` needs finite data: give `scenes`, or `steps` in place of it")
@@ -117,9 +123,7 @@ def train(
             loss.prior = _prior(options, model, attached)
         # The trainer, and what changes how its networks run.
         whole = {role: copy.deepcopy(network).cpu() for role, network in loss.networks.items() if options.fsdp}
-        precision = precision_of(load, model.device)
-        about = {"dtype": f"{short_name(model.dtype)}, {precision}", "storage": str(load.storage)}
-        trainer = make_trainer(options, loss, precision, about | {"ckpt": base, "data": data.digest})
+        trainer = make_trainer(options, loss, precision, inputs | {"data": data.digest})
         if distributed.rank() == 0:
             write_whole(folder / CONFIG, as_toml(options, load))
         if options.compile_network:
@@ -175,7 +179,10 @@ def run_folder(options: TrainOptions) -> Iterator[Path]:
     Raises ValueError if one does, or if the folder holds a run that is not to be continued.
     """
     folder = Path(options.out)
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{folder}: cannot be a run's folder ({error.strerror}): choose another `out`") from error
     alone = locked(folder / "lock", "wait for it, or choose another `out`")
     with alone if distributed.rank() == 0 else contextlib.nullcontext():
         if os.path.lexists(folder / STATE) and not options.resume:

@@ -49,15 +49,17 @@ def load_weights(network: nn.Module, weights: dict[str, Tensor]) -> None:
 
 
 @contextlib.contextmanager
-def opened_state(path: Path) -> Iterator[dict[str, Any]]:
+def opened_state(path: Path, whole: bool = True) -> Iterator[dict[str, Any]]:
     """Yield the content of a state file, which stays on the disk: what is taken of it goes to its device, one by one.
 
-    Any error of it in the block becomes a ValueError of one line; OSError.
+    whole: look through its tensors, which reads all of it.  Any error of it in the block becomes a ValueError of one
+    line; OSError.
     """
     with open_file(path):
         try:
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            check_finite(state)
+            if whole:
+                check_finite(state)
             if type(state["step"]) is not int or state["step"] < 1:
                 raise ValueError(f"it is of step {state['step']!r:.50}")
             yield state

@@ -10,6 +10,7 @@ import importlib
 import json
 import logging
 import math
+import os
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -159,10 +160,7 @@ class Trainer:
         """
         path = self.folder / STATE
         with opened_state(path) as state:
-            before = dict(state["settings"])
-            changed = {name: value for name, value in self.settings.items() if before.get(name, value) != value}
-            if fixed := [name for name in changed if name not in MAY_CHANGE]:
-                raise ValueError(f"`{fixed[0]}` was {before[fixed[0]]!r:.60}, now it is {changed[fixed[0]]!r:.60}")
+            changed = changed_settings(state, self.settings)
             if "divided" in state:  # perhaps among another number of processes
                 tensors = self._tensors()
                 trained = [p for group in self.optimizer.param_groups for p in group["params"]]
@@ -376,6 +374,26 @@ class Trainer:
         with torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext(), self.autocast():
             loss = self.loss(self._last, Draws(self.options.seed, self._last.numbers))
         return float(distributed.all_reduce_sum(loss)) / distributed.world_size()
+
+
+def changed_settings(state: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that are others than in the state of a run.  Raises ValueError for one that must not be."""
+    before = dict(state["settings"])
+    changed = {name: value for name, value in settings.items() if before.get(name, value) != value}
+    if fixed := [name for name in changed if name not in MAY_CHANGE]:
+        raise ValueError(f"`{fixed[0]}` was {before[fixed[0]]!r:.60}, now it is {changed[fixed[0]]!r:.60}")
+    return changed
+
+
+def check_resumable(options: TrainOptions, inputs: Mapping[str, str]) -> None:
+    """Raise ValueError if the run that is to go on, in the options' folder, had other ones or other inputs.
+
+    Trainer.resume looks at all of the state, but later: after data were encoded in place of the run's.
+    """
+    path = Path(options.out) / STATE
+    if options.resume and os.path.lexists(path):
+        with opened_state(path, whole=False) as state:
+            changed_settings(state, settings_of(resolved(options)) | dict(inputs))
 
 
 def shuffle(caption: str, kept: int, seed: Sequence[int]) -> str:

@@ -263,6 +263,15 @@ def test_a_folder_whose_files_are_no_files_waits_for_nothing(tmp_path: Path) -> 
             check_job(Folder(tmp_path), {"a": 1})
 
 
+def test_a_job_whose_rows_all_fail_fails(table: Write, batch: Batch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The first reason is told, and the manifest has all."""
+    manifest = batch(table([{"prompt": "a", "seed": "x"}, {"prompt": "b", "steps": 0}]), status=2)
+    assert [line["row"] for line in manifest] == [0, 1]
+    errors = capsys.readouterr().err
+    assert "row 0: " in errors
+    assert "manifest.jsonl: holds nothing, all rows failed" in errors
+
+
 def test_broken_lines_are_rows(tmp_path: Path) -> None:
     content = b'\xef\xbb\xbf{"prompt": "a"}\n\xff\xfe\n' + b'{"prompt": "' + b"x" * 2**21 + b'"}\n   \n{"prompt": "b"}'
     (tmp_path / "t.jsonl").write_bytes(content)
@@ -280,12 +289,14 @@ def test_broken_lines_are_rows(tmp_path: Path) -> None:
         ("t.jsonl", "\n\n", "t.jsonl: holds no prompt"),
         ("t.csv", "text,seed\na,1\n", "t.csv: has no column prompt: name the one with the prompts so"),
         ("t.csv", "", "t.csv: holds no prompt"),
+        ("t.csv", "prompt,seed,prompt\na,1,b\n", "t.csv: its first line has the column 'prompt' twice"),
+        ("t.csv", "prompt\na\n".encode("utf-16"), "t.csv: its first line is not a row of a table ('utf-8' codec"),
     ],
 )
 def test_what_is_no_table(
-    tmp_path: Path, name: str, content: str, wanted: str, batch: Batch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, name: str, content: str | bytes, wanted: str, batch: Batch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / name).write_text(content)
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     batch(tmp_path / name, status=2)
     assert wanted in capsys.readouterr().err
 
