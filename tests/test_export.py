@@ -67,8 +67,19 @@ def test_what_is_wrong_is_one_line(
     arguments: list[str], line: str, exported: list[object], small_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert status_of(command.main, "--ckpt", small_path, "--device", "cpu", *arguments) == 2
-    assert line in capsys.readouterr().err
+    assert line in (shown := capsys.readouterr().err)
+    assert "loaded in" not in shown  # it is known before the weights are read
     assert not exported
+
+
+def test_no_file_but_a_package_is_replaced(
+    exported: list[object], small_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    photo = tmp_path / "photo.png"
+    photo.write_bytes(b"a photo")
+    assert status_of(command.main, "--ckpt", small_path, "--device", "cpu", "--out", photo) == 2
+    assert f"{photo}: exists, and is no package of ldm_lite.export" in capsys.readouterr().err
+    assert photo.read_bytes() == b"a photo"
 
 
 def test_load_runs_the_package(small_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

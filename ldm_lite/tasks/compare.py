@@ -344,14 +344,17 @@ def run(options: CompareOptions, load: LoadOptions) -> None:
     if not (has_matplotlib := importlib.util.find_spec("matplotlib") is not None):
         log.warning("no chart without matplotlib: pip install matplotlib")
     saver = Saver(SaveOptions(out=options.out), "samplers")
-    model = load_model(load, Model)
+
+    def check(model: Model) -> None:
+        for count in () if options.compare else (*options.steps, options.reference):
+            make_plan("heun", model.schedule, count, spacing=options.spacing)
+
+    model = load_model(load, Model, check)
     if options.compare:
         points = measure(model, options, None if options.results is None else Path(options.results))
         print(cost_table(list(points["points"].values())))
         drawn = partial(cost_chart, points)
     else:
-        for count in (*options.steps, options.reference):
-            make_plan("heun", model.schedule, count, spacing=options.spacing)
         rows = compare(model, options)
         print(table(rows, options.steps))
         drawn = partial(chart, model, rows, options)

@@ -39,15 +39,23 @@ def run(options: ExportOptions, load: LoadOptions) -> None:
     path = Path(os.path.expanduser(options.out))
     if path.is_dir() or not os.access(path.parent, os.W_OK):  # checked before minutes of compiling
         raise ValueError(f"cannot write to {path}: take another `out`, a file in a folder that exists")
-    if path.exists() and path.suffix != ".pt2":  # only a package is replaced
-        raise ValueError(f"{path}: is there already: take another `out`, such as {path.with_suffix('.pt2')}")
-    model = load_model(load, Model)
-    start = time.perf_counter()
-    text = options.sizes or f"{model.family.resolution}x{model.family.resolution}"
+    if path.exists() and path.suffix != ".pt2":
+        raise ValueError(f"{path}: exists, and is no package of ldm_lite.export: take an `out` that ends in .pt2")
+    listed = [] if options.sizes is None else options.sizes.split(",")
     try:
-        sizes = [(int(width), int(height)) for width, height in (size.split("x") for size in text.split(","))]
+        told = [(int(width), int(height)) for width, height in (size.split("x") for size in listed)]
     except ValueError as error:
-        raise ValueError(f"got `sizes` {text}, wanted WIDTHxHEIGHT separated by commas, as 512x512,768x512") from error
+        raise ValueError(
+            f"got `sizes` {options.sizes}, wanted WIDTHxHEIGHT separated by commas, as 512x512,768x512"
+        ) from error
+
+    def check(model: Model) -> None:
+        for width, height in told:
+            model.latent_shape(height, width)
+
+    model = load_model(load, Model, check)
+    start = time.perf_counter()
+    sizes = told or [(model.family.resolution, model.family.resolution)]
     rows = [batch * options.branches for batch in options.batches]
     examples = [_example(model, *size, batch, options.chunks) for size in sizes for batch in rows]
     aot.export(model.unet, examples, path)
