@@ -309,9 +309,12 @@ def test_dropped_words_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert capsys.readouterr().err.count("warning: prompt is too long, dropped from it: quite lost") == 1
 
 
-def test_skip_save_and_skip_grid(tmp_path: Path) -> None:
-    assert run([APPLE, "--steps", "1", "--n_samples", "2", "--skip_save", "--skip_grid"], tmp_path / "none") == 0
-    assert not (tmp_path / "none").exists()
+def test_skip_save_and_skip_grid(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for more in (["--n_samples", "2", "--skip_grid"], []):
+        assert run([APPLE, "--steps", "1", "--skip_save", *more], tmp_path / "none") == 0
+        assert not (tmp_path / "none").exists()
+        shown = capsys.readouterr().err
+        assert "warning: --skip-save without a grid of several images: nothing will be saved" in shown
 
 
 def test_where_nothing_can_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -165,9 +165,27 @@ def _is_unread() -> bool:
     try:
         print(flush=True)  # an empty line, since a failed flush may have left nothing to try again
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return True
     return False
+
+
+def _drop_output() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def show(text: str) -> int:
+    """Print a text and return the exit status, as that of `run`, if it cannot be written."""
+    try:
+        print(text, end="", flush=True)
+    except BrokenPipeError:
+        _drop_output()
+        return 141
+    except OSError as error:
+        _drop_output()
+        print(f"error: {_explain(error, ())[0]}", file=sys.stderr)
+        return 1
+    return 0
 
 
 def _cheaper(options: Sequence[object], on_cpu: bool) -> str:
@@ -198,7 +216,7 @@ def _explain(error: Exception, options: Sequence[object]) -> tuple[str, int]:
         on_cpu = isinstance(error, MemoryError) or "alloc_cpu" in str(error)
         return f"out of memory: try {_cheaper(options, on_cpu)}", 1
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-        return f"the disk is full: {error.filename or 'the image'} was not written; earlier images stay", 1
+        return f"the disk is full: {error.filename or 'the output'} was not written; earlier images stay", 1
     line = " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, OSError) and error.filename and error.strerror:
         line = f"{error.filename}: {error.strerror}"

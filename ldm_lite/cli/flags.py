@@ -11,7 +11,7 @@ import typing
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, cast
 
-from ldm_lite.cli.console import as_flags, printable
+from ldm_lite.cli.console import as_flags, printable, show
 from ldm_lite.cli.options import TYPES
 
 Field = dataclasses.Field[Any]
@@ -39,8 +39,8 @@ class _ShowHelp(argparse.Action):
         near = [name for name in parser.topics if topic and (name.startswith(topic) or topic.startswith(name))]
         if topic and not near:
             parser.error(f"unknown topic {topic!r:.60}: wanted one of {', '.join(parser.topics)}")
-        print(parser.format_help() if self.dest == "help_all" else parser.short_help(near[0] if near else None), end="")
-        parser.exit()
+        whole = self.dest == "help_all"
+        parser.exit(show(parser.format_help() if whole else parser.short_help(near[0] if near else None)))
 
 
 class _Parser(argparse.ArgumentParser):

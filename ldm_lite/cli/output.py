@@ -19,6 +19,7 @@ from ldm_lite.cli.writing import replacing
 
 OTHER_FORMATS = (".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif")  # no folder is meant by them
 KEY = "ldm_lite"  # of the PNG's text that identifies its image
+OTHERS = (".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".avif")  # endings of images that are no PNG
 
 
 class Saver:
@@ -36,11 +37,13 @@ class Saver:
             raise ValueError(
                 "`skip_existing` is for folders of images that txt2img, img2img, inpaint and upscale save: leave it out"
             )
-        folder = self.out.parent if self.single else self.out
-        while not folder.exists():
-            folder = folder.parent
-        if not folder.is_dir() or not os.access(folder, os.W_OK):
-            raise ValueError(f"cannot write to {folder}: take another `out`")
+        if not os.path.isdir(self.out) and (self.out.suffix.lower() in OTHERS or self.out.name.lower() == ".png"):
+            raise ValueError(f"got `out` {self.out}, wanted a folder or a name that ends in .png: images are PNG files")
+        for folder in (self.out.parent,) if self.single else (self.out, self.out / "samples"):
+            while not _is_there(folder):
+                folder = folder.parent
+            if not folder.is_dir() or not os.access(folder, os.W_OK):  # a link to nothing is no folder
+                raise ValueError(f"cannot write to {folder}: take another `out`")
 
     def keys(self) -> Counter[str]:
         """Count the keys of the folder's whole images, for `skip_existing`; none without it."""
@@ -78,6 +81,18 @@ class Saver:
         folder.mkdir(parents=True, exist_ok=True)
         with replacing(folder / "preview.png", unique=True) as part:
             image.save(part, format="PNG")
+
+
+def _is_there(path: Path) -> bool:
+    """Whether there is anything of this name, a link too.  Raises ValueError for a name that no file can have."""
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ValueError(f"cannot write to {path}: {why}: take another `out`") from error
+    return True
 
 
 def read_key(path: Path) -> str | None:
@@ -125,6 +140,9 @@ def _save(name: Callable[[int], Path], image: Image, texts: Mapping[str, str], s
                         return path, start + 1
                     start += 1
                     path = name(start)
+        except OSError as error:
+            error.filename = os.fspath(path)  # Pillow's errors have none, and others the temporary one
+            raise
         finally:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(temporary)

@@ -81,6 +81,9 @@ def make(options: Txt2imgOptions, load: LoadOptions, save: SaveOptions, original
         load = replace(load, dtype="fp32")
     if options.compat and load.ema == "auto":
         load = replace(load, ema="original")
+    with_grid = not save.skip_grid and count <= MOST_IN_GRID and (count > 1 or options.compat)
+    if save.skip_save and not with_grid and save.preview is None and not (save.x or save.y or save.z):
+        log.warning("`skip_save` without a grid of several images: nothing will be saved")
     axes = xy.read_axes(type(options), {letter: getattr(save, letter) for letter in "xyz"})
     sheets = _cells(axes, options, count, saver) if axes else []
 
@@ -96,7 +99,6 @@ def make(options: Txt2imgOptions, load: LoadOptions, save: SaveOptions, original
     model = load_model(load, Model, check_outline)
     if axes:
         return _plot(axes, module.prepare, sheets, model, saver)
-    with_grid = not save.skip_grid and count <= MOST_IN_GRID and (count > 1 or options.compat)
     start, in_grid, text, count_made = time.perf_counter(), [], "", 0
     preview = None if save.preview is None else previews(model, save.preview, saver.preview)
     bar = step_bar()
@@ -119,6 +121,8 @@ def make(options: Txt2imgOptions, load: LoadOptions, save: SaveOptions, original
     elif len({image.size for image in in_grid}) == 1:
         columns = save.n_rows or options.images_at_a_time
         print(saver.grid(grid(in_grid, columns=columns), text), flush=True)
+    elif in_grid:
+        log.warning("the images differ in size: there is no grid%s", ", and nothing is saved" * save.skip_save)
     _log_end(count_made, start)
 
 
@@ -146,6 +150,8 @@ def _rehearse(prepare: Callable[[Model, Any], Task], model: Model, options: Any)
 
 def _cells(axes: Mapping[str, xy.Axis], options: Any, count: int, saver: Saver) -> list[list[Any]]:
     """Return the options of each image of an X/Y plot, for each value of Z."""
+    if saver.options.skip_grid:
+        raise ValueError("a plot is a grid: leave out `skip_grid`, or the plot")
     if count != 1 or options.compat or saver.options.skip_existing:
         raise ValueError(
             "a plot has one image a cell, and makes all of them: leave out `n_iter`, `batch_size`, `from_file`, "
@@ -153,6 +159,8 @@ def _cells(axes: Mapping[str, xy.Axis], options: Any, count: int, saver: Saver) 
         )
     x, y, z = (axes.get(letter) for letter in "xyz")
     cells = [xy.changed(options, cell, *axes.values()) for cell in xy.cells(x, y, z)]
+    if any(cell.images_at_a_time * cell.repeats != 1 or cell.from_file is not None for cell in cells):
+        raise ValueError(f"a plot has one image a cell: no axis is {', '.join(xy.OF_COUNTS)}")
     size = len(cells) if z is None else len(cells) // len(z.values)
     return [cells[first : first + size] for first in range(0, len(cells), size)]
 

@@ -19,6 +19,7 @@ from ldm_lite.text.parameters import parameters, parse_parameters
 
 REPLACE = "replace"  # an axis that is no option: its first value is looked for in both prompts, and replaced by each
 MOST_CELLS = 400
+OF_COUNTS = ("n_iter", "batch_size", "from_file", "compat")  # what makes several images of one cell
 GAP, INK, PAPER = 8, "black", "white"  # pixels, colours
 WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 # A1111's ranges: 1-5, 1-5 (+2) with a step, 0-1 [5] with a number of values.
@@ -81,15 +82,18 @@ def _values(name: str, kinds: Sequence[Any], text: str) -> list[Any]:
     if whole and re.fullmatch(r"[+-]?\d{1,20}", text):
         return [int(text)]  # seeds have more digits than a float
     if (match := _RANGE.fullmatch(text)) is None:
-        values = [number(text)]
+        try:
+            values = [number(text)]
+        except ValueError as error:
+            raise ValueError(f"got `{name}` {text[:60]!r}, wanted a finite number, or a range such as 1-5") from error
     else:
         first, last = number(match[1]), number(match[2])
         step = number(match[3]) if match[3] else math.copysign(1, last - first)
         step = (last - first) / max(1, int(match[4]) - 1) if match[4] else step
         count = 1 + math.floor((last - first) / step + 1e-9) if step else 1
+        count = min(count, int(match[4] or count))
         if not 1 <= count <= MOST_CELLS:
             raise ValueError(f"got the range {text!r} of `{name}`, wanted 1 to {MOST_CELLS} values from it")
-        count = min(count, int(match[4] or count))
         values = [round(first + i * step, None if whole and match[4] else 9) for i in range(count)]
     if whole and any(value != int(value) for value in values):
         raise ValueError(f"got `{name}` {text[:60]!r}, wanted whole numbers")

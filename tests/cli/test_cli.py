@@ -311,6 +311,15 @@ def shown(command: str, flag: str, capsys: pytest.CaptureFixture[str]) -> list[l
     return [re.findall(r"(?<![\w-])--?[A-Za-z][\w-]*", line) for line in lines]
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full is Linux's")
+def test_help_that_cannot_be_written_is_one_line() -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "ldm_lite.txt2img", "--help-all"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert done.stderr.startswith("error: the disk is full: the output was not written")
+
+
 def test_help_shows_twenty_flags_and_help_all_every_one(capsys: pytest.CaptureFixture[str]) -> None:
     common, everything = (shown("txt2img", flag, capsys) for flag in ("--help", "--help-all"))
     assert common == shown("txt2img", "-h", capsys)

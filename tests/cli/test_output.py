@@ -53,6 +53,44 @@ def test_a_folder_is_listed_once(out: str, tmp_path: Path, monkeypatch: pytest.M
     assert len({*names}) == len(names) == 9
 
 
+@pytest.mark.parametrize(
+    ("out", "message"),
+    [
+        ("photo.jpg", "wanted a folder or a name that ends in .png: images are PNG files"),
+        (".png", "wanted a folder or a name that ends in .png"),
+        ("file", "cannot write to .*file: take another `out`"),
+        ("taken", "cannot write to .*samples: take another `out`"),
+        ("link", "cannot write to .*link: take another `out`"),
+        ("loop/a", "cannot write to .*: take another `out`"),
+        ("x" * 300, "cannot write to .*: File name too long: take another `out`"),
+        ("a\0b", "cannot write to .*null.*: take another `out`"),
+    ],
+)
+def test_a_name_that_cannot_be_written_to_is_refused_before_any_work(out: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "samples").touch()
+    (tmp_path / "link").symlink_to("nowhere")
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(ValueError, match=message):
+        Saver(SaveOptions(out=os.fspath(tmp_path / out)), "txt2img")
+
+
+def test_a_folder_may_have_any_name(tmp_path: Path) -> None:
+    (tmp_path / "old.jpg").mkdir()
+    for name in ("old.jpg", "v1.5", "run.d/deeper"):
+        path = Saver(SaveOptions(out=os.fspath(tmp_path / name)), "txt2img").sample(PICTURE, "")
+        assert path == tmp_path / name / "samples" / "00000.png"
+
+
+def test_an_image_that_was_not_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = OSError(errno.ENOSPC, "No space left on device")  # as Pillow raises it, without a name
+    monkeypatch.setattr(Image.Image, "save", mock.Mock(side_effect=full))
+    with pytest.raises(OSError, match="No space") as error:
+        Saver(SaveOptions(out=os.fspath(tmp_path)), "txt2img").sample(PICTURE, "")
+    assert error.value.filename == os.fspath(tmp_path / "samples" / "00000.png")
+
+
 WRITER = """
 import errno, os, sys, time
 from PIL import Image
