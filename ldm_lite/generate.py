@@ -76,8 +76,8 @@ def check_conditioning(model: Model, shape: tuple[int, ...], conditioning: Condi
             f"{model.family.title} reads an image besides the text (it has {spec.in_channels} input channels): "
             f"it cannot make an image from a prompt alone; take a checkpoint with {model.vae.spec.embed_dim}"
         )
-    if len(shape) != 4 or shape[1] != (channels := spec.in_channels - further):
-        raise ValueError(f"got noise of shape {shape}, wanted (B, {channels}, h, w)")
+    if len(shape) != 4 or shape[1] != spec.in_channels - further or 0 in shape:
+        raise ValueError(f"got noise of shape {shape}, wanted (B, {spec.in_channels - further}, h, w)")
     context, y = conditioning.get("context"), conditioning.get("y")
     got = "none" if context is None else f"one of shape {tuple(context.shape)}"
     if spec.context_dim is None:

@@ -199,16 +199,21 @@ class Pipeline(Model):
 
         options are prompt_syntax=, clip_skip=, size=(height, width), and the fields of ConditioningOptions.
         """
-        names = {field.name for field in dataclasses.fields(ConditioningOptions)}
-        extra = {name: value for name, value in options.items() if name in names}
-        others = {name: value for name, value in options.items() if name not in names}
-        others = {"syntax": others.pop("prompt_syntax", "plain"), **others}
-        read_as = _options(PromptOptions, "encode_prompt", {**others, "negative": negative})
-        read_as = dataclasses.replace(read_as, extra=with_files(ConditioningOptions(**extra)))
-        check_used([self], read_as.extra)
-        prompts = Txt2imgOptions(prompt=prompt).prompt
-        if not prompts and prompts != "":
+        size = options.pop("size", None)
+        sides = size if isinstance(size, (tuple, list)) and len(size) == 2 else (None, None)
+        if size is not None and None in sides:
+            raise TypeError(f"got `size` {size!r:.60}, wanted (height, width) in pixels")
+        names = [field.name for field in dataclasses.fields(ConditioningOptions)]
+        if unknown := [name for name in options if name not in ("prompt_syntax", "clip_skip", *names)]:
+            takes = ", ".join(["negative", "size", "prompt_syntax", "clip_skip", *names])
+            raise TypeError(f"encode_prompt() has no argument {unknown[0]!r}: it takes {takes}")
+        read = Txt2imgOptions(prompt=prompt, height=sides[0], width=sides[1], **options)
+        if not (prompts := read.prompt) and prompts != "":
             raise ValueError("no prompt: give a text, or a list of one or more")
+        extra = with_files(ConditioningOptions(**{name: getattr(read, name) for name in names}))
+        check_used([self], extra)
+        size = None if read.height is None or read.width is None else (read.height, read.width)
+        read_as = PromptOptions(read.prompt_syntax, read.clip_skip, negative=negative, size=size, extra=extra)
         return Conditioning(**encode_prompts(self, [prompts] if isinstance(prompts, str) else prompts, read_as))
 
     def noise(self, seed: int | Sequence[int] = 42, height: int | None = None, width: int | None = None) -> Tensor:
@@ -217,10 +222,9 @@ class Pipeline(Model):
 
     def noise_source(self, seed: int | Sequence[int] = 42, height: int | None = None, width: int | None = None) -> Draw:
         """Return a function that draws noise(...) first, then at each call the next noise of a stochastic sampler."""
-        side = self.family.resolution
-        shape = self.latent_shape(side if height is None else height, side if width is None else width)
-        seeds = Txt2imgOptions(seed=seed).seed
-        if not seeds and seeds != 0:
+        options, side = Txt2imgOptions(seed=seed, height=height, width=width), self.family.resolution
+        shape = self.latent_shape(options.height or side, options.width or side)
+        if not (seeds := options.seed) and seeds != 0:
             raise ValueError("no seed: give a whole number, or a list of one or more")
         return noise_of([seeds] if isinstance(seeds, int) else seeds, shape)
 
@@ -241,14 +245,15 @@ class Pipeline(Model):
         height and width are those of the image in pixels, by which FLUX.1 [dev] shifts its noise levels (default: those
         that the pipeline was sized() for, else the family's).  Raises ValueError as make_plan does.
         """
-        schedule = self.schedule
+        sampling: Any = {"sampler": sampler, "steps": steps, "spacing": spacing, "eta": eta, "churn": churn}
+        options = Txt2imgOptions(**sampling, height=height, width=width)
+        schedule, side = self.schedule, self.family.resolution
         if height is not None or width is not None:
-            side = self.family.resolution
-            shape = self.latent_shape(side if height is None else height, side if width is None else width)
-            schedule = self.sized(shape).schedule
-        sampler = self.family.sampler if sampler is None else sampler
-        steps = self.family.steps if steps is None else steps
-        return make_plan(sampler, schedule, steps, eta=eta, churn=churn, spacing=spacing, last=last)
+            schedule = self.sized(self.latent_shape(options.height or side, options.width or side)).schedule
+        sampler, steps = options.sampler or self.family.sampler, options.steps or self.family.steps
+        return make_plan(
+            sampler, schedule, steps, eta=options.eta, churn=options.churn, spacing=options.spacing, last=last
+        )
 
     def denoise(
         self,

@@ -1,5 +1,6 @@
 """The Python API: what goes in and comes out, its parts, and errors in Python's terms."""
 
+import math
 import re
 import subprocess
 import sys
@@ -27,6 +28,10 @@ def pipe(small_path: Path) -> Pipeline:
 
 def pixels(pipe: Pipeline, *args: object, **options: object) -> list[torch.Tensor]:
     return pipe.txt2img(*args, steps=2, output="tensor", **options)  # type: ignore[arg-type]
+
+
+def denoised(pipe: Pipeline, noise: torch.Tensor) -> torch.Tensor:
+    return pipe.denoise(noise, pipe.encode_prompt("a"), None, pipe.plan("ddim", 1))
 
 
 def test_prompts_and_seeds_in_lists_are_single_runs(pipe: Pipeline) -> None:
@@ -149,6 +154,13 @@ def test_a_control_is_loaded_once_and_used_often(pipe: Pipeline, tmp_path: Path)
         ({"original_size": (64, 64)}, "does not use: leave out `original_size`"),
         ({"prompt": []}, "got an empty list of prompts"),
         ({"control": ["a:b:c"]}, "got control 'a:b:c'"),
+        ({"prompt_syntax": "A1111"}, "got `prompt_syntax` 'A1111', wanted one of plain, a1111"),
+        ({"sampler": ""}, "got `sampler` '', an empty text: give a value, or leave it out"),
+        ({"refiner": ""}, "got `refiner` '', an empty text"),
+        ({"guidance": math.nan}, "got `guidance` nan, wanted a finite number or a function"),
+        ({"guidance": 10**400}, "got `guidance` 1.*, wanted a finite number or a function"),
+        ({"cond": torch.tensor(2.0)}, r"got conditioning of shape \(\), wanted one row for each prompt"),
+        ({"height": 2**16, "width": 2**16}, "got `height=65536` and `width=65536`, wanted at most 67108864 pixels"),
     ],
 )
 def test_errors_name_the_argument_in_python_s_terms(pipe: Pipeline, options: dict[str, object], message: str) -> None:
@@ -175,6 +187,14 @@ def test_errors_name_the_argument_in_python_s_terms(pipe: Pipeline, options: dic
         ({"noise": np.zeros((1, 4, 8, 8))}, "got ndarray as `noise`, wanted a tensor"),
         ({"cond": "a cat"}, "got str as conditioning, wanted what encode_prompt makes, or a tensor"),
         ({"guidance": "7"}, "got `guidance` '7', wanted a number or a function"),
+        ({"guidance": [7, 8]}, r"got `guidance` \[7, 8\], wanted a number or a function"),
+        ({"guidance": torch.ones(2)}, "got `guidance` tensor.*, wanted a number or a function"),
+        ({"compat": torch.ones(2)}, "got `compat` tensor.*, wanted True or False"),
+        ({"compat": np.array([])}, "got `compat` array.*, wanted True or False"),
+        ({"sampler": print}, "got `sampler` <built-in function print>, wanted a text"),
+        ({"regions": print}, "got `regions` <built-in function print>, wanted a text"),
+        ({"refiner": 5}, "got 5 as a checkpoint, wanted a path"),
+        ({"from_png": 5}, "got 5 as a file, wanted its path"),
     ],
 )
 def test_values_of_another_type_are_a_type_error(pipe: Pipeline, options: dict[str, object], message: str) -> None:
@@ -240,6 +260,40 @@ def test_parts_that_do_not_fit_are_errors_of_one_line(pipe: Pipeline) -> None:
         pipe.encode_prompt("a cat", original_size=(64, 64))
     with pytest.raises(TypeError, match="got attention 3, wanted a name or a function"):
         pipe.use_attention(3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda pipe: denoised(pipe, pipe.noise()[0]), r"got noise of shape \(4, 8, 8\), wanted \(B, 4, h, w\)"),
+        (lambda pipe: denoised(pipe, pipe.noise()[:0]), r"got noise of shape \(0, 4, 8, 8\), wanted"),
+        (lambda pipe: pipe.decode(pipe.noise()[0]), r"got latents of shape \(4, 8, 8\), wanted \(B, 4, h, w\)"),
+        (lambda pipe: pipe.decode(pipe.noise()[..., :0]), r"got latents of shape \(1, 4, 8, 0\), wanted"),
+        (lambda pipe: pipe.decode(pipe.noise().numpy()), "got ndarray as latents, wanted a tensor"),
+        (lambda pipe: pipe.decode(None), "got NoneType as latents, wanted a tensor"),
+        (lambda pipe: pipe.noise(1, 10**6, 10**6), "got `height` 1000000, wanted 1 to 65536"),
+        (lambda pipe: pipe.noise(1, 2**16, 2**16), "wanted at most 67108864 pixels in all"),
+        (lambda pipe: pipe.noise(1, 64.0, 64), "got `height` 64.0, wanted a whole number"),
+        (lambda pipe: pipe.plan("ddim", "5"), "got `steps` '5', wanted a whole number"),
+        (lambda pipe: pipe.plan(5, 5), "got `sampler` 5, wanted a text"),
+        (lambda pipe: pipe.plan("ddim", 5, spacing=5), "got `spacing` 5, wanted a text"),
+        (lambda pipe: pipe.plan("ddim", 5, eta="1"), "got `eta` '1', wanted a number"),
+        (lambda pipe: pipe.plan("ddim", 5, last=1.5), "got last 1.5, wanted a whole number"),
+        (lambda pipe: pipe.encode_prompt("a", clip_skip="1"), "got `clip_skip` '1', wanted a whole number"),
+        (lambda pipe: pipe.encode_prompt("a", size="64"), r"got `size` '64', wanted \(height, width\) in pixels"),
+        (
+            lambda pipe: pipe.encode_prompt("a", sintax="a1111"),
+            "has no argument 'sintax': it takes negative, size",
+        ),
+        (lambda pipe: pipe.img2img("a", ""), "got `init_img` '', an empty text"),
+        (lambda pipe: pipe.img2img("a", "a\0b"), "is not a name that a file can have"),
+        (lambda pipe: ldm_lite.load(5), "got 5 as a checkpoint, wanted a path"),
+        (lambda pipe: ldm_lite.load(vae=""), "got `vae` '', an empty text"),
+    ],
+)
+def test_a_wrong_argument_of_a_part_is_named(pipe: Pipeline, call: Callable[[Pipeline], object], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        call(pipe)
 
 
 def test_a_stream_of_wrong_options_fails_at_once(pipe: Pipeline) -> None:

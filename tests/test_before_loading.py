@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 from PIL import Image
+from runs import status_of
 from safetensors.torch import save_file
 
 import ldm_lite
-from ldm_lite import img2img, inpaint, txt2img, upscale
+from ldm_lite import img2img, inpaint, samplers, txt2img, upscale
 from ldm_lite.checkpoint import loading
 from ldm_lite.checkpoint.reader import open_checkpoint
 from ldm_lite.zoo.family import Hint
@@ -20,6 +21,9 @@ CASES: list[tuple[ModuleType, str, str]] = [
     (txt2img, "", "no prompt: give one"),
     (txt2img, "a --H 65", "wanted multiples of 8"),
     (txt2img, "a --spacing nonsense", "nonsense"),
+    (txt2img, "a --prompt-syntax A1111", "got --prompt-syntax 'A1111', wanted one of plain, a1111"),
+    (txt2img, "(a:1000000000) --prompt-syntax a1111", "got a prompt with the weight 1e+09, wanted at most"),
+    (samplers, "--spacing nonsense", "unknown spacing 'nonsense'"),
     (txt2img, "a --x nonsense=1", "got 'nonsense' as an axis"),
     (txt2img, "a --x steps=1,2 --y height=64,65", "wanted multiples of 8"),
     (txt2img, "a --regions 0,0,0.5,1", "the regions leave part of the image out"),
@@ -65,7 +69,7 @@ def test_errors_come_before_weights_are_read(
     (tmp_path / "bad.png").write_bytes(b"\x89PNG\r\n\x1a\n")
     (tmp_path / "bad.pt").write_bytes(b"nothing")
     words = arguments.replace("FOLDER", str(tmp_path)).split()
-    assert command.main([*words, "--device", "cpu", "--out", str(tmp_path / "out")]) == 2
+    assert status_of(command.main, *words, "--device", "cpu", "--out", tmp_path / "out") == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("error: ")
     assert message in error

@@ -27,7 +27,7 @@ def resolve(source: str | os.PathLike[str] | None) -> Path:
     """
     if source is None:
         return bundled()
-    if not os.fspath(source):
+    if not _name(source):
         raise FileNotFoundError("got an empty checkpoint name, wanted a path or a name on the Hugging Face hub")
     path = Path(os.path.expanduser(source))  # Path.expanduser raises for an unknown user
     if path.exists():
@@ -48,11 +48,18 @@ def repository(source: str | os.PathLike[str] | None) -> str | None:
 
     A name that has a checkpoint's extension or begins with an existing folder is a mistyped path.
     """
-    parts = [] if source is None else os.fspath(source).split("/")
+    parts = [] if source is None else _name(source).split("/")
     names = len(parts) == 2 and all(re.fullmatch(r"\w[\w.-]*", part) for part in parts)
     if not names or parts[1].lower().endswith(ENDINGS) or Path(*parts).exists() or Path(parts[0]).is_dir():
         return None
     return "/".join(parts)
+
+
+def _name(source: str | os.PathLike[str]) -> str:
+    """Return a source as text.  Raises TypeError for what names no file."""
+    if not isinstance(source, (str, os.PathLike)):
+        raise TypeError(f"got {source!r:.60} as a checkpoint, wanted a path or a name on the Hugging Face hub")
+    return os.fspath(source)
 
 
 def title(path: Path) -> str:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ldm_lite.checkpoint.reader import broken_weights
 from ldm_lite.core.model import Model as CoreModel
 from ldm_lite.diffusion.schedule import Schedule
+from ldm_lite.image import MOST_PIXELS
 from ldm_lite.runtime.attention import in_float32
 from ldm_lite.runtime.offload import Offloader
 from ldm_lite.runtime.tiling import is_tiled, out_of_memory, tiled
@@ -88,7 +89,7 @@ class Model(CoreModel):
         """Return the latent shape (C,h,w) of an image, from its size in pixels.
 
         Raises ValueError if a side is not a multiple of what a token of the network covers: 8 for Stable Diffusion, 16
-        for FLUX.1 and Stable Diffusion 3.
+        for FLUX.1 and Stable Diffusion 3; and for more than MOST_PIXELS in all, before memory runs out.
         """
         factor = self.vae.spec.factor
         f = factor * self.family.unet.patch
@@ -97,6 +98,10 @@ class Model(CoreModel):
             raise ValueError(
                 f"got `height={height}` and `width={width}`, wanted multiples of {f}: take `height={legal[0]}` and "
                 f"`width={legal[1]}`"
+            )
+        if height * width > MOST_PIXELS:
+            raise ValueError(
+                f"got `height={height}` and `width={width}`, wanted at most {MOST_PIXELS} pixels in all: take less"
             )
         return self.vae.spec.embed_dim, height // factor, width // factor
 
@@ -147,10 +152,14 @@ class Model(CoreModel):
         """Decode latents (B,C,h,w), in the network's scale, to pixels (3,H,W) in [-1,1], float32 on the CPU, in order.
 
         Pixels are always finite: a decoder that overflows in half precision runs again in float32, with a warning.
-        Raises ValueError for latents of other channels and, naming the cause, for those that are not finite.
+        Raises ValueError for latents of another shape and, naming the cause, for those that are not finite; TypeError
+        for what is no tensor.
         """
-        if latents.shape[1] != self.vae.spec.embed_dim:
-            raise ValueError(f"got latents with {latents.shape[1]} channels, wanted {self.vae.spec.embed_dim}")
+        channels = self.vae.spec.embed_dim
+        if not isinstance(latents, Tensor):
+            raise TypeError(f"got {type(latents).__name__} as latents, wanted a tensor (B, {channels}, h, w)")
+        if latents.ndim != 4 or latents.shape[1] != channels or 0 in latents.shape[2:]:
+            raise ValueError(f"got latents of shape {tuple(latents.shape)}, wanted (B, {channels}, h, w)")
         if not torch.isfinite(latents).all():
             half = self.dtype != torch.float32
             advice = '`dtype="fp32"` may help' if half else "the checkpoint or the settings are at fault"

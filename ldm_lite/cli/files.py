@@ -22,8 +22,10 @@ def open_file(path: str | os.PathLike[str], most: int | None = None) -> BinaryIO
     """Open a regular file of at most `most` bytes for reading; `None` = of any size.
 
     Symbolic links are followed.  Raises OSError if the file cannot be opened, and ValueError, one line, for a folder, a
-    pipe, a socket, a device, a name that no file can have, or a larger file.
+    pipe, a socket, a device, a name that no file can have, or a larger file; TypeError for what is no path.
     """
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"got {path!r:.60} as a file, wanted its path")
     try:
         os.stat(path)
     except ValueError as error:  # a null character, or a surrogate

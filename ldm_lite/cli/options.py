@@ -80,6 +80,8 @@ class CheckedOptions:
             for text in value if isinstance(value, (tuple, list)) else (value,):
                 if isinstance(text, str) and len(text) > MOST_CHARACTERS and "prompt" not in name:
                     raise ValueError(f"got `{name}` of {len(text):,} characters, wanted at most {MOST_CHARACTERS:,}")
+                if isinstance(text, str) and not text and declared.default != "" and "prompt" not in name:
+                    raise ValueError(f"got `{name}` '', an empty text: give a value, or leave it out")
             if value is not None and about["parse"] is not None:
                 value = about["parse"](name, value)
             elif isinstance(declared.default, tuple) and not isinstance(value, tuple):
@@ -136,14 +138,16 @@ def _typed(name: str, value: Any, kinds: Sequence[Any]) -> Any:
     try:
         if kind is int:
             return operator.index(value)
+        if kind is bool and single and value in (True, False):
+            return bool(value)
         if kind is float and not isinstance(value, (int, str)):
             return float(value)
     except (TypeError, ValueError):
         pass
     else:
-        # A text may be a path; an attention or a spacing may be a function of your own.
-        text = kind is str and (isinstance(value, (str, os.PathLike)) or callable(value))
-        if text or (kind is bool and value in (True, False)) or (kind is float and isinstance(value, int)):
+        # A text may be a path; a spacing may be a function of your own.
+        text = kind is str and (isinstance(value, (str, os.PathLike)) or (name == "spacing" and callable(value)))
+        if text or (kind is float and isinstance(value, int)):
             return os.fspath(value) if isinstance(value, os.PathLike) else value
     raise TypeError(f"got `{name}` {value!r:.50}, wanted {TYPES[kind]}" + " or a list of them" * several)
 

@@ -295,6 +295,7 @@ class PromptsOptions(CheckedOptions):
     prompt_syntax: str = option(
         "plain",
         "plain, or a1111: (more), [less], (this much:1.3), [from:to:0.5], [a|b], a AND b:0.5, BREAK, any length",
+        choices=("plain", "a1111"),
         png="Prompt syntax",
     )
     regions: str | None = option(

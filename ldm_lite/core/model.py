@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ldm_lite.core.denoise import Conditioning, denoise_step
 from ldm_lite.core.family import Family
+from ldm_lite.core.image import MOST_PIXELS as MOST
 from ldm_lite.core.plan import Plan
 from ldm_lite.core.schedule import Level, Schedule
 
@@ -52,8 +53,8 @@ class Model:
     def latent_shape(self, height: int, width: int) -> tuple[int, int, int]:
         """Return the latent shape (C,h,w) of an image.  Raises ValueError unless its sides are multiples of 8 px."""
         factor = self.vae.spec.factor
-        if height <= 0 or width <= 0 or height % factor or width % factor:
-            raise ValueError(f"got height {height} and width {width}, wanted multiples of {factor}")
+        if height <= 0 or width <= 0 or height % factor or width % factor or height * width > MOST:
+            raise ValueError(f"got height {height} and width {width}, wanted multiples of {factor}, {MOST} px at most")
         return self.vae.spec.embed_dim, height // factor, width // factor
 
     def check_plan(self, plan: Plan) -> None:

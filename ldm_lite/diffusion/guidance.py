@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -150,13 +151,26 @@ def classifier_free(cond: Parts, uncond: Parts | None, guidance: float | Callabl
     guidance is the scale, or a function as by_function takes it.  Ho and Salimans 2022, eq. 6, in the original scripts'
     convention.  Raises TypeError for anything else, ValueError for a function without uncond.
     """
-    if isinstance(guidance, str):
-        raise TypeError(f"got `guidance` {guidance!r}, wanted a number or a function")
     if callable(guidance):
         return by_function(cond, uncond, guidance)
-    if uncond is None or guidance == 1:
+    if (scale := checked_scale(guidance)) == 1 or uncond is None:
         return Guidance((Branch(cond),))
-    return Guidance((Branch(uncond, positive=False), Branch(cond)), float(guidance))
+    return Guidance((Branch(uncond, positive=False), Branch(cond)), scale)
+
+
+def checked_scale(guidance: Any) -> float:
+    """Return a guidance scale.  Raises TypeError for what is no number, ValueError for one that is not finite."""
+    try:
+        if isinstance(guidance, (str, bytes)):
+            raise TypeError
+        scale = float(guidance)
+    except (TypeError, ValueError, RuntimeError) as error:  # of numpy and torch, for several numbers
+        raise TypeError(f"got `guidance` {guidance!r:.60}, wanted a number or a function") from error
+    except OverflowError:
+        scale = math.inf
+    if not math.isfinite(scale):
+        raise ValueError(f"got `guidance` {guidance!r:.60}, wanted a finite number or a function")
+    return scale
 
 
 def by_function(cond: Parts, uncond: Parts | None, function: Callable[..., Any]) -> Guidance:

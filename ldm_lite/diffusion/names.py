@@ -176,6 +176,8 @@ def make_plan(
     """
     key, named_spacing = resolve(name)
     parameters = _parameters(key, SAMPLERS[key])
+    if last is not None and not hasattr(last, "__index__"):
+        raise TypeError(f"got last {last!r:.60}, wanted a whole number of steps")
     if not 1 <= steps <= len(schedule.alpha_bar):
         raise ValueError(f"got {steps} steps, wanted 1 to {len(schedule.alpha_bar)}")
     if spacing is None:

@@ -48,7 +48,12 @@ def sources(items: Sequence[Source], option: str, least: int = 1) -> list[Source
             images.append(item)
             continue
         path = Path(item)
-        path.stat()  # a missing file is an error before any work, not in the middle of it
+        if not os.fspath(item):
+            raise ValueError(f"got `{option}` '', an empty text: give the path of an image")
+        try:
+            path.stat()  # a missing file is an error before any work, not in the middle of it
+        except ValueError as error:  # a null character, or a surrogate
+            raise ValueError(f"{item!r:.200}: is not a name that a file can have ({error})") from error
         inside = list_images(path) if path.is_dir() else [path]
         if not inside:
             raise ValueError(f"{path}: holds no images ({', '.join(SUFFIXES)})")

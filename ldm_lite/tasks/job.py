@@ -31,13 +31,14 @@ from ldm_lite.core.job import Item
 from ldm_lite.core.job import Job as CoreJob
 from ldm_lite.core.job import run as run_batches
 from ldm_lite.core.tasks import from_noise, seeded_noise
-from ldm_lite.diffusion.guidance import as_conditioning, cfg_plus_plus
+from ldm_lite.diffusion.guidance import as_conditioning, cfg_plus_plus, checked_scale
 from ldm_lite.diffusion.names import make_plan, resolve, written
 from ldm_lite.diffusion.plan import Plan
 from ldm_lite.image import to_array, to_pil
 from ldm_lite.tasks.features import Feature, changed, check_features
 from ldm_lite.tasks.texts import PromptEncoder
 from ldm_lite.text.parameters import parameters
+from ldm_lite.text.prompt import parse
 from ldm_lite.text.tokenizer import check_length
 
 log = logging.getLogger("ldm_lite")
@@ -77,8 +78,11 @@ def check(options: Options) -> tuple[Options, list[Feature]]:
             raise ValueError(f"got `plan` and `{replaced[0]}`, which it replaces: give one of them")
     if options.sampler is not None:
         resolve(options.sampler)
-    as_conditioning(options.cond)
-    as_conditioning(options.uncond)
+    for conditioning in map(as_conditioning, (options.cond, options.uncond)):
+        if conditioning is not None and any(part.ndim == 0 for part in conditioning.values()):
+            raise ValueError("got conditioning of shape (), wanted one row for each prompt: (N,T,D)")
+    if options.guidance is not None and not callable(options.guidance):
+        options = replace(options, guidance=checked_scale(options.guidance))
     return options, features
 
 
@@ -127,6 +131,8 @@ def read_prompts(options: Txt2imgOptions, model: Model | None = None) -> list[st
         raise ValueError('no prompt: give one, for instance "a red apple on a blue background"')
     for text in (*prompts, options.negative_prompt or ""):
         check_length(text)
+        if options.prompt_syntax == "a1111":
+            parse(text)  # which refuses some weights
     return prompts
 
 

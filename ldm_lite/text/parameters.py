@@ -4,7 +4,6 @@ import contextlib
 import json
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from PIL import Image
@@ -74,11 +73,11 @@ def read_parameters(source: Any) -> Parameters:
     PNG holds it under "parameters", JPEG and WebP in EXIF's user comment.  Raises ValueError, with the path, if there
     is none; OSError.
     """
-    name = "the picture" if isinstance(source, Image.Image) else str(Path(source))
+    name = "the picture" if isinstance(source, Image.Image) else f"{source}"
     if isinstance(source, Image.Image):
         text = text_of(source)
     else:
-        with open_file(Path(source), MOST_BYTES) as file:
+        with open_file(source, MOST_BYTES) as file:
             try:
                 check_image(file)
                 with Image.open(file, formats=("PNG", "JPEG", "WEBP")) as image:

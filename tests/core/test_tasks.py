@@ -100,6 +100,8 @@ def test_sizes(pipe: Pipeline) -> None:
     assert pipe.txt2img("a cat", width=96, height=40, **FAST)[0].size == (96, 40)
     with pytest.raises(ValueError, match="got height 64 and width 65, wanted multiples of 8"):
         pipe.txt2img("a cat", width=65, **FAST)
+    with pytest.raises(ValueError, match=r"got height 65536 .*, 67108864 px at most"):
+        pipe.txt2img("a cat", width=2**16, height=2**16, **FAST)  # before the system kills the process
 
 
 def test_states_show_each_step_and_end_at_the_image(pipe: Pipeline) -> None:
