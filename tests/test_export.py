@@ -44,17 +44,6 @@ def test_the_command(
     assert exported == [(1, 4, 8, 8)]
 
 
-def test_only_a_package_is_replaced(
-    exported: list[object], small_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    picture = tmp_path / "picture.png"
-    picture.write_bytes(b"of a cat")
-    assert status_of(command.main, "--ckpt", small_path, "--device", "cpu", "--out", picture) == 2
-    assert f"{picture}: is there already: take another --out, such as" in capsys.readouterr().err
-    assert picture.read_bytes() == b"of a cat"
-    assert not exported
-
-
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [

@@ -323,14 +323,6 @@ def test_where_nothing_can_be_written(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "cannot write to" in capsys.readouterr().err
 
 
-def test_a_name_of_another_format_is_no_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run([APPLE, "--steps", "1"], tmp_path / "apple.JPG") == 2
-    assert f"images are written as PNG: take --out {tmp_path / 'apple.png'}, or a folder" in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
-    (tmp_path / "holiday.jpg").mkdir()  # it is one already
-    assert run([APPLE, "--steps", "1"], tmp_path / "holiday.jpg") == 0
-
-
 def test_a_lora_in_the_prompt_is_no_lora_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run([APPLE + " <lora:sketch:0.8>", "--steps", "1", "--n_iter", "2"], tmp_path) == 0
     line = "<lora:sketch:0.8> in the prompt is read as words: leave it out, and give --lora FILE:WEIGHT"

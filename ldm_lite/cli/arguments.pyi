@@ -89,7 +89,7 @@ class Txt2img(Conditioned, Run, total=False):
     hires_negative_prompt: str | None
     from_file: str | os.PathLike[str] | None
     from_png: Any
-    prompt_syntax: str
+    prompt_syntax: Literal["plain", "a1111"]
     regions: str | None
     dynamic: Literal["random", "all"] | None
     wildcards: str | os.PathLike[str] | None

@@ -17,9 +17,9 @@ from ldm_lite.cli.options import SaveOptions
 from ldm_lite.cli.signals import uninterrupted
 from ldm_lite.cli.writing import replacing
 
-OTHER_FORMATS = (".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif")  # no folder is meant by them
 KEY = "ldm_lite"  # of the PNG's text that identifies its image
-OTHERS = (".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".avif")  # endings of images that are no PNG
+# Endings of images that are no PNG.
+NO_PNG = (".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".avif")
 
 
 class Saver:
@@ -30,14 +30,12 @@ class Saver:
         self.options = options
         self.out = Path(f"outputs/{command}-samples" if options.out is None else os.path.expanduser(options.out))
         self.single = self.out.suffix.lower() == ".png"
-        if self.out.suffix.lower() in OTHER_FORMATS and not self.out.is_dir():
-            raise ValueError(f"images are written as PNG: take `out={self.out.with_suffix('.png')}`, or a folder")
         self._next: dict[str, int] = {}  # by the folder of a kind of images: the number of the next one
         if options.skip_existing and (self.single or options.skip_save or command in ("cascade", "reconstruct")):
             raise ValueError(
                 "`skip_existing` is for folders of images that txt2img, img2img, inpaint and upscale save: leave it out"
             )
-        if not os.path.isdir(self.out) and (self.out.suffix.lower() in OTHERS or self.out.name.lower() == ".png"):
+        if not os.path.isdir(self.out) and (self.out.suffix.lower() in NO_PNG or self.out.name.lower() == ".png"):
             raise ValueError(f"got `out` {self.out}, wanted a folder or a name that ends in .png: images are PNG files")
         for folder in (self.out.parent,) if self.single else (self.out, self.out / "samples"):
             while not _is_there(folder):

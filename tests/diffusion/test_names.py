@@ -129,12 +129,12 @@ def test_the_named_spacing_is_used_unless_another_is_given(sd: Pipeline) -> None
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"steps": 0}, "got 0 steps, wanted 1 to 1000"),
-        ({"steps": 1001}, "got 1001 steps, wanted 1 to 1000"),
+        ({"steps": 0}, "got `steps` 0, wanted 1 to 1000"),
+        ({"steps": 1001}, "got `steps` 1001, wanted 1 to 1000"),
         ({"spacing": "cubic"}, "unknown spacing 'cubic': wanted one of leading"),
         ({"name": "plms", "eta": 0.5}, "got eta 0.5, but plms has none: leave it out, or take one of ddim, euler_a"),
-        ({"eta": 1.5}, "got eta 1.5, wanted 0 to 1"),
-        ({"eta": float("nan")}, "got eta nan, wanted 0 to 1"),
+        ({"eta": 1.5}, "got `eta` 1.5, wanted 0 to 1"),
+        ({"eta": float("nan")}, "got `eta` nan, wanted 0 to 1"),
         ({"churn": 2.0}, "got churn 2.0, but ddim has none: leave it out, or take one of euler, heun, dpm2"),
         ({"name": "euler", "churn": 11.0}, "got churn 11.0, wanted 0 to 10"),
         (
