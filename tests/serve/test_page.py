@@ -400,7 +400,7 @@ def test_a_plot(visit: Open) -> None:
     prompts = [result(page, i).info["parameters"].splitlines()[0] for i in range(6, 0, -1)]
     assert prompts == ["a cat"] * 3 + ["a dog"] * 3
     page.fill("#f-x_values", "1, x")
-    assert make(page) == "got 'x', wanted a finite number"
+    assert make(page) == "got scale 'x', wanted a finite number, or a range such as 1-5"
     assert page.text_content("#e-x") != ""
 
 
