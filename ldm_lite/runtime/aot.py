@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ldm_lite.runtime import joined
 from ldm_lite.runtime.blocks import BlockLinear
+from ldm_lite.runtime.compile import ignore_advice
 from ldm_lite.runtime.patching import patch
 from ldm_lite.runtime.precision import short_name
 
@@ -37,6 +38,7 @@ def export(network: nn.Module, examples: Sequence[Inputs], path: Path) -> None:
     from torch._inductor.package.package import package_aoti
 
     _check_changes(network)
+    ignore_advice()
     compiled: dict[str, Any] = {}
     layers = list(joined.joined_layers(network))
     for layer in layers:

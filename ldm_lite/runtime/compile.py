@@ -338,5 +338,9 @@ def _set_up(backend: str) -> None:
     setattr(dynamo, limit, max(getattr(dynamo, limit), 64))
     shapes: Any = importlib.import_module("torch.fx.experimental._config")
     shapes.use_duck_shape = False  # otherwise sizes that are equal at first (a square image) must stay equal
-    # Inductor advises TF32 for float32, which is --matmul-precision; where warnings are errors, it would not compile.
+    ignore_advice()
+
+
+def ignore_advice() -> None:
+    """Leave out Inductor's advice to use TF32 for float32, which is --matmul-precision: as an error it would end it."""
     warnings.filterwarnings("ignore", "TensorFloat32 tensor cores for float32 matrix multiplication available")
