@@ -226,21 +226,31 @@ def in_order(
     of these alone; else it raises what `example` raises.
     """
     loader = torch_data.DataLoader(
-        _Caught(dataset.example),
-        batch_sampler=[list(part) for part in parts],
+        _Caught(functools.partial(_read_part, dataset, left_out is not None)),
+        batch_size=None,
+        sampler=parts,
         num_workers=workers,
-        collate_fn=list,
         worker_init_fn=ignore_signals,
     )
-    for numbers, examples in zip(parts, _started(loader), strict=True):
-        whole = []
-        for number, example in zip(numbers, examples, strict=True):
-            if left_out is not None and isinstance(example, ValueError):
-                left_out[number] = str(example)
-                log.warning("left out: %s", example)
-            else:
-                whole.append((_reraised(example), number))
-        yield Batch.of(*zip(*whole, strict=True)) if whole else None
+    for batch, errors in map(_reraised, _started(loader)):
+        for number, error in errors.items():
+            assert left_out is not None
+            left_out[number] = error
+            log.warning("left out: %s", error)
+        yield batch
+
+
+def _read_part(dataset: Dataset, leaves_out: bool, part: range) -> tuple[Batch | None, dict[int, str]]:
+    """Read a batch, joined here in the worker: a batch is sent ten times as fast as its examples one by one."""
+    examples, errors = dict[int, Example](), dict[int, str]()
+    for number in part:
+        try:
+            examples[number] = dataset.example(number)
+        except ValueError as error:
+            if not leaves_out:
+                raise
+            errors[number] = str(error)
+    return Batch.of([*examples.values()], [*examples]) if examples else None, errors
 
 
 def divided_into(examples: range, size: int) -> list[range]:
