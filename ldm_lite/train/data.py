@@ -4,6 +4,7 @@ import functools
 import importlib.util
 import io
 import json
+import logging
 import math
 import os
 import re
@@ -25,6 +26,8 @@ from ldm_lite.cli.files import open_file, read_json, read_text
 from ldm_lite.cli.options import MOST_CHARACTERS
 from ldm_lite.cli.writing import write_whole
 from ldm_lite.image import MOST_BYTES, SUFFIXES, decode_image, list_images, open_image, read_image, to_rgb, upright
+
+log = logging.getLogger("ldm_lite")
 
 MOST_CAPTION = 2**20  # bytes
 BESIDE = (".mask", ".hint")  # NAME.mask.png and NAME.hint.png belong to the image NAME
@@ -290,11 +293,23 @@ def open_folder(folder: Path, resolution: int, caption: str | None = None) -> Im
     if len(lists) > 1 and lists[0].name != "metadata.jsonl":
         raise ValueError(f"{folder}: holds {len(lists)} lists of captions: name the one to use metadata.jsonl")
     pairs = [pair for path in lists for pair in _from_list(path)] if lists else _from_text_files(folder, caption)
+    listed = {os.path.normpath(path) for path, _ in pairs}
+    if unlisted := [path for path in _images_in(folder) if lists and os.path.normpath(path) not in listed]:
+        log.warning("%s: is in no list of captions, so it is not learned (%d images)", unlisted[0], len(unlisted))
     if not pairs:
         raise ValueError(f"{folder}: holds no images ({', '.join(SUFFIXES)}), and no .tar files")
     for path, text in pairs:
         check_caption(text, path)
     return ImageFolder(tuple(pairs), (resolution, resolution), root=folder)
+
+
+def check_named(images: ImageFolder, name: str) -> None:
+    """Raise ValueError, one line, if no caption has the name that is to be learned; warn if some have not."""
+    without = [path for path, caption in images.items if name not in caption]
+    if len(without) == len(images.items):
+        raise ValueError(f"{without[0]}: its caption lacks `token` {name!r}, as all captions do: write it into them")
+    if without:
+        log.warning("%s: its caption lacks %r, as %d of %d do", without[0], name, len(without), len(images.items))
 
 
 def with_hints(images: ImageFolder) -> ImageFolder:
@@ -334,11 +349,16 @@ def _size(image: Image.Image) -> tuple[int, int]:
     return image.size if turned else image.size[::-1]
 
 
+def _images_in(folder: Path) -> list[Path]:
+    """Return the images of a folder and the folders within it, but for hidden ones, and for masks and hints."""
+    within = (path for path in folder.rglob("*") if path.is_dir())
+    folders = [folder, *(path for path in within if not any(n.startswith(".") for n in path.relative_to(folder).parts))]
+    return sorted(path for place in folders for path in list_images(place) if not path.stem.endswith(BESIDE))
+
+
 def _from_text_files(folder: Path, caption: str | None) -> list[tuple[Path, str]]:
-    folders = [folder, *(path for path in folder.rglob("*") if path.is_dir())]
-    paths = sorted(path for place in folders for path in list_images(place) if not path.stem.endswith(BESIDE))
     pairs, without = list[tuple[Path, str]](), list[Path]()
-    for path in paths:
+    for path in _images_in(folder):
         files = (path.with_suffix(suffix) for suffix in (".txt", ".caption"))
         text = next((read_text(file, MOST_CAPTION).strip() for file in files if file.is_file()), caption)
         if text is None and (match := re.match(r"\d{1,4}_(.+)", path.parent.name)) and path.parent.parent == folder:

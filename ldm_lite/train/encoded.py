@@ -50,6 +50,7 @@ from ldm_lite.train.data import (
     RenderedScenes,
     TarShards,
     beside,
+    check_named,
     divided,
     in_buckets,
     open_data,
@@ -324,6 +325,8 @@ def open_dataset(options: TrainOptions, model: Pipeline, path: str | None) -> Da
         caption = options.class_prompt if path == options.class_data else options.caption
         images = replace(open_folder(folder, resolution, caption), masked=options.masked, flip=options.flip)
         images = with_hints(images) if options.stage == "control" else images
+        if options.token is not None:
+            check_named(images, options.token)
         factor = model.vae.spec.factor * getattr(model.family.unet, "patch", 1)
         step = factor * max(1, round(resolution / 8 / factor))
         return in_buckets(images, step, options.bucket_no_upscale) if options.buckets else images

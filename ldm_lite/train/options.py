@@ -1,6 +1,7 @@
 """Options of `python -m ldm_lite.train`, and a run's config.toml.  Nothing here imports torch."""
 
 import dataclasses
+import importlib.util
 import json
 import math
 import os
@@ -144,7 +145,7 @@ class OptimiserOptions(CheckedOptions):
         None,
         "decay of the EMA of the weights, 0 for none (default: 0.999; distillation: 0.95; else additions have none)",
         "--average",
-        within=(0, 1),
+        within=(0, 0.999999),
     )
     ema_lengths: bool = option(
         False, "keep averages from which python -m ldm_lite.train.averages makes any length afterwards (EDM2)"
@@ -220,6 +221,7 @@ class TrainOptions(DataOptions, LearnedOptions, OptimiserOptions):
             return None
 
 
+PACKAGES = {"adamw8bit": "bitsandbytes", "prodigy": "prodigyopt", "tensorboard": "tensorboard", "wandb": "wandb"}
 PRECISIONS = {
     "fp32": "float32", "float32": "float32", "fp16": "float16", "float16": "float16",
     "bf16": "bfloat16", "bfloat16": "bfloat16",
@@ -305,6 +307,8 @@ def check(options: TrainOptions, load: LoadOptions) -> None:
         for name in names.split():
             if getattr(options, name) != defaults[name] and unused:
                 raise ValueError(f"`{name}` has no effect {when}: leave it out")
+    if options.lora_alpha == 0:
+        raise ValueError("got `lora_alpha` 0, by which the LoRA would change nothing: wanted another number")
     if options.optimizer == "prodigy" and options.weighting == "learned":
         raise ValueError("`weighting=learned` has a rate of its own, which prodigy has not: take another `optimizer`")
     if options.min_snr is not None and options.weighting is not None:
@@ -313,6 +317,18 @@ def check(options: TrainOptions, load: LoadOptions) -> None:
         raise ValueError(f"got `validation` {options.validation}, wanted a folder, or a fraction between 0 and 1")
     if fraction is not None and options.renderer is not None and options.scenes is None:
         raise ValueError("`validation` as a fraction needs finite data: give `scenes`, or a folder")
+
+
+def check_here(options: TrainOptions) -> None:
+    """Raise ValueError, one line, for files that are not there, or a missing package."""
+    files = ["data", "class_data", "renderer", "lora_weights", *["validation"] * (options.held_out_fraction is None)]
+    for name in files:
+        if (path := getattr(options, name)) is not None and not os.path.exists(path):
+            raise ValueError(f"{path}: no such file or folder, which `{name}` names")
+    packages = {options.optimizer: "optimizers", **dict.fromkeys(options.log_to, "loggers")}
+    for name, extra in packages.items():
+        if (package := PACKAGES.get(name)) is not None and importlib.util.find_spec(package) is None:
+            raise ValueError(f'{name} needs {package}, which is not installed: pip install "ldm_lite[{extra}]"')
 
 
 # ---- resuming -------------------------------------------------------------------------------------------------------

@@ -60,7 +60,7 @@ from ldm_lite.train.losses import (
     of_x0,
     uniform,
 )
-from ldm_lite.train.options import CONFIG, PRECISIONS, TrainOptions, as_toml, check, resolved, with_config
+from ldm_lite.train.options import CONFIG, PRECISIONS, TrainOptions, as_toml, check, check_here, resolved, with_config
 from ldm_lite.train.state import LOG, STATE, open_logger, read_log, write_tensors
 from ldm_lite.train.trainer import Trainer, Weights, check_resumable, using
 
@@ -80,6 +80,7 @@ def train(
     """
     options, load = with_config(options, load)
     check(options, load)
+    check_here(options)
     options = resolved(options)
     distributed.init()
     if distributed.rank() > 0:

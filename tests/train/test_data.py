@@ -83,6 +83,32 @@ def test_lists_of_captions(tmp_path: Path, folder: Path) -> None:
     assert pairs(open_data(tmp_path, 16)) == pairs(open_data(folder, 16))
 
 
+def test_images_that_no_list_has_are_named(tmp_path: Path, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for i in range(3):
+        (tmp_path / f"{i}.png").write_bytes((folder / f"{i}.png").read_bytes())
+    (tmp_path / "metadata.jsonl").write_text('{"file_name": "./1.png", "text": "picture 1"}')
+    assert [caption for _, caption in pairs(open_data(tmp_path, 16))] == ["picture 1"]
+    assert "0.png: is in no list of captions, so it is not learned (2 images)" in caplog.text
+
+
+def test_hidden_folders_are_not_read(tmp_path: Path, folder: Path) -> None:
+    for place in (tmp_path, tmp_path / ".cache" / "deeper"):
+        place.mkdir(parents=True, exist_ok=True)
+        (place / "0.png").write_bytes((folder / "0.png").read_bytes())
+    (tmp_path / "0.txt").write_text("picture 0")
+    assert [caption for _, caption in pairs(open_data(tmp_path, 16))] == ["picture 0"]
+
+
+def test_captions_have_the_name_that_is_learned(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    images = data.open_folder(folder, 16)
+    data.check_named(images, "picture")
+    assert not caplog.text
+    data.check_named(images, "picture 3")
+    assert "0.png: its caption lacks 'picture 3', as 5 of 6 do" in caplog.text
+    with pytest.raises(ValueError, match=r"0\.png: its caption lacks `token` '<it>', as all captions do"):
+        data.check_named(images, "<it>")
+
+
 @pytest.mark.parametrize(
     ("files", "message"),
     [

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from ldm_lite.cli.options import LoadOptions
-from ldm_lite.train.options import TrainOptions, as_toml, check, resolved, with_config
+from ldm_lite.train.options import TrainOptions, as_toml, check, check_here, resolved, with_config
 
 
 @pytest.mark.parametrize(
@@ -59,6 +59,7 @@ from ldm_lite.train.options import TrainOptions, as_toml, check, resolved, with_
         ({"validate_every": 2}, {}, "`validate_every` has no effect without `validation`"),
         ({"validation": "2"}, {}, "got `validation` 2, wanted a folder, or a fraction between 0 and 1"),
         ({"renderer_options": "{1: 2}"}, {}, "`renderer_options` has no effect without `renderer`"),
+        ({"lora_rank": 2, "lora_alpha": 0.0}, {}, "got `lora_alpha` 0, by which the LoRA would change nothing"),
         ({"renderer": "a.py"}, {}, "wanted either `data=FOLDER` or `renderer=FILE.py`"),
         ({"data": None}, {}, "wanted either `data=FOLDER` or `renderer=FILE.py`"),
     ],
@@ -98,6 +99,31 @@ def test_defaults_follow_what_is_trained(given: dict[str, Any], steps: int, lr: 
 )
 def test_the_options_of_each_kind_of_run_are_taken(given: dict[str, object], load: dict[str, object]) -> None:
     check(TrainOptions(**given), LoadOptions(**load))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["data", "class_data", "validation", "renderer", "lora_weights"])
+def test_a_file_that_is_not_there_is_told_before_a_model_is_loaded(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"none: no such file or folder, which `{name}` names"):
+        check_here(TrainOptions(**{name: str(tmp_path / "none")}))  # type: ignore[arg-type]
+    check_here(TrainOptions(**{name: str(tmp_path)}, out=str(tmp_path.parent / "run")))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"optimizer": "prodigy"},
+            'prodigy needs prodigyopt, which is not installed: pip install "ldm_lite[optimizers]"',
+        ),
+        ({"log_to": ("wandb",)}, 'wandb needs wandb, which is not installed: pip install "ldm_lite[loggers]"'),
+    ],
+)
+def test_a_missing_package_is_told_first(
+    options: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        check_here(TrainOptions(data=str(tmp_path), out=f"{tmp_path}-run", **options))
 
 
 def test_the_options_and_the_package_do_without_torch() -> None:

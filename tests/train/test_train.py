@@ -228,7 +228,7 @@ def test_two_processes_take_the_same_steps(tmp_path: Path, folder: Path, small_p
     [
         ([], "wanted either --data FOLDER or --renderer FILE.py"),
         (["--data", "DATA", "--renderer", "x.py"], "wanted either --data FOLDER or --renderer FILE.py"),
-        (["--data", "none"], "none: is not a folder, wanted one with captioned images"),
+        (["--data", "none"], "none: no such file or folder, which --data names"),
         (["--data", "EMPTY"], "holds no images"),
         (["--data", "UNCAPTIONED"], "has no caption: wanted a.txt beside it"),
         (["--data", "BLANK"], "its caption is empty"),
@@ -239,7 +239,7 @@ def test_two_processes_take_the_same_steps(tmp_path: Path, folder: Path, small_p
         (["--data", "LATIN"], "a.txt: is not text in UTF-8"),
         (["--renderer", "SYNTAX/r.py"], "r.py: cannot be imported: SyntaxError"),
         (["--renderer", "FAILS/r.py"], "the renderer fails at scene 0: KeyError: 0"),
-        (["--renderer", "none.py"], "is not a Python file"),
+        (["--renderer", "none.py"], "none.py: no such file or folder, which --renderer names"),
     ],
 )
 def test_mistakes_are_one_line(
