@@ -86,18 +86,18 @@ from ldm_lite.tasks import compare as comparison
 # No training caption is worded like these.
 NEW_WORDINGS = (
     "{ac} background with {an}",
-    "{an} in front of {ac} wall",
-    "a picture of {an}, everything behind it is {c}",
-    "{c} backdrop, {n} icon",
+    "{an} standing inside {ac} room",
+    "a snapshot of {an}, its surroundings are {c}",
+    "{c} scenery, {n} pictogram",
 )
 NEW_GROUNDS = (  # the same for several objects, {x}
     "{ac} background with {x}",
-    "{x} in front of {ac} wall",
-    "a picture of {x}, everything behind is {c}",
-    "{c} backdrop, {x}",
+    "{x} standing inside {ac} room",
+    "a snapshot of {x}, the surroundings are {c}",
+    "{c} scenery, {x}",
 )
-NEW_GRADIENTS = ("{x}, the background turns from {c} into {c2}", "{c} fading to {c2} below, in front {x}")
-NEW_GRADIENTS_ACROSS = ("{x}, {c} at the left edge and {c2} at the right edge",)
+NEW_GRADIENTS = ("{x}, its surroundings shift from {c} towards {c2}", "{c} melting down to {c2}, {x}")
+NEW_GRADIENTS_ACROSS = ("{x}, {c} along the left border and {c2} along the right border",)
 NEW_STYLES = {FLAT: ("{x}",), SOLID: ("{x} as a 3d model", "a rendered 3d {x}")}
 SHARE_NEW = 0.25
 KINDS = ("one", "tinted", "two", "counted", "sized", "gradient")
@@ -906,13 +906,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Measure what a text-to-emoji checkpoint does with its prompts.")
     parser.add_argument("--ckpt", metavar="FILE", help="checkpoint (default: the bundled model)")
     parser.add_argument("--count", type=int, default=1000, metavar="N", help="images (default: %(default)s)")
-    parser.add_argument("--emoji", type=int, metavar="N", help="how many of the vocabulary it knows (default: all)")
-    parser.add_argument("--kinds", default="one", metavar="LIST", help=f"of {','.join(KINDS)} (default: %(default)s)")
-    parser.add_argument("--styles", default=FLAT, metavar="LIST", help=f"of {','.join(STYLES)} (default: %(default)s)")
-    parser.add_argument("--pictures", metavar="DIR", help="folder of the style 3d (default: EMOJI_PICTURES)")
     parser.add_argument(
-        "--colours", type=int, default=12, metavar="N", help="backgrounds asked for (default: the bundled model's 12)"
+        "--emoji", type=int, default=440, metavar="N", help="how many of the vocabulary it knows (default: %(default)s)"
     )
+    parser.add_argument(
+        "--kinds", default=",".join(KINDS), metavar="LIST", help=f"of {','.join(KINDS)} (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--styles", default=",".join(STYLES), metavar="LIST", help=f"of {','.join(STYLES)} (default: %(default)s)"
+    )
+    parser.add_argument("--pictures", metavar="DIR", help="folder of the style 3d (default: EMOJI_PICTURES)")
+    parser.add_argument("--colours", type=int, default=16, metavar="N", help="backgrounds asked for (default: 16)")
     parser.add_argument("--split", choices=SPLITS, default="all", help="of combinations (default: %(default)s)")
     parser.add_argument("--steps", type=int, metavar="N", help="default: the checkpoint's")
     parser.add_argument("--sampler", metavar="NAME", help="default: the checkpoint's")

@@ -2,7 +2,7 @@
 
     python scripts/gpu.py                     # all stages but emoji that are not done; begins none after --minutes
     python scripts/gpu.py step peers          # these stages
-    python scripts/gpu.py emoji               # the next bundled model, in all of the time
+    python scripts/gpu.py emoji               # the bundled model anew, in all of the time
     python scripts/gpu.py --toy               # all of them with the bundled model, on a CPU if need be: a rehearsal
 
 Each stage has processes of its own.  What they print is in OUT/STAGE.part and on stdout at once, and a benchmark's rows

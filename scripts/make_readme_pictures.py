@@ -12,18 +12,20 @@ import ldm_lite
 from ldm_lite.image import grid
 
 DOCS = Path(__file__).parent.parent / "docs"
-PROMPTS = """a red apple on a blue background | a rocket on a yellow background | a cat on a green background
-a red heart | a fox face on a green background | a snowman on a blue background | a sunflower on a purple background
-a penguin on an orange background | a dolphin | a pizza on a white background | a house on a blue background
-a strawberry on a green background | a lion on an orange background | a guitar on a white background | a butterfly
-a cactus on a yellow background | a robot on a blue background | a panda on a red background"""
+PROMPTS = """a red apple on a blue background | a rocket, 3d | a cat and a dog on a yellow background
+three strawberries | a panda on a pink background, 3d | a purple sailboat on a lime background
+a fox on a gradient from purple to pink | a small star on a navy background | a snowman above a christmas tree
+two penguins on an orange background | a red heart, 3d | an octopus on a cyan background
+a hamburger to the left of french fries, 3d | a sunflower on a teal background
+a house, background from blue to orange | a huge robot on a gray background, 3d
+a guitar on a green background | a dolphin on a lavender background, 3d"""
 
 
 def main() -> None:
     """Write them."""
     pipe = ldm_lite.load(device="cpu")
     prompts = [prompt.strip() for line in PROMPTS.splitlines() for prompt in line.split("|")]
-    grid(pipe.txt2img(prompts, seed=7, batch_size=6, steps=25), columns=9).save(DOCS / "grid.png", optimize=True)
+    grid(pipe.txt2img(prompts, seed=7, batch_size=6), columns=6).save(DOCS / "grid.png", optimize=True)
     circle, mask = (Image.open(DOCS / name) for name in ("circle.png", "mask.png"))
     [apple] = pipe.img2img("a red apple on a blue background", circle, strength=0.6)
     grid([circle, apple], columns=2).save(DOCS / "img2img.png")

@@ -79,6 +79,22 @@ GRADIENTS_ACROSS = (
     *("{x} on {ac} to {c2} gradient from left to right", "{x}, background from {c} on the left to {c2} on the right"),
     *("{x}, horizontal gradient from {c} to {c2}", "{x} on a background that is {c} on the left and {c2} on the right"),
 )
+# The same in freer words.
+GRADIENTS_FREE = (
+    *(
+        "{x}, {c} turning into {c2}",
+        "{x} on {c} that becomes {c2}",
+        "{x}, {c} above and {c2} below",
+        "{c} to {c2}, {x}",
+    ),
+    *("{c} into {c2}, with {x}", "{c} at the upper side and {c2} at the lower side, {x}", "{c} fading into {c2}, {x}"),
+    *("{x}, {c} fades to {c2}", "in front of {c} over {c2} {x}", "{x}, top {c}, bottom {c2}"),
+)
+GRADIENTS_ACROSS_FREE = (
+    *("{x}, {c} left and {c2} right", "left {c}, right {c2}, {x}", "{x} on {c} that becomes {c2} towards the right"),
+    *("{x}, {c} at the left edge and {c2} at the right edge", "{c} on its left side, {c2} on its right side, {x}"),
+    *("from the left edge {c} to {c2}, {x}", "{x}, {c} turning into {c2} from left to right"),
+)
 # A caption {x} with its style: none is that of the font.
 FLAT, SOLID = "flat", "3d"
 STYLED = {
@@ -93,8 +109,11 @@ SHARE_FLAT = 0.15  # of the captions of the font's style that say so
 GROUNDS_PLAIN = ("{x}", "{x} emoji")
 GROUNDS = ("{x} on {ac} background", "{x}, {c} background", "{x} on {c}", "{x} with {ac} background")
 GROUNDS += ("{c} background, {x}",)
-GROUNDS_FREE = ("{b}{x}{a} on {ac} {g}", "{b}{x}{a}, {c} {g}", "{ac} {g}, {b}{x}{a}", "{b}{x}{a} on the {c} {g}")
-GROUNDS_FREE += ("{b}{x}{a}, the {g} is {c}", "the {g} is {c}, {b}{x}{a}")
+GROUNDS_FREE = (
+    *("{b}{x}{a} {on} {ac} {g}", "{b}{x}{a}, {c} {g}", "{ac} {g}, {b}{x}{a}", "{b}{x}{a} {on} the {c} {g}"),
+    *("{b}{x}{a}, the {g} is {c}", "the {g} is {c}, {b}{x}{a}", "{c} {g} behind {b}{x}{a}", "{b}{x}{a} {on} {c}"),
+    *("{b}{x}{a}, {g}: {c}", "in front {x}, behind {c}", "{c} everywhere behind {x}", "{x}, {c} all around"),
+)
 BEFORE_SEVERAL = (
     "",
     "",
@@ -111,16 +130,33 @@ AFTER_SEVERAL = ("", "", "", " here", " please", " centered")
 BEFORE = ("", "a photo of ", "a drawing of ", "an image of ", "a sticker of ", "a painting of ", "draw ", "cute ")
 BEFORE += ("show me ", "one ", "please make ", "the ", "my favourite ", "simple ", "nice clean ", "this is ")
 AFTER = ("", "", " emoji", " sticker", " symbol", " drawing", " sign", " logo", " here", " please", " centered", " art")
-GROUND = ("background", "background", "ground", "field", "page", "paper", "screen", "surface", "canvas", "card", "sky")
-FREE = (
+GROUND = (
+    *("background", "background", "background", "ground", "field", "page", "paper", "screen", "surface", "canvas"),
+    *("card", "sky", "wall", "wall", "backdrop", "sheet", "floor", "table", "carpet", "board", "curtain", "plate"),
     *(
-        "{b}{n}{a} on {ac} {g}",
-        "{b}{n}{a}, {c} {g}",
-        "{ac} {g}, {b}{n}{a}",
-        "{c} {g} and {b}{n}{a}",
-        "{b}{n}{a} over {c}",
+        "cloth",
+        "backing",
+        "tile",
+        "desk",
+        "shelf",
+        "rug",
+        "mat",
+        "poster",
+        "banner",
+        "panel",
+        "lawn",
+        "stage",
+        "square",
     ),
-    *("{b}{an}{a} on the {c} {g}", "{b}{n}{a}, the {g} is {c}", "the {g} is {c}, {b}{n}{a}", "{c} {g} under {an}{a}"),
+    *("area", "space", "studio", "cover", "tone", "shade", "landscape", "horizon", "fog", "pattern", "blank", "base"),
+)
+ON = ("on", "on", "on", "in", "over", "upon", "atop", "against", "before", "in front of", "within", "at")
+FREE = (
+    *("{b}{n}{a} {on} {ac} {g}", "{b}{n}{a}, {c} {g}", "{ac} {g}, {b}{n}{a}", "{c} {g} and {b}{n}{a}"),
+    *("{b}{an}{a} {on} the {c} {g}", "{b}{n}{a}, the {g} is {c}", "the {g} is {c}, {b}{n}{a}", "{c} {g} under {an}{a}"),
+    *("{c} {g} behind {an}{a}", "{b}{an}{a} {on} {c}", "{b}{n}{a}, {g}: {c}", "{b}{n}{a} {on} something {c}"),
+    *("{b}{n}{a}, and all behind it in {c}", "all {c}, and in the middle {an}", "in front {an}, behind it {ac} {g}"),
+    *("a picture of {an}, everything else is {c}", "{c} everywhere behind {an}", "{an} icon, {c} all around"),
 )
 # They say nothing of the picture, and are in no name.
 WORDS = """very really lovely shiny funny pretty beautiful great good best fine well made drawn cartoon vector pixel
@@ -425,7 +461,7 @@ def ground_caption(template: str, phrase: str, colour: str, rng: np.random.Gener
     def any_of(choices: Sequence[str]) -> str:
         return choices[0 if rng is None else int(rng.integers(len(choices)))]
 
-    around = {"b": any_of(BEFORE_SEVERAL), "a": any_of(AFTER_SEVERAL), "g": any_of(GROUND)}
+    around = {"b": any_of(BEFORE_SEVERAL), "a": any_of(AFTER_SEVERAL), "g": any_of(GROUND), "on": any_of(ON)}
     return template.format(x=phrase, c=colour, ac=with_article(colour), **around)
 
 
@@ -433,6 +469,9 @@ def gradient_caption(
     rng: np.random.Generator, template: str, phrase: str, colours: tuple[str, str], free: bool = False
 ) -> str:
     """A phrase on a gradient between two colours, in freer words if asked for."""
+    if free and rng.random() < 0.6:
+        choices = GRADIENTS_ACROSS_FREE if template in GRADIENTS_ACROSS else GRADIENTS_FREE
+        template = choices[int(rng.integers(len(choices)))]
     parts = template.split(" ")
     if free:
         before, after = (choices[int(rng.integers(len(choices)))] for choices in (BEFORE_SEVERAL, AFTER_SEVERAL))
@@ -455,7 +494,7 @@ def free_caption(rng: np.random.Generator, name: str, colour: str, plain: bool) 
     def any_of(choices: Sequence[str]) -> str:
         return choices[int(rng.integers(len(choices)))]
 
-    around = {"b": any_of(BEFORE), "a": any_of(AFTER), "g": any_of(GROUND)}
+    around = {"b": any_of(BEFORE), "a": any_of(AFTER), "g": any_of(GROUND), "on": any_of(ON)}
     parts = ("{b}{n}{a}" if plain else any_of(FREE)).split(" ")
     for _ in range(int(rng.integers(4))):
         parts.insert(int(rng.integers(len(parts) + 1)), any_of(WORDS))

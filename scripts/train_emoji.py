@@ -1,21 +1,20 @@
 """What the bundled model needs before `python -m ldm_lite.train`, which goes on from a checkpoint, can train it.
 
-    python scripts/train_emoji.py autoencoder --out vae [--vae FILE] [--freeze-encoder] [--resolution 128] ...
-    python scripts/train_emoji.py reconstruct --vae vae/model.safetensors --out sheet.png [--resolution 128] ...
-    python scripts/train_emoji.py new --size 64 --vae vae/model.safetensors --out start.safetensors
-    python scripts/train_emoji.py text --ckpt start.safetensors --out text ...            # if you like
+    python scripts/train_emoji.py autoencoder --out vae [--vae FILE] [--freeze-encoder] ...
+    python scripts/train_emoji.py reconstruct --vae vae/model.safetensors --out sheet.png ...
+    python scripts/train_emoji.py new --vae vae/model.safetensors --out start.safetensors
     python -m ldm_lite.train --ckpt start.safetensors --renderer scripts/render_emoji.py --out run ...
+    python scripts/train_emoji.py text --ckpt run/model.safetensors --out text ...
     python scripts/train_emoji.py whole --out emoji --minutes 24                          # all of it, on a GPU
 
 `autoencoder` trains a KL autoencoder on reconstruction, a new one or that of a file (--freeze-encoder: its decoder
 alone, so that latents do not change).  `reconstruct` tells how well it does on scenes, and draws them.  `new` writes a
-checkpoint with new weights, whose scale factor gives the latents unit variance.  `text` trains the text encoder of such
-a checkpoint: a small network that is thrown away afterwards guesses the latents of an image from its caption.  A
-diffusion model that starts with this encoder need not learn what each word looks like from noisy latents, at ten times
-the cost of an image.  Runs are stopped and continued (--resume) as those of `python -m ldm_lite.train`.
+checkpoint with new weights, whose scale factor gives the latents unit variance.  `text` trains the text encoder of a
+finished model alone, on captions in other words for instance: all that the UNet can draw stays as it is.  Runs are
+stopped and continued (--resume) as those of `python -m ldm_lite.train`.
 
-`whole` is for a GPU that is there for minutes: the next model, of 128 px, from the autoencoder of --vae.  A fifth of
-the time goes to the autoencoder, on scenes that are drawn anew; then --scenes are drawn and encoded once, and the
+`whole` is for a GPU that is there for minutes: all of it, from the autoencoder of --vae on.  A fifth of the time goes
+to the autoencoder, on scenes that are drawn anew; then --scenes are drawn and encoded once, and the
 diffusion model has what is left.  Both learning rates end at 0.  OUT/run/model.safetensors is the model so far.
 """
 
@@ -45,7 +44,7 @@ from ldm_lite.core.vae import AutoencoderKL
 from ldm_lite.families.sd1 import SD1
 from ldm_lite.image import to_pil
 from ldm_lite.models.clip import CLIP_L, CLIPTextEncoder, CLIPTextSpec
-from ldm_lite.models.unet import AttentionBlock, CrossOnlyBlock, ResBlock, UNet
+from ldm_lite.models.unet import AttentionBlock, ResBlock, UNet
 from ldm_lite.runtime import cpu
 from ldm_lite.runtime.precision import pick_device
 from ldm_lite.text.tokenizer import CLIPTokenizer
@@ -54,7 +53,7 @@ from ldm_lite.train.additions import Content
 from ldm_lite.train.batches import Batch, Draws, Order
 from ldm_lite.train.data import Dataset, to_float
 from ldm_lite.train.encoded import encoded, open_scenes
-from ldm_lite.train.losses import Loss, moments, moments_of, read
+from ldm_lite.train.losses import DiffusionLoss, Loss, moments, moments_of
 from ldm_lite.train.options import TrainOptions
 from ldm_lite.train.run import check_model, checkpoint, make_trainer, plot_losses, precision_of, run_folder, train
 from ldm_lite.train.state import write_tensors
@@ -62,56 +61,42 @@ from ldm_lite.zoo.family import KL_F8, Family
 
 # ---- new models -----------------------------------------------------------------------------------------------------
 
-EMOJI_64 = replace(
+EMOJI = replace(
     SD1,
-    title="emoji, 64 px",
+    title="emoji, 128 px",
     unet=replace(
         SD1.unet,
         in_channels=16,
         out_channels=16,
-        model_channels=64,
-        channel_mult=(1, 3),
+        model_channels=96,
+        channel_mult=(1, 2),  # 9.5 M parameters; with a token table of width 112 the file stays below 40 MB
         num_res_blocks=(1, 1),
         transformer_depth=(1, 1),
         num_heads=4,
-        context_dim=128,
+        context_dim=112,
         cross_only=(False, False),
     ),
     vae=replace(KL_F8, channels=32, num_res_blocks=1, z_channels=16, embed_dim=16),
+    # With SD's 0.012 a mean over 16 x 16 positions shows what is under the last step's noise, which sampling has not.
+    noise=replace(SD1.noise, end=0.02),
     prediction="v",  # at t = T, where x is pure noise, the target is still the image
-    text_encoders=(replace(CLIP_L, length=32, width=128, mlp_width=512, layers=3, heads=4),),
-    resolution=64,
+    text_encoders=(replace(CLIP_L, length=40, width=112, mlp_width=448, layers=3, heads=4),),
+    resolution=128,
     scale=2.5,
     steps=20,
 )
-EMOJI_128 = replace(
-    EMOJI_64,
-    title="emoji, 128 px",
-    unet=replace(
-        EMOJI_64.unet,
-        model_channels=96,
-        channel_mult=(1, 2),  # 9.5 M parameters; with a token table of width 112 the file stays below 40 MB
-        context_dim=112,
-    ),
-    text_encoders=(replace(CLIP_L, length=40, width=112, mlp_width=448, layers=3, heads=4),),
-    # With SD's 0.012 a mean over 16 x 16 positions shows what is under the last step's noise, which sampling has not.
-    noise=replace(EMOJI_64.noise, end=0.02),
-    resolution=128,
-    sampler="dpmpp_2m",
-)
-SIZES: dict[int, Family] = {64: EMOJI_64, 128: EMOJI_128}
-DATA_128 = (
+DATA = (
     '{"emoji":440,"two":0.25,"counts":0.12,"tinted":0.15,"sized":0.25,"gradients":0.25,"solid":0.5,"free":0.3,'
     '"jitter":0.5,"split":"train"}'
 )
 MEASURED = 512  # images whose latents give the scale factor, and whose captions the tokens that begin above 0
 
 
-def new_model(family: Family, vae: AutoencoderKL, dataset: Dataset, seed: int, zero_snr: bool = False) -> Pipeline:
+def new_model(family: Family, vae: AutoencoderKL, dataset: Dataset, seed: int) -> Pipeline:
     """Return a model with new weights but for its autoencoder, whose latents get unit variance (Rombach 2022, app. G).
 
-    zero_snr: its schedule ends in pure noise.  Embeddings of tokens that the first captions do not have begin at 0, and
-    stay there if no caption has them: random numbers could not be compressed.
+    Embeddings of tokens that the first captions do not have begin at 0, and stay there if no caption has them: random
+    numbers could not be compressed.
     """
     torch.manual_seed(seed)
     assert isinstance(family.text, CLIPTextSpec)
@@ -133,7 +118,6 @@ def new_model(family: Family, vae: AutoencoderKL, dataset: Dataset, seed: int, z
     scale = float(1 / (mean.var() + logvar.exp().mean()).sqrt())
     family = replace(family, vae=vae.spec, scale_factor=scale)
     schedule = family.noise.schedule(family.prediction)
-    schedule = schedule.zero_terminal_snr() if zero_snr else schedule
     networks = {"unet": unet, "vae": vae, "text_encoder": text}
     return Pipeline(
         "model", family, schedule, networks, tokenizer=tokenizer, description=f"{family.title}, new weights"
@@ -194,54 +178,6 @@ def edge_error(y: Tensor, x: Tensor) -> Tensor:
     return F.l1_loss(y.diff(dim=2), x.diff(dim=2)) + F.l1_loss(y.diff(dim=3), x.diff(dim=3))
 
 
-PATCH = 2  # positions of latents per side that are guessed at once
-
-
-class LatentGuess(nn.Module):
-    """Context (B,T,D) -> latents (B,C,h,w): each patch of them reads the text twice, and has its own last layer."""
-
-    def __init__(self, width: int, shape: tuple[int, int, int], heads: int = 4, depth: int = 2) -> None:
-        """shape is that of an image's latents, whose sides are even."""
-        super().__init__()
-        self.shape, patches = shape, shape[1] * shape[2] // PATCH**2
-        self.places = nn.Parameter(torch.randn(patches, width) * 0.5)
-        self.blocks = nn.ModuleList(CrossOnlyBlock(width, width, heads) for _ in range(depth))
-        self.norm = nn.LayerNorm(width)
-        self.hidden = nn.Linear(width, 2 * width)
-        self.last = nn.Parameter(torch.randn(patches, 2 * width, shape[0] * PATCH**2) * 0.02)
-
-    def forward(self, context: Tensor) -> Tensor:
-        """Return the latents guessed from a context (B,T,D)."""
-        x = self.places.expand(len(context), -1, -1)  # (B,P,D)
-        for block in self.blocks:
-            x = block(x, context)
-        x = torch.einsum("bph,pho->bop", F.gelu(self.hidden(self.norm(x))), self.last)  # (B,4C,P)
-        _, h, w = self.shape
-        return F.pixel_shuffle(x.reshape(*x.shape[:2], h // PATCH, w // PATCH), PATCH)
-
-
-@dataclass
-class TextLoss:
-    """Mean squared error of the latents guessed from captions, of variance 1."""
-
-    model: Pipeline  # with a KL autoencoder and a CLIP text encoder
-    caption_dropout: float = 0.0
-
-    def __post_init__(self) -> None:
-        family, text = self.model.family, self.model.text_encoder
-        assert isinstance(text, CLIPTextEncoder)
-        shape = self.model.latent_shape(family.resolution, family.resolution)
-        self.networks: dict[str, nn.Module] = {"text_encoder": text.requires_grad_(True)}
-        self.networks["guess"] = LatentGuess(text.spec.width, shape).to(self.model.device)
-
-    def __call__(self, batch: Batch, draws: Draws) -> Tensor:
-        """Return the loss of one batch."""
-        assert isinstance(self.model.vae, AutoencoderKL)
-        mean, _ = moments_of(self.model.vae, batch.pixels, self.model.device)
-        text = read(self.model, batch, draws.uniform() < self.caption_dropout)
-        return F.mse_loss(self.networks["guess"](text["context"]), self.model.family.scale_factor * mean)
-
-
 # ---- runs -----------------------------------------------------------------------------------------------------------
 
 DEFAULTS = {  # for new weights: other ones than the package's, which are for changing a model that is good already
@@ -273,20 +209,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name, value in DEFAULTS.items():
             command.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
         command.add_argument("--minutes", type=float, help="stop after this many minutes; --resume continues")
+        command.add_argument("--lr-by-time", action="store_true", help="the learning rate ends at 0 with the minutes")
         command.add_argument("--resume", action="store_true", help="continue the run in that folder")
     autoencoder.add_argument("--vae", help="begin with the autoencoder of this file (default: new weights)")
     autoencoder.add_argument("--freeze-encoder", action="store_true", help="train the decoder alone: latents stay")
     look.add_argument("--vae", required=True, help="file with the autoencoder")
     for command in (autoencoder, look):
-        command.add_argument("--resolution", type=int, default=64, help="pixels per side")
-    new.add_argument("--size", type=int, choices=SIZES, default=64, help="pixels per side")
+        command.add_argument("--resolution", type=int, default=EMOJI.resolution, help="pixels per side")
     new.add_argument("--vae", required=True, help="file with the autoencoder")
-    new.add_argument("--zero-snr", action="store_true", help="a schedule that ends in pure noise")
     for name in ("channel_mult", "transformer_depth"):
-        text_of = f"of the UNet's levels, such as 1,2,4 (default at 128 px: {getattr(EMOJI_128.unet, name)})"
+        text_of = f"of the UNet's levels, such as 1,2,4 (default: {getattr(EMOJI.unet, name)})"
         new.add_argument(f"--{name.replace('_', '-')}", type=whole_numbers, metavar="N,N", help=text_of)
     new.add_argument("--model-channels", type=int, metavar="N", help="of the UNet's highest level")
-    text.add_argument("--ckpt", required=True, help="a checkpoint of `new`")
+    text.add_argument("--ckpt", required=True, help="the checkpoint")
+    text.add_argument("--min-timestep", type=int, default=200, help="the first: later ones read more (default: 200)")
     text.add_argument("--caption-dropout", type=float, default=0.1)
     whole.add_argument("--vae", default=os.fspath(hub.bundled()), help="begin with this file's (default: the bundled)")
     whole.add_argument("--minutes", type=float, default=24.0, help="of all of it (default: 24)")
@@ -294,8 +230,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     whole.add_argument("--steps", type=int, default=100_000, help="the most of each part")
     whole.add_argument("--batch-size", type=int, default=512, help="of the diffusion model (default: 512)")
     whole.add_argument("--data-workers", type=int, default=max(1, (os.cpu_count() or 1) - 2))
-    whole.set_defaults(scenes=300_000, renderer_options=DATA_128, resolution=128, size=128, freeze_encoder=False)
-    whole.set_defaults(zero_snr=False, model_channels=None, channel_mult=None, transformer_depth=None)
+    whole.add_argument("--compile-network", action="store_true", help="compile the diffusion model's networks")
+    whole.set_defaults(scenes=300_000, renderer_options=DATA, resolution=EMOJI.resolution, freeze_encoder=False)
+    whole.set_defaults(model_channels=None, channel_mult=None, transformer_depth=None)
     args = parser.parse_args(argv)
     kept = "the state of the last save is kept, `resume=True` continues"
     return console.run(lambda: args.body(args, options_of(args)), (args,), kept)
@@ -341,15 +278,14 @@ def reconstruct(args: argparse.Namespace, options: TrainOptions) -> None:
 
 def write_new(args: argparse.Namespace, options: TrainOptions) -> None:
     """Write a checkpoint with new weights."""
-    family = SIZES[args.size]
     asked = {name: getattr(args, name) for name in ("model_channels", "channel_mult", "transformer_depth")}
-    unet = replace(family.unet, **{name: value for name, value in asked.items() if value is not None})
+    unet = replace(EMOJI.unet, **{name: value for name, value in asked.items() if value is not None})
     levels = len(unet.channel_mult)
     if len(unet.transformer_depth) != levels:
         raise ValueError(f"got {levels} of `channel_mult`, {len(unet.transformer_depth)} of `transformer_depth`")
-    family = replace(family, unet=replace(unet, num_res_blocks=(1,) * levels, cross_only=(False,) * levels))
+    family = replace(EMOJI, unet=replace(unet, num_res_blocks=(1,) * levels, cross_only=(False,) * levels))
     vae = open_kl(args.vae, args.device)
-    model = new_model(family, vae, open_scenes(options, family.resolution), args.seed, args.zero_snr)
+    model = new_model(family, vae, open_scenes(options, family.resolution), args.seed)
     write_tensors(Path(args.out), *checkpoint(model, {}))
     print(args.out)
 
@@ -359,7 +295,7 @@ def train_autoencoder(args: argparse.Namespace, options: TrainOptions) -> None:
     with run_folder(options):
         torch.manual_seed(args.seed)
         if args.vae is None:
-            vae = AutoencoderKL(EMOJI_64.vae).to(pick_device(args.device))
+            vae = AutoencoderKL(EMOJI.vae).to(pick_device(args.device))
             if next(vae.parameters()).device.type == "cpu":
                 cpu.use(vae)
         else:
@@ -374,7 +310,7 @@ def train_autoencoder(args: argparse.Namespace, options: TrainOptions) -> None:
 
 
 def train_text(args: argparse.Namespace, options: TrainOptions) -> None:
-    """Train the text encoder of a checkpoint on guessing latents."""
+    """Train the text encoder of a checkpoint alone."""
     with run_folder(options):
         torch.manual_seed(args.seed)
         model = load_model(LoadOptions(ckpt=args.ckpt, device=args.device, dtype="fp32"))
@@ -384,11 +320,14 @@ def train_text(args: argparse.Namespace, options: TrainOptions) -> None:
         dataset = open_scenes(options, model.family.resolution)
         if dataset.shards is not None:
             dataset, _ = encoded(options, dataset, model.vae)
-        fit(options, TextLoss(model, args.caption_dropout), dataset, lambda ema: checkpoint(model, ema))
+        assert model.text_encoder is not None
+        networks: dict[str, nn.Module] = {"text_encoder": model.text_encoder.requires_grad_(True)}
+        loss = DiffusionLoss(model, networks, args.caption_dropout, timesteps=(args.min_timestep, 1000))
+        fit(options, loss, dataset, lambda ema: checkpoint(model, ema))
 
 
 def train_whole(args: argparse.Namespace, options: TrainOptions) -> None:
-    """Train the model of 128 px in args.minutes: autoencoder, new weights, latents, diffusion.  No part is resumed."""
+    """Train all of it in args.minutes: autoencoder, new weights, latents, diffusion.  No part is resumed."""
     began, folder = time.monotonic(), Path(args.out)
 
     def changed(**changes: object) -> argparse.Namespace:

@@ -78,12 +78,12 @@ def test_a_feature_of_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(features, "FEATURES", dict(features.FEATURES))
     names: dict[str, Any] = {}
     exec(BLOCKS[0], names)
-    assert texts.load("apple.png").size == (64, 64)
+    assert texts.load("apple.png").size == (128, 128)
     pipe = names["pipe"]
     tasks: list[tuple[Callable[..., Any], list[Any]]] = [
         (pipe.txt2img, []),
         (pipe.img2img, [texts.load("apple.png")]),
-        (pipe.inpaint, [texts.load("apple.png"), Image.new("L", (64, 64), 255)]),
+        (pipe.inpaint, [texts.load("apple.png"), Image.new("L", (128, 128), 255)]),
     ]
     for task, images in tasks:
         with unet_calls(pipe) as calls:
@@ -98,7 +98,7 @@ def test_a_guidance_and_what_a_call_reads(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
     exec(BLOCKS[1], names)
-    assert texts.load("apple.png").size == (64, 64)
+    assert texts.load("apple.png").size == (128, 128)
     pipe, cond, uncond, noise = names["pipe"], names["cond"], names["uncond"], names["pipe"].noise(1)
 
     def formula(cond: torch.Tensor, uncond: torch.Tensor) -> torch.Tensor:

@@ -23,8 +23,8 @@ from ldm_lite.generate import denoise
 from ldm_lite.runtime import tiling
 
 PROMPTS = ["a red apple", "a cat on yellow", "rocket", "a fox face on a green background"]
-SHAPE = (16, 8, 8)
-NOTHING = torch.zeros(1, 77, 128)  # as conditioning
+SHAPE = (16, 16, 16)
+NOTHING = torch.zeros(1, 77, 112)  # as conditioning
 ALONE = classifier_free(Conditioning(NOTHING), None, 1.0)
 
 
@@ -111,13 +111,13 @@ def test_what_runs_in_the_unet_s_place_gets_all_that_it_reads(bundled: Pipeline)
 
     denoise(bundled, noise, ALONE, plan, wrap=wrap)
     bundled.with_networks(unet=other).denoise(noise, NOTHING, None, plan)
-    assert seen == [((1,), (1, 77, 128))] * 6
+    assert seen == [((1,), (1, 77, 112))] * 6
 
 
 def test_a_text_of_another_length_is_read_in_its_step(bundled: Pipeline) -> None:
     """As a style adapter makes it, in some of the steps."""
     plan, noise, seen = bundled.plan("ddim", 3), bundled.noise(1), []
-    longer = (Branch({"context": torch.cat([NOTHING, torch.ones(1, 4, 128)], dim=1)}),)
+    longer = (Branch({"context": torch.cat([NOTHING, torch.ones(1, 4, 112)], dim=1)}),)
 
     def wrap(source: InputSource) -> InputSource:
         return lambda call: source(call)._replace(branches=longer) if call.step == 1 else source(call)
@@ -149,7 +149,7 @@ def test_a_replaced_attention_of_two_arguments_runs_in_every_step(bundled: Pipel
     with mock.patch.dict(block._modules, attn2=Own(block.attn2)):
         found = run(bundled, "ddim", ["a red apple"], [1], 4)
     assert torch.equal(found, wanted)
-    assert seen == [(2, 32, 128)] * 4
+    assert seen == [(2, 40, 112)] * 4
 
 
 def test_three_branches_are_the_weighted_sum_of_their_predictions(bundled: Pipeline) -> None:
@@ -163,14 +163,14 @@ def test_three_branches_are_the_weighted_sum_of_their_predictions(bundled: Pipel
 @pytest.mark.parametrize(
     ("noise", "context", "uncond", "message"),
     [
-        ((1, 4, 8, 8), (1, 77, 128), None, r"got noise of shape \(1, 4, 8, 8\), wanted \(B, 16, h, w\)"),
-        ((1, 16, 8, 8), (2, 77, 128), None, r"got conditioning of shape \(2, 77, 128\) for 1 images, wanted 1"),
-        ((1, 16, 8, 8), (1, 77, 768), None, r"context: got one of shape \(1, 77, 768\), wanted \(1, T, 128\)"),
+        ((1, 4, 8, 8), (1, 77, 112), None, r"got noise of shape \(1, 4, 8, 8\), wanted \(B, 16, h, w\)"),
+        ((1, 16, 8, 8), (2, 77, 112), None, r"got conditioning of shape \(2, 77, 112\) for 1 images, wanted 1"),
+        ((1, 16, 8, 8), (1, 77, 768), None, r"context: got one of shape \(1, 77, 768\), wanted \(1, T, 112\)"),
         (
             (1, 16, 8, 8),
-            (1, 77, 128),
-            (1, 5, 128),
-            r"context of shapes \(1, 5, 128\) and \(1, 77, 128\), wanted the same",
+            (1, 77, 112),
+            (1, 5, 112),
+            r"context of shapes \(1, 5, 112\) and \(1, 77, 112\), wanted the same",
         ),
     ],
 )

@@ -220,8 +220,8 @@ def test_a_large_image_is_reduced_with_a_message(
 ) -> None:
     with caplog.at_level("INFO"):
         [result] = bundled.img2img(APPLE, [circle.resize((1000, 500))], strength=0.0, output="result")
-    assert result.image.size == (128, 64)
-    assert "is reduced from 1000 x 500 pixels to 128 x 64, twice the model's size" in caplog.text
+    assert result.image.size == (256, 128)
+    assert "is reduced from 1000 x 500 pixels to 256 x 128, twice the model's size" in caplog.text
 
 
 @pytest.mark.slow

@@ -65,14 +65,14 @@ def test_what_is_masked_is_filled_as_in_the_web_ui(pipe: Pipeline) -> None:
 
 
 def test_only_the_area_is_repainted_at_the_models_size(bundled: Pipeline) -> None:
-    """The network sees the area at 64 x 64; what is not masked keeps its bits, and the image its size."""
+    """The network sees the area at 128 x 128; what is not masked keeps its bits, and the image its size."""
     picture = PICTURE.resize((300, 200))
     mask = masked(100, 60, 130, 90, size=picture.size)
     with unet_calls(bundled) as calls:
         options = {"only_masked": 8, "steps": 2, "output": "result"}
         [result] = bundled.inpaint("a red apple on white", picture, mask, **options)
     assert result.array.shape == (200, 300, 3)
-    assert {call.x.shape[2:] for call in calls} == {bundled.latent_shape(64, 64)[1:]}
+    assert {call.x.shape[2:] for call in calls} == {bundled.latent_shape(128, 128)[1:]}
     where = (result.array != np.asarray(picture)).any(axis=2)
     assert not where[np.asarray(mask) == 0].any()
     assert where[60:90, 100:130].mean() > 0.9

@@ -51,10 +51,10 @@ def test_the_page_has_its_blocks(done: dict[str, Any]) -> None:
 
 
 def test_images_come_in_the_kinds_and_numbers_that_are_asked_for(done: dict[str, Any]) -> None:
-    assert [image.size for image in done["images"]] == [(64, 64)] * 2
+    assert [image.size for image in done["images"]] == [(128, 128)] * 2
     assert len(done["four"]) == 4
-    assert done["arrays"][0].shape == (64, 64, 3)
-    assert done["large"].size == (256, 256)
+    assert done["arrays"][0].shape == (128, 128, 3)
+    assert done["large"].size == (512, 512)
     assert done["styled"][0].tobytes() != done["plain"][0].tobytes()
     assert done["sharp"][0].tobytes() != done["plain"][0].tobytes()
 

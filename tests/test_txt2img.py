@@ -54,7 +54,7 @@ def test_the_background_is_the_one_asked_for(bundled: Pipeline) -> None:
 def test_a_red_heart_is_red_in_the_middle_on_white(bundled: Pipeline) -> None:
     white = []
     for result in bundled.txt2img("red heart", batch_size=4, output="result"):
-        red, green, blue = np.median(result.array[24:40, 24:40], axis=(0, 1))
+        red, green, blue = np.median(result.array[48:80, 48:80], axis=(0, 1))
         assert red > 150 > 100 > max(green, blue)
         white.append(border(result.array).min() > 200)
     assert sum(white) >= 3
@@ -82,10 +82,10 @@ def test_every_sampler_paints_the_background(bundled: Pipeline, sampler: str) ->
 def test_a_result_is_pil_numpy_and_tensor(bundled: Pipeline) -> None:
     [result] = bundled.txt2img(APPLE, steps=2, seed=7, output="result")
     assert isinstance(result.image, Image.Image)
-    assert result.image.size == (64, 64)
-    assert result.array.shape == (64, 64, 3)
+    assert result.image.size == (128, 128)
+    assert result.array.shape == (128, 128, 3)
     assert result.array.dtype == np.uint8
-    assert result.pixels.shape == (3, 64, 64)
+    assert result.pixels.shape == (3, 128, 128)
     assert result.pixels.abs().max() <= 1
     assert np.array_equal(np.asarray(result.image), result.array)
     assert (result.seed, result.prompt) == (7, APPLE)
@@ -226,9 +226,9 @@ def test_compat_is_the_original_s_order_of_noise(bundled: Pipeline, sampler: str
         hook.remove()
     generator = torch.Generator().manual_seed(42)
     for batch in range(2):
-        assert torch.equal(inputs[batch * calls], torch.randn(2, 16, 8, 8, generator=generator))
+        assert torch.equal(inputs[batch * calls], torch.randn(2, 16, 16, 16, generator=generator))
         for _ in range(calls):
-            torch.randn(2, 16, 8, 8, generator=generator)
+            torch.randn(2, 16, 16, 16, generator=generator)
 
 
 @pytest.mark.slow
@@ -268,7 +268,7 @@ def test_the_png_says_how_it_was_made(tmp_path: Path) -> None:
         lines = image.info["parameters"].splitlines()
     assert lines[0] == "été 🍎"
     assert lines[1] == "Negative prompt: blue"
-    start = "Steps: 3, Sampler: DPM++ 2M, Schedule type: Karras, CFG scale: 3.5, Seed: 6, Size: 64x64, Model: emoji"
+    start = "Steps: 3, Sampler: DPM++ 2M, Schedule type: Karras, CFG scale: 3.5, Seed: 6, Size: 128x128, Model: emoji"
     assert lines[2].startswith(start)
 
 
@@ -305,7 +305,7 @@ def test_prompts_from_a_file(bundled: Pipeline, tmp_path: Path, capsys: pytest.C
 
 
 def test_dropped_words_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["word " * 30 + "quite lost", "--steps", "1", "--n_iter", "3"], tmp_path) == 0
+    assert run(["word " * 38 + "quite lost", "--steps", "1", "--n_iter", "3"], tmp_path) == 0
     assert capsys.readouterr().err.count("warning: prompt is too long, dropped from it: quite lost") == 1
 
 

@@ -15,7 +15,7 @@ OPTIONS = Options(size="bundled", device="cpu", prompt="cat", sampler="ddim", st
 
 def test_a_mode_makes_the_image_and_measures_it() -> None:
     results = [make_image(OPTIONS, mode) for mode in ("", "--storage int8")]
-    assert results[0].image.shape == (3, 64, 64)
+    assert results[0].image.shape == (3, 128, 128)
     assert 0 < np.abs(results[0].image - results[1].image).mean() < 0.2
     assert results[1].weights < 0.5 * results[0].weights
     assert all(result.step_s > 0 and result.decode_s > 0 for result in results)

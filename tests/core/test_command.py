@@ -42,8 +42,8 @@ def test_the_package_runs_as_a_module(tmp_path: Path) -> None:
         cwd=tmp_path, capture_output=True, text=True, check=True,
     )  # fmt: skip
     with Image.open(tmp_path / "out.png") as image:
-        assert image.size == (64, 64)
-    assert "emoji.safetensors: emoji, 64 px, loaded in" in done.stderr
+        assert image.size == (128, 128)
+    assert "emoji.safetensors: emoji, 128 px, loaded in" in done.stderr
 
 
 def test_features_have_flags(

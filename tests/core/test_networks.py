@@ -173,7 +173,7 @@ def test_attention_is_set_where_a_pattern_matches(pipe: Pipeline) -> None:
     assert [keys for _, keys in shapes] == [tokens] * 7
     shapes.clear()
     list(watching.with_attention("sdpa").with_attention(watched, "middle_block*attn1").stream("a cat", steps=1))
-    assert shapes == [(16, 16)]
+    assert shapes == [(64, 64)]
     shapes.clear()
     list(pipe.stream("a cat", steps=1))
     assert not shapes  # the original is as it was

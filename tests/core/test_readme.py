@@ -69,7 +69,7 @@ def test_every_file_and_name_exists() -> None:
 def test_the_first_lines(block: Callable[[str], dict[str, Any]]) -> None:
     block(START.replace("steps=20", "steps=2"))
     with Image.open("apple.png") as image:
-        assert image.size == (64, 64)
+        assert image.size == (128, 128)
 
 
 def test_a_sampler(block: Callable[[str], dict[str, Any]], pipe: Pipeline) -> None:
@@ -78,7 +78,7 @@ def test_a_sampler(block: Callable[[str], dict[str, Any]], pipe: Pipeline) -> No
     assert order(lambda steps: SAMPLERS["midpoint"](schedule, steps), schedule) > 1.7
     assert make_plan("Midpoint trailing", pipe.schedule, 4).num_steps == 4
     like = pipe.txt2img("a red apple on a blue background", sampler="dpmpp_2m_karras", steps=10)[0]
-    assert 0 < error(np.asarray(Image.open("apple.png")), np.asarray(like)) < 0.1
+    assert 0 < error(np.asarray(Image.open("apple.png")), np.asarray(like)) < 0.15
 
 
 def test_a_plan(block: Callable[[str], dict[str, Any]], pipe: Pipeline) -> None:
@@ -144,10 +144,10 @@ def test_dynamic_thresholding(block: Callable[[str], dict[str, Any]], pipe: Pipe
 def test_previews_and_maps(block: Callable[[str], dict[str, Any]]) -> None:
     names = block(PREVIEWS)
     assert len(names["maps"]) == 8
-    torch.testing.assert_close(names["maps"][0].sum(dim=-1), torch.ones(1, 64))
-    places = np.asarray(Image.open("attention.png").resize((8, 8)), dtype=float)
+    torch.testing.assert_close(names["maps"][0].sum(dim=-1), torch.ones(1, 256))
+    places = np.asarray(Image.open("attention.png").resize((16, 16)), dtype=float)
     border = np.concatenate([places[0], places[-1], places[:, 0], places[:, -1]])
-    assert places[3:5, 3:5].mean() > 5 * border.mean()  # the apple is in the middle
+    assert places[6:10, 6:10].mean() > 5 * border.mean()  # the apple is in the middle
     first, late, last = (np.asarray(Image.open(f"step-{step}.png"), dtype=float) for step in (1, 6, 8))
     assert error(late, last) < 0.5 * error(first, last)
 

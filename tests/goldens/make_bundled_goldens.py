@@ -28,8 +28,8 @@ RUNS = (("ddim", 20, 2.5), ("ddim", 50, 5.0))
 
 
 def scenes() -> Tensor:
-    """Two images (2,3,64,64) in [-1,1] that the autoencoder knows."""
-    images = [np.array(render(emoji, colour, 64)) for emoji, colour in (("🍎", "blue"), ("🐱", "yellow"))]
+    """Two images (2,3,128,128) in [-1,1] that the autoencoder knows."""
+    images = [np.array(render(emoji, colour, 128)) for emoji, colour in (("🍎", "blue"), ("🐱", "yellow"))]
     return torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).float() / 127.5 - 1
 
 
@@ -43,7 +43,7 @@ def main() -> None:
     text, unet, vae = (build(family, weights) for build in (peers.text_encoder, peers.unet, peers.vae))
     ids, empty = tokenizer(list(PROMPTS)), tokenizer([""] * len(PROMPTS))
     context, uncond = (text(each).last_hidden_state for each in (ids, empty))
-    noise = torch.randn(len(PROMPTS), family.unet.in_channels, 8, 8, generator=torch.Generator().manual_seed(0))
+    noise = torch.randn(len(PROMPTS), family.unet.in_channels, 16, 16, generator=torch.Generator().manual_seed(0))
     arrays: dict[str, Tensor] = {"context": context, "uncond": uncond, "noise": noise, "image": scenes()}
     for t in TIMESTEPS:
         arrays[f"unet_{t}"] = unet(noise, torch.full((len(PROMPTS),), t), context).sample

@@ -126,7 +126,7 @@ def test_a_pipeline_of_two_dtypes_makes_images(tuning: dict[str, str]) -> None:
     assert next(pipe.vae.parameters()).dtype == torch.float32
     assert "bf16 (vae fp32, text_encoder fp32) on cpu" in pipe.description
     [image] = pipe.txt2img("a red apple", steps=2)
-    assert image.size == (64, 64)
+    assert image.size == (128, 128)
 
 
 def test_matmul_precision(monkeypatch: pytest.MonkeyPatch) -> None:

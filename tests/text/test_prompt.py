@@ -104,11 +104,11 @@ def test_weighted_keeps_the_mean() -> None:
 def test_contexts_of_a_job_are_alike(bundled: Pipeline) -> None:
     length = bundled.tokenizer.length
     long = "word " * (length + 10)
-    assert bundled.encode_prompt(["short", long]).context.shape == (2, length, 128)
+    assert bundled.encode_prompt(["short", long]).context.shape == (2, length, 112)
     with unet_calls(bundled) as calls:
         bundled.txt2img(["short", long], batch_size=2, steps=1, scale=1.0, prompt_syntax="a1111")
     context = calls[0].context
-    assert context.shape == (2, 2 * length, 128)
+    assert context.shape == (2, 2 * length, 112)
     assert torch.allclose(context[0, :length], bundled.encode_prompt("short").context[0], atol=1e-5)
     assert torch.allclose(context[0, length:], bundled.encode_prompt("").context[0], atol=1e-5)
     assert torch.allclose(context[1:], bundled.encode_prompt(long, prompt_syntax="a1111").context, atol=1e-5)

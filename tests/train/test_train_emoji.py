@@ -10,6 +10,7 @@ import texts
 import torch
 import train_emoji
 from PIL import Image
+from safetensors.torch import load_file
 from training import losses
 
 import ldm_lite
@@ -69,18 +70,18 @@ def test_a_new_model_has_the_sizes_of_the_bundled_one_and_its_own_scale_factor(s
     assert new.family.scale_factor != bundled.family.scale_factor
     assert torch.equal(new.vae.decoder.conv_in.weight, bundled.vae.decoder.conv_in.weight)
     assert (new.unet.out[2].weight == 0).all()
-    assert new.schedule.prediction == "v"
+    assert (new.schedule.prediction, new.family.resolution) == ("v", 128)
+    assert (new.schedule.alpha_bar == bundled.schedule.alpha_bar).all()
+    assert 0 < new.schedule.alpha_bar[-1] < 3e-4  # nearly pure noise
 
 
-def test_a_new_model_of_128_px_has_the_levels_and_the_schedule_asked_for(renderer: Path, tmp_path: Path) -> None:
-    more = ("--vae", str(hub.bundled()), "--scenes", "2", "--device", "cpu", "--size", "128", "--zero-snr")
+def test_a_new_model_has_the_levels_asked_for(renderer: Path, tmp_path: Path) -> None:
+    more = ("--vae", str(hub.bundled()), "--scenes", "2", "--device", "cpu")
     levels = ("--model-channels", "32", "--channel-mult", "1,3", "--transformer-depth", "0,1")
     path = run("new", renderer, tmp_path / "new.safetensors", *more, *levels)
     new = ldm_lite.load(path, device="cpu")
     spec = new.unet.spec
     assert (spec.model_channels, spec.channel_mult, spec.transformer_depth) == (32, (1, 3), (0, 1))
-    assert (new.schedule.alpha_bar[-1], new.schedule.prediction, new.text_encoder.spec.length) == (0, "v", 40)
-    assert new.family.resolution == 128
     assert train_emoji.main(["new", "--out", str(path), *more, "--channel-mult", "1,2,4"]) == 2
 
 
@@ -96,26 +97,23 @@ def test_tokens_that_no_caption_has_stay_zero(start: Path, renderer: Path, tmp_p
 
 
 @pytest.mark.slow
-def test_a_text_encoder_learns_to_guess_latents_and_begins_a_diffusion_model(
-    start: Path, renderer: Path, tmp_path: Path
-) -> None:
-    more = ("--ckpt", str(start), "--scenes", "6", "--steps", "60", "--lr", "1e-3", "--caption-dropout", "0")
+def test_a_text_encoder_learns_alone(renderer: Path, tmp_path: Path) -> None:
+    bundled = str(hub.bundled())
+    more = ("--ckpt", bundled, "--scenes", "6", "--steps", "30", "--caption-dropout", "0", "--min-timestep", "900")
     path = run("text", renderer, tmp_path / "a", *more)
     values = losses(tmp_path / "a")
-    assert np.mean(values[-5:]) < 0.5 * np.mean(values[:5])
+    assert np.mean(values[-5:]) < 0.7 * np.mean(values[:5])
     parts = run("text", renderer, tmp_path / "b", *more, "--minutes", "0")
     run("text", renderer, tmp_path / "b", *more, "--resume")
     assert losses(tmp_path / "b") == values
     assert parts.read_bytes() == path.read_bytes()
-    before, after = (ldm_lite.load(file, device="cpu") for file in (start, path))
-    assert after.family == before.family
-    assert torch.equal(after.unet.input_blocks[0][0].weight, before.unet.input_blocks[0][0].weight)
-    assert used_tokens(path) == used_tokens(start)
+    before, after = load_file(bundled), load_file(path)
+    assert before.keys() == after.keys()
+    changed = {key for key, value in before.items() if not torch.equal(after[key], value)}
+    assert changed
+    assert all(key.startswith("cond_stage_model.") for key in changed)
+    assert ldm_lite.load(path, device="cpu").family == ldm_lite.load(device="cpu").family
     assert (tmp_path / "a" / "loss.png").exists() == (importlib.util.find_spec("matplotlib") is not None)
-    options = TrainOptions(
-        renderer=str(renderer), steps=1, batch_size=2, data_workers=0, out=str(tmp_path / "c"), samples="a"
-    )
-    assert ldm_lite.load(train(options, LoadOptions(ckpt=path, device="cpu")), device="cpu").family == before.family
 
 
 def test_reconstructions_are_measured_and_drawn(
@@ -154,7 +152,7 @@ def test_an_autoencoder_learns(renderer: Path, tmp_path: Path, small_path: Path)
     assert np.mean(values[-3:]) < np.mean(values[:3])
     assert ldm_lite.load(small_path, vae=path, device="cpu").vae.spec == load_autoencoder(small_path).spec
     new = run("autoencoder", renderer, tmp_path / "b", "--steps", "1")
-    assert load_autoencoder(new, device="cpu").spec == train_emoji.EMOJI_64.vae
+    assert load_autoencoder(new, device="cpu").spec == train_emoji.EMOJI.vae
 
 
 @pytest.mark.slow
