@@ -132,4 +132,4 @@ def test_what_the_diffs_add_works(fork: Path) -> None:
     assert "Sampler: Midpoint Karras" in apple.info["parameters"]
     assert apple.tobytes() != plain.tobytes()
     assert "Guidance from: 0.5" in texts.load(fork / "late.png").info["parameters"]
-    assert texts.load(fork / "sheet-grid.png").size == (2 * 66 + 2, 2 * 66 + 2)
+    assert texts.load(fork / "sheet-grid.png").size == (2 * 130 + 2, 2 * 130 + 2)

@@ -23,9 +23,9 @@ GOLDEN = np.load(Path(__file__).parent / "data" / "pictures.npz")
 
 @pytest.fixture(scope="module")
 def circle() -> Image.Image:
-    """A drawn red circle on blue, 64 x 64."""
-    y, x = np.mgrid[:64, :64]
-    inside = (x - 31.5) ** 2 + (y - 31.5) ** 2 < 18**2
+    """A drawn red circle on blue, 128 x 128."""
+    y, x = np.mgrid[:128, :128]
+    inside = (x - 63.5) ** 2 + (y - 63.5) ** 2 < 36**2
     return Image.fromarray(np.where(inside[:, :, None], [220, 30, 30], [70, 120, 220]).astype(np.uint8))
 
 
@@ -59,8 +59,8 @@ def test_the_last_latents_are_the_other_implementation_s(picture_pipes: dict[str
 def test_a_drawn_circle_becomes_an_apple_where_it_was(bundled: Pipeline, circle: Image.Image) -> None:
     """At strength 0.6: red is where the circle was, blue around it; and it is no disc any more."""
     circled = np.asarray(circle)[:, :, 0] > 200
-    y, x = np.mgrid[:64, :64]
-    far = (x - 31.5) ** 2 + (y - 31.5) ** 2 > 29**2
+    y, x = np.mgrid[:128, :128]
+    far = (x - 63.5) ** 2 + (y - 63.5) ** 2 > 58**2
     prompt = "a red apple on a blue background"
     options = {"strength": 0.6, "steps": 20, "sampler": "dpmpp_2m", "batch_size": 4, "output": "numpy"}
     for array in bundled.img2img(prompt, circle, **options):
@@ -123,7 +123,7 @@ def test_the_first_call_sees_exactly_its_level_of_noise(
     assert len(calls) == len(plan.t)
     assert f"strength 0.5: the last 3 of 6 steps, {len(plan.t)} UNet calls" in caplog.text
     a, s = plan.level[0]
-    noise = torch.randn(bundled.latent_shape(64, 64), generator=torch.Generator().manual_seed(42))
+    noise = torch.randn(bundled.latent_shape(128, 128), generator=torch.Generator().manual_seed(42))
     assert calls[0].t[0].item() == pytest.approx(plan.t[0], rel=1e-6)
     assert torch.allclose(calls[0].x[0], a * bundled.encode(circle)[0] + s * noise, atol=2e-3)
     assert "Denoising strength: 0.5" in result.parameters
@@ -229,7 +229,7 @@ def test_the_encoder_and_the_decoder_are_near_inverses(bundled: Pipeline) -> Non
     """On an image like the training data: far nearer than another such image."""
     one, other = (bundled.txt2img(prompt, steps=10, output="result")[0] for prompt in (APPLE, "a cat on yellow"))
     mean = bundled.encode(one.pixels)
-    assert mean.shape == (1, *bundled.latent_shape(64, 64))
+    assert mean.shape == (1, *bundled.latent_shape(128, 128))
     again = bundled.decode(mean, output="tensor")[0]
     error = (again - one.pixels).square().mean().sqrt()
     assert error < 0.2
@@ -364,7 +364,7 @@ def test_the_original_s_command_line(tmp_path: Path, circle: Image.Image, capsys
     names = sorted(path.relative_to(tmp_path / "o").as_posix() for path in (tmp_path / "o").rglob("*.png"))
     assert names == ["grid-0000.png", "samples/00000.png", "samples/00001.png"]
     with Image.open(tmp_path / "o" / "samples" / "00001.png") as image:
-        assert "Seed: 4, Size: 64x64" in image.info["parameters"]
+        assert "Seed: 4, Size: 128x128" in image.info["parameters"]
         assert "Denoising strength: 0.8, Init image: circle.png" in image.info["parameters"]
     assert "strength 0.8: the last 4 of 5 steps, 4 UNet calls" in capsys.readouterr().err
 
