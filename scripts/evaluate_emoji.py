@@ -12,7 +12,7 @@ colour, the one asked for is nearest.  Size: small and large emoji are.  All wit
 that the training captions have and for others.  The judge itself is judged first, on clean and on degraded renders of
 the same prompts.  Prints a table and one line of JSON.
 
-    python scripts/evaluate_emoji.py --compare quality.json --count 48 --emoji 200 [--compare-steps 5,10,20]
+    python scripts/evaluate_emoji.py --compare quality.json --count 48 [--compare-steps 5,10,20]
 
 adds identity and background to the points of `python -m ldm_lite.samplers --compare`, which then draws them. A run that
 was stopped goes on.

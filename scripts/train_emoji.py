@@ -5,7 +5,7 @@
     python scripts/train_emoji.py new --vae vae/model.safetensors --out start.safetensors
     python -m ldm_lite.train --ckpt start.safetensors --renderer scripts/render_emoji.py --out run ...
     python scripts/train_emoji.py text --ckpt run/model.safetensors --out text ...
-    python scripts/train_emoji.py whole --out emoji --minutes 24                          # all of it, on a GPU
+    python scripts/train_emoji.py whole --out emoji --minutes 12                          # all of it, on a GPU
 
 `autoencoder` trains a KL autoencoder on reconstruction, a new one or that of a file (--freeze-encoder: its decoder
 alone, so that latents do not change).  `reconstruct` tells how well it does on scenes, and draws them.  `new` writes a
@@ -225,13 +225,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     text.add_argument("--min-timestep", type=int, default=200, help="the first: later ones read more (default: 200)")
     text.add_argument("--caption-dropout", type=float, default=0.1)
     whole.add_argument("--vae", default=os.fspath(hub.bundled()), help="begin with this file's (default: the bundled)")
-    whole.add_argument("--minutes", type=float, default=24.0, help="of all of it (default: 24)")
+    whole.add_argument("--minutes", type=float, default=12.0, help="of all of it (default: 12)")
     whole.add_argument("--vae-share", type=float, default=0.2, help="of the time; 0: --vae as it is (default: 0.2)")
     whole.add_argument("--steps", type=int, default=100_000, help="the most of each part")
     whole.add_argument("--batch-size", type=int, default=512, help="of the diffusion model (default: 512)")
     whole.add_argument("--data-workers", type=int, default=max(1, (os.cpu_count() or 1) - 2))
     whole.add_argument("--compile-network", action="store_true", help="compile the diffusion model's networks")
-    whole.set_defaults(scenes=300_000, renderer_options=DATA, resolution=EMOJI.resolution, freeze_encoder=False)
+    whole.set_defaults(scenes=120_000, renderer_options=DATA, resolution=EMOJI.resolution, freeze_encoder=False)
     whole.set_defaults(model_channels=None, channel_mult=None, transformer_depth=None)
     args = parser.parse_args(argv)
     kept = "the state of the last save is kept, `resume=True` continues"

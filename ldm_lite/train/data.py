@@ -289,7 +289,8 @@ def open_folder(folder: Path, resolution: int, caption: str | None = None) -> Im
     """
     if not folder.is_dir():
         raise ValueError(f"{folder}: is not a folder, wanted one with captioned images, or a .tar file")
-    lists = sorted(folder.rglob("metadata.jsonl")) or sorted(folder.glob("*.jsonl"))
+    lists = [path for place in _visible(folder) if (path := place / "metadata.jsonl").is_file()]
+    lists = lists or sorted(folder.glob("*.jsonl"))
     if len(lists) > 1 and lists[0].name != "metadata.jsonl":
         raise ValueError(f"{folder}: holds {len(lists)} lists of captions: name the one to use metadata.jsonl")
     pairs = [pair for path in lists for pair in _from_list(path)] if lists else _from_text_files(folder, caption)
@@ -349,11 +350,15 @@ def _size(image: Image.Image) -> tuple[int, int]:
     return image.size if turned else image.size[::-1]
 
 
+def _visible(folder: Path) -> list[Path]:
+    """Return a folder, and the folders within it but for hidden ones."""
+    within = sorted(path for path in folder.rglob("*") if path.is_dir())
+    return [folder, *(path for path in within if not any(n.startswith(".") for n in path.relative_to(folder).parts))]
+
+
 def _images_in(folder: Path) -> list[Path]:
-    """Return the images of a folder and the folders within it, but for hidden ones, and for masks and hints."""
-    within = (path for path in folder.rglob("*") if path.is_dir())
-    folders = [folder, *(path for path in within if not any(n.startswith(".") for n in path.relative_to(folder).parts))]
-    return sorted(path for place in folders for path in list_images(place) if not path.stem.endswith(BESIDE))
+    """Return the images of a folder and the folders within it, but for masks and hints."""
+    return sorted(path for place in _visible(folder) for path in list_images(place) if not path.stem.endswith(BESIDE))
 
 
 def _from_text_files(folder: Path, caption: str | None) -> list[tuple[Path, str]]:

@@ -325,7 +325,7 @@ def open_dataset(options: TrainOptions, model: Pipeline, path: str | None) -> Da
         caption = options.class_prompt if path == options.class_data else options.caption
         images = replace(open_folder(folder, resolution, caption), masked=options.masked, flip=options.flip)
         images = with_hints(images) if options.stage == "control" else images
-        if options.token is not None:
+        if options.token is not None and path == options.data:  # not of images of the class, or for validation
             check_named(images, options.token)
         factor = model.vae.spec.factor * getattr(model.family.unet, "patch", 1)
         step = factor * max(1, round(resolution / 8 / factor))

@@ -221,6 +221,7 @@ class TrainOptions(DataOptions, LearnedOptions, OptimiserOptions):
             return None
 
 
+# What optimisers and logs need.
 PACKAGES = {"adamw8bit": "bitsandbytes", "prodigy": "prodigyopt", "tensorboard": "tensorboard", "wandb": "wandb"}
 PRECISIONS = {
     "fp32": "float32", "float32": "float32", "fp16": "float16", "float16": "float16",

@@ -30,7 +30,7 @@ from ldm_lite.train import distributed
 from ldm_lite.train.batches import Batch, Draws, Slice, batches, reported_workers
 from ldm_lite.train.data import Dataset
 from ldm_lite.train.losses import Loss, Validation
-from ldm_lite.train.options import MAY_CHANGE, TrainOptions, resolved, settings_of
+from ldm_lite.train.options import MAY_CHANGE, PACKAGES, TrainOptions, resolved, settings_of
 from ldm_lite.train.state import (
     STATE,
     Log,
@@ -485,7 +485,7 @@ def using(networks: Mapping[str, nn.Module], averages: Mapping[str, nn.Module]) 
 
 # ---- optimisers -----------------------------------------------------------------------------------------------------
 
-PACKAGES = {"adamw8bit": ("bitsandbytes", "optim.AdamW8bit"), "prodigy": ("prodigyopt", "Prodigy")}
+CLASSES = {"adamw8bit": "optim.AdamW8bit", "prodigy": "Prodigy"}  # in their packages
 
 
 def make_optimizer(
@@ -499,12 +499,12 @@ def make_optimizer(
     if name == "adamw":
         fused = groups[0]["params"][0].device.type in ("cuda", "cpu")
         return torch.optim.AdamW(groups, lr=lr, betas=betas, weight_decay=weight_decay, fused=fused)
-    package, path = PACKAGES[name]
+    package = PACKAGES[name]
     try:
         optimizer: Any = importlib.import_module(package)
     except ImportError as error:
         raise ValueError(f'`optimizer={name}` needs {package}: pip install "ldm_lite[optimizers]"') from error
-    for part in path.split("."):
+    for part in CLASSES[name].split("."):
         optimizer = getattr(optimizer, part)
     return optimizer(groups, lr=lr, betas=betas, weight_decay=weight_decay)
 

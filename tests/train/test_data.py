@@ -95,6 +95,7 @@ def test_hidden_folders_are_not_read(tmp_path: Path, folder: Path) -> None:
     for place in (tmp_path, tmp_path / ".cache" / "deeper"):
         place.mkdir(parents=True, exist_ok=True)
         (place / "0.png").write_bytes((folder / "0.png").read_bytes())
+    (tmp_path / ".cache" / "metadata.jsonl").write_text('{"file_name": "deeper/0.png", "text": "hidden"}')
     (tmp_path / "0.txt").write_text("picture 0")
     assert [caption for _, caption in pairs(open_data(tmp_path, 16))] == ["picture 0"]
 
@@ -107,6 +108,17 @@ def test_captions_have_the_name_that_is_learned(folder: Path, caplog: pytest.Log
     assert "0.png: its caption lacks 'picture 3', as 5 of 6 do" in caplog.text
     with pytest.raises(ValueError, match=r"0\.png: its caption lacks `token` '<it>', as all captions do"):
         data.check_named(images, "<it>")
+
+
+def test_images_of_the_class_need_not_have_the_name(tmp_path: Path, folder: Path, small_path: Path) -> None:
+    (tmp_path / "0.png").write_bytes((folder / "0.png").read_bytes())
+    (tmp_path / "0.txt").write_text("a cat")
+    pipe = ldm_lite.load(small_path, device="cpu")
+    given = options(folder, tmp_path / "run", stage="embedding", token="picture", class_data=str(tmp_path))
+    for path, count in ((str(folder), 6), (str(tmp_path), 1)):
+        assert len(pairs(encoded.open_dataset(given, pipe, path))) == count
+    with pytest.raises(ValueError, match="its caption lacks `token`"):
+        encoded.open_dataset(replace(given, data=str(tmp_path), class_data=None), pipe, str(tmp_path))
 
 
 @pytest.mark.parametrize(
