@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-FONT = "/usr/share/fonts/truetype/noto/NotoColorEmoji.ttf"
+FONT = "NotoColorEmoji.ttf"  # in any of the folders of fonts
 FONT_SIZE, GLYPH = 109, (136, 128)  # the only size of its bitmaps, and their width and height
 PICTURE = 144  # the side to which the second style's pictures are reduced
 PICTURES = "EMOJI_PICTURES"  # the environment variable with the folder of the second style
@@ -970,8 +970,8 @@ def scenes(
         raise ValueError(f"got {len(entries)} emoji, too few for held-out combinations of each: take 200 or more")
     if resolution < 16:
         raise ValueError(f"got a resolution of {resolution} pixels, wanted 16 or more")
-    _font(font or FONT)
     folder = pictures_folder(None if pictures is None else str(pictures)) if shares["solid"] > 0 else None
+    _font(font or FONT)
     kinds = {name: float(shares[name]) for name in SHARES}
     return Scenes(resolution, entries, two, jitter, font, **kinds, split=str(split), colours=colours, pictures=folder)
 

@@ -14,6 +14,7 @@ from typing import Any
 # many times so beside other work.  OMP_NUM_THREADS=2 python -m pytest takes two.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import machine
 import pytest
 import random_checkpoint
 import toy
@@ -24,6 +25,9 @@ import ldm_lite
 from ldm_lite import Pipeline
 from ldm_lite.runtime import setup
 
+if machine.BARE:
+    machine.strip()
+
 # A process in the background ignores SIGINT, under nohup SIGHUP too, and so do the processes that it starts: tests send
 # these signals.
 for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
@@ -33,7 +37,8 @@ for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.S
 
 @pytest.hookimpl(tryfirst=True)  # before those that are slow are left out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of the cases of a test with the mark thin(n), leave every n-th; the others become slow."""
+    """Of the cases of a test with the mark thin(n), leave every n-th; the others become slow.  Skip what needs(...)."""
+    machine.skip(items)
     counts = Counter[str]()
     for item in items:
         if (mark := item.get_closest_marker("thin")) is not None:

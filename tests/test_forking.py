@@ -122,6 +122,7 @@ def test_every_diff_is_short() -> None:
     assert all(len(diff.splitlines()) <= 40 for diff in DIFFS)
 
 
+@pytest.mark.needs("git")
 @pytest.mark.slow
 def test_what_the_diffs_add_works(fork: Path) -> None:
     """One process for all, since it takes seconds to start."""

@@ -7,7 +7,6 @@ import math
 import pickle
 import re
 import unicodedata
-from collections.abc import Callable
 from pathlib import Path
 
 import evaluate_emoji as evaluation
@@ -18,11 +17,7 @@ import torch
 from PIL import Image, ImageDraw
 from torch.nn import functional as F
 
-
-def needs_font(test: Callable[..., None]) -> Callable[..., None]:
-    """Mark a test that draws."""
-    missing = not Path(emoji.FONT).exists()
-    return pytest.mark.extra(pytest.mark.skipif(missing, reason="needs the package fonts-noto-color-emoji")(test))
+needs_font = pytest.mark.needs("emoji font")
 
 
 # ---- without the font -----------------------------------------------------------------------------------------------

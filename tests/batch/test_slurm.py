@@ -1,7 +1,6 @@
 """The scripts for Slurm, with its commands played by others; and tasks of an array beside each other."""
 
 import os
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -37,7 +36,7 @@ def submit(script: str, log: Path, what: object, **environment: str) -> int:
     return subprocess.run(["bash", str(EXAMPLES / script), "a", "b"], env=job, check=False, timeout=60).returncode
 
 
-@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+@pytest.mark.needs("bash")
 @pytest.mark.parametrize("script", ["batch_array.slurm", "train.slurm"])
 def test_a_job_whose_time_is_over_is_given_out_again(script: str, tmp_path: Path) -> None:
     array = {"SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_TASK_MAX": "16", "SLURM_ARRAY_JOB_ID": "9"}
@@ -49,6 +48,7 @@ def test_a_job_whose_time_is_over_is_given_out_again(script: str, tmp_path: Path
     assert (tmp_path / "scontrol").read_text() == ("requeue 9_3\n" if script[0] == "b" else "requeue 7\n")
 
 
+@pytest.mark.needs("bash")
 def test_a_part_of_an_array_has_the_numbers_of_the_whole(tmp_path: Path) -> None:
     for more, shard in (({"SLURM_ARRAY_TASK_MAX": "16"}, "3/16"), ({"SLURM_ARRAY_TASK_MAX": "7", "OF": "16"}, "3/16")):
         array = {"SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_TASK_COUNT": "2", "SLURM_ARRAY_JOB_ID": "9"}

@@ -461,7 +461,7 @@ def test_flags_of_the_original_scripts_that_only_inform() -> None:
 # ---- streams --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="the shell is another")
+@pytest.mark.needs("bash")
 @pytest.mark.parametrize("how", ["", "PYTHONIOENCODING=ascii", ">&-", "2>&-", ">&- 2>&-"])
 def test_any_name_is_printed_to_any_stream_even_a_closed_one(how: str) -> None:
     code = """

@@ -1,6 +1,5 @@
 """ControlNets and T2I-Adapters in a pipeline: their files, what users write, and whole runs against diffusers."""
 
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -271,7 +270,7 @@ def test_a_whole_job_is_two_graphs(pipe: Pipeline, folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler")
+@pytest.mark.needs("C++ compiler")
 def test_inductor_compiles_a_step_with_controls(pipe: Pipeline, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     torch._dynamo.reset()
     compiled = replace(pipe, step=CompiledStep("step", pipe.unet, "inductor"))

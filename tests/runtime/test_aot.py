@@ -5,8 +5,6 @@ The compiler is slow: only the slow test runs it; the others use a stand-in for 
 
 import copy
 import json
-import os
-import shutil
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -100,9 +98,7 @@ def test_a_copy_runs_the_package_on_its_own_weights(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    shutil.which(os.environ.get("CXX", "g++")) is None, reason="no C++ compiler: ahead-of-time compilation needs one"
-)
+@pytest.mark.needs("C++ compiler")
 def test_real_compilation(tmp_path: Path) -> None:
     path = tmp_path / "folder" / "tiny.pt2"
     aot.export(network(), [tuple(each.contiguous() for each in inputs(batch)) for batch in (2, 4)], path)

@@ -4,7 +4,6 @@ import contextlib
 import copy
 import gc
 import logging
-import shutil
 import threading
 import weakref
 from collections.abc import Iterator
@@ -550,7 +549,7 @@ def test_the_flag_reaches_the_loop(small_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler")
+@pytest.mark.needs("C++ compiler")
 @pytest.mark.parametrize("tier", ["regional", "step", "max"])
 def test_inductor(tier: str, tiny: nn.Module, caplog: pytest.LogCaptureFixture) -> None:
     step = CompiledStep(tier, tiny, "inductor")

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import machine
 import numpy as np
 import pytest
 from PIL import Image
@@ -21,10 +22,7 @@ from ldm_lite.serve.library import Library
 from ldm_lite.serve.options import ServeOptions
 from ldm_lite.serve.queue import Engine
 
-pytestmark = [pytest.mark.extra, pytest.mark.slow]
-CHROMIUM = Path("/usr/bin/chromium")
-if not CHROMIUM.exists():
-    pytest.skip("the page's tests need /usr/bin/chromium: apt-get install chromium", allow_module_level=True)
+pytestmark = [pytest.mark.needs("chromium"), pytest.mark.slow]
 playwright = pytest.importorskip("playwright.sync_api")
 uvicorn = pytest.importorskip("uvicorn")
 pytest.importorskip("prometheus_client")
@@ -70,7 +68,7 @@ Open = Callable[..., Any]
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     with playwright.sync_playwright() as driver:
-        made = driver.chromium.launch(executable_path=str(CHROMIUM), headless=True, args=FLAGS.split())
+        made = driver.chromium.launch(executable_path=machine.program("chromium"), headless=True, args=FLAGS.split())
         yield made
         made.close()
 

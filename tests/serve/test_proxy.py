@@ -5,7 +5,6 @@ import json
 import logging
 import os
 import re
-import shutil
 import socket
 import subprocess
 import time
@@ -13,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import machine
 import pytest
 from serving import Running
 from waiting import free_port, wait_for
@@ -20,9 +20,7 @@ from waiting import free_port, wait_for
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 pytest.importorskip("prometheus_client")
-NGINX = shutil.which("nginx", path="/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/opt/homebrew/bin")
-if NGINX is None:
-    pytest.skip("needs nginx", allow_module_level=True)
+pytestmark = pytest.mark.needs("nginx")
 
 NAME = "images.example.org"
 MAIN = """
@@ -56,7 +54,7 @@ def proxy(library: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[in
     changed = "\n".join(lines).replace("listen 443 ssl", f"listen 127.0.0.1:{port}").replace("7860", str(server.port))
     user = "user root;" if os.geteuid() == 0 else ""  # whose folder it writes to
     (folder / "nginx.conf").write_text(MAIN.format(folder=folder, site=changed, user=user))
-    with subprocess.Popen([NGINX or "", "-p", folder, "-c", folder / "nginx.conf"]) as nginx:
+    with subprocess.Popen([str(machine.program("nginx")), "-p", folder, "-c", folder / "nginx.conf"]) as nginx:
         try:
             wait_for(lambda: answers(port), "an answer of nginx", process=nginx)
             yield port
