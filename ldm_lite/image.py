@@ -43,6 +43,7 @@ MOST_PIXELS = 2**26  # of an image, 8192 x 8192: decoding takes up to 12 bytes e
 RESIZES = ("crop", "fit", "stretch")
 PIXEL_UPSCALERS = {"Lanczos": Image.Resampling.LANCZOS, "Nearest": Image.Resampling.NEAREST}
 SIDES = ("left", "top", "right", "bottom")
+MOST_SHOWN = 2048  # pixels a side of the grid in a notebook
 
 # ---- from files -----------------------------------------------------------------------------------------------------
 
@@ -294,16 +295,28 @@ def to_array(pixels: Tensor, truncate: bool = False) -> NDArray[np.uint8]:
 
 
 def grid(images: Sequence[Image.Image], columns: int) -> Image.Image:
-    """Tile images of one size into a grid, `columns` wide, with the original scripts' gap of 2 pixels.
+    """Tile images into a grid of the largest one's size, `columns` wide, with the original scripts' gap of 2 pixels.
 
     A single image is its own grid: torchvision's make_grid gives it no border either.
     """
     if len(images) == 1:
         return images[0]
-    gap, (width, height) = 2, images[0].size
+    gap, (width, height) = 2, [max(sides) for sides in zip(*(image.size for image in images), strict=True)]
     columns = min(columns, len(images))
     rows = math.ceil(len(images) / columns)
     sheet = Image.new("RGB", (columns * (width + gap) + gap, rows * (height + gap) + gap))
     for i, image in enumerate(images):
         sheet.paste(image, (gap + i % columns * (width + gap), gap + i // columns * (height + gap)))
     return sheet
+
+
+class Images(list[Any]):
+    """A list of images, or of what has an `image`, that a notebook shows as a grid."""
+
+    def _repr_png_(self) -> bytes | None:
+        """Return a PNG of the grid, of up to MOST_SHOWN pixels a side; None without images."""
+        columns = math.ceil(len(self) ** 0.5)
+        images = [getattr(item, "image", item).copy() for item in self]
+        for image in images:
+            image.thumbnail((max(16, MOST_SHOWN // columns),) * 2)
+        return grid(images, columns)._repr_png_() if images else None

@@ -39,7 +39,7 @@ from ldm_lite.core.tasks import noise_of
 from ldm_lite.diffusion.guidance import Conditioning, as_conditioning, rows_of
 from ldm_lite.diffusion.names import make_plan
 from ldm_lite.diffusion.plan import Plan
-from ldm_lite.image import pad, to_array, to_pil, to_pixels
+from ldm_lite.image import Images, pad, to_array, to_pil, to_pixels
 from ldm_lite.runtime import attention
 from ldm_lite.runtime.precision import short_name
 from ldm_lite.tasks import img2img, inpaint, txt2img, upscale
@@ -289,7 +289,8 @@ class Pipeline(Model):
         if output not in OUTPUTS[:3]:
             raise ValueError(f"got `output` {output!r}, wanted one of {', '.join(OUTPUTS[:3])}")
         kinds: dict[str, Callable[[Tensor], Any]] = {"pil": to_pil, "numpy": to_array, "tensor": lambda pixels: pixels}
-        return [kinds[output](pixels) for pixels in self.decode_pixels(latents)]
+        shown = Images if output == "pil" else list
+        return shown(kinds[output](pixels) for pixels in self.decode_pixels(latents))
 
     def encode(self, image: Any) -> Tensor:
         """Encode images of one size; return the mean of their latents (B,C,h,w), in the UNet's scale.
@@ -391,7 +392,7 @@ def _outputs(
         raise ValueError(f"got `output` {output!r}, wanted one of {', '.join(OUTPUTS)}")
     images: Iterator[Any] = results(*_prepared(task, model, kind, function, arguments))
     if output == "pil":
-        return [result.image for result in images]
+        return Images(result.image for result in images)
     if output == "numpy":
         return [result.array for result in images]
-    return [result if output == "result" else result.pixels for result in images]
+    return Images(images) if output == "result" else [result.pixels for result in images]

@@ -17,7 +17,6 @@ from itertools import chain
 from typing import Any
 
 import torch
-from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 
 from ldm_lite.batch.rows import Failed, Item, Rows, describe, group
@@ -247,9 +246,8 @@ class ImageWorker:
 
     def _made(self, item: Item, sample: Sample, result: Result, seconds: float) -> Made:
         """The files of an image, and its line of the manifest."""
-        info, file = PngInfo(), io.BytesIO()
-        info.add_text("parameters", result.parameters)
-        result.image.save(file, format="PNG", pnginfo=info)
+        file = io.BytesIO()
+        result.image.save(file, "PNG")
         code = hashlib.sha256(result.array.tobytes()).hexdigest()
         height, width = result.pixels.shape[1:]
         about: dict[str, object] = {"id": item.name, "prompt": item.prompt, "negative_prompt": item.negative_prompt}

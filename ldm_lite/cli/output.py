@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from PIL.Image import Image
-from PIL.PngImagePlugin import PngInfo
 
 from ldm_lite.cli.files import open_file
 from ldm_lite.cli.options import SaveOptions
+from ldm_lite.cli.pictures import TEXT, write_picture
 from ldm_lite.cli.signals import uninterrupted
 from ldm_lite.cli.writing import replacing
 
@@ -50,12 +50,12 @@ class Saver:
 
     def sample(self, image: Image, text: str, key: str = "") -> Path:
         """Save one image with its parameters and its key (see tasks/existing.py), and return its path."""
-        texts = {"parameters": text} | ({KEY: key} if key else {})
+        texts = {TEXT: text} | ({KEY: key} if key else {})
         return self._save("", "samples", "{:05}.png", image, texts)
 
     def grid(self, image: Image, text: str) -> Path:
         """Save a grid, and return its path."""
-        return self._save("-grid", "", "grid-{:04}.png", image, {"parameters": text})
+        return self._save("-grid", "", "grid-{:04}.png", image, {TEXT: text})
 
     def _save(self, suffix: str, folder: str, name: str, image: Image, texts: Mapping[str, str]) -> Path:
         prefix, stem = name.partition("{")[0], self.out.stem + suffix
@@ -115,16 +115,13 @@ def _save(name: Callable[[int], Path], image: Image, texts: Mapping[str, str], s
 
     Return its path, and the number after its own.
     """
-    info = PngInfo()
-    for kind, text in texts.items():
-        info.add_text(kind, text)
     path = name(start)
     path.parent.mkdir(parents=True, exist_ok=True)
     with uninterrupted():
         descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".png")
         try:
             with os.fdopen(descriptor, "wb") as file:
-                image.save(file, format="PNG", pnginfo=info)
+                write_picture(image, file, "PNG", texts)
             os.chmod(temporary, 0o644)
             while True:
                 try:

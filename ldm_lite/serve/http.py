@@ -18,7 +18,6 @@ from weakref import WeakValueDictionary
 
 from fastapi import Request
 from PIL import Image
-from PIL.PngImagePlugin import PngInfo
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import from_json
 from python_multipart.multipart import parse_options_header
@@ -27,6 +26,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, StreamingResponse
 
 from ldm_lite.cli.console import printable
+from ldm_lite.cli.pictures import text_of, write_picture
 from ldm_lite.image import decode_image, to_rgb, upright
 from ldm_lite.serve.queue import CANCELLED, CLIENT, Engine, Full, Stopping, Ticket, report
 
@@ -355,17 +355,8 @@ def open_base64(text: Any, name: str, most: int) -> Image.Image:
 
 def encoded(image: Image.Image, kind: str = "png", quality: int = 95) -> str:
     """Encode an image, with its text, in base64."""
-    text, file = image.info.get("parameters"), io.BytesIO()
-    if kind == "png":
-        about = PngInfo()
-        if text is not None:
-            (about.add_text if text.isascii() else about.add_itxt)("parameters", text)
-        image.save(file, "PNG", pnginfo=about)
-    else:
-        exif = Image.Exif()
-        if text is not None:
-            exif.get_ifd(0x8769)[0x9286] = b"UNICODE\0" + text.encode("utf-16-be", errors="replace")
-        image.save(file, kind, quality=quality, exif=exif)
+    file = io.BytesIO()
+    write_picture(image, file, kind.upper(), text_of(image), quality=quality)
     return base64.b64encode(file.getvalue()).decode()
 
 

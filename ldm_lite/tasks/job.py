@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -22,6 +24,7 @@ from torch import Tensor
 
 from ldm_lite import generate
 from ldm_lite.checkpoint.model import Model
+from ldm_lite.cli.pictures import TEXT, Picture, save_whole
 from ldm_lite.cli.task_options import Txt2imgOptions
 from ldm_lite.cli.version import __version__
 from ldm_lite.conditioning.prompts import conditioner_of
@@ -349,15 +352,25 @@ class Result:
 
     @property
     def image(self) -> Image.Image:
-        """The image as PIL, RGB, with .info["parameters"]."""
+        """The image as PIL, RGB, with .info["parameters"], which its `save` writes into PNG, JPEG and WebP."""
         image = Image.fromarray(self.array) if self.truncated else to_pil(self.pixels)
-        image.info["parameters"] = self.parameters
-        return image
+        return Picture.of(image, self.parameters)
 
     @property
     def array(self) -> NDArray[np.uint8]:
         """The image as numpy, (H,W,3) in [0,255]."""
         return to_array(self.pixels, self.truncated)
+
+    def save(self, path: str | os.PathLike[str], **arguments: Any) -> None:
+        """Write a PNG, JPEG or WebP with the settings, whole or not at all; arguments are those of Pillow's `save`.
+
+        Raises ValueError for a name with another ending; OSError.
+        """
+        save_whole(self.image, Path(path).expanduser(), {TEXT: self.parameters}, **arguments)
+
+    def _repr_png_(self) -> bytes | None:
+        """Show it in a notebook."""
+        return self.image._repr_png_()
 
 
 # ---- the text of pictures -------------------------------------------------------------------------------------------
