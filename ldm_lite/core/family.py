@@ -5,15 +5,20 @@ Further families add a function to FAMILIES that says whether a file is theirs, 
 
 from __future__ import annotations
 
+import difflib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+
+import numpy as np
+import torch
 
 from ldm_lite.core.clip import CLIPSpec
 from ldm_lite.core.denoise import Conditioning
 from ldm_lite.core.files import Tensors, imported
 from ldm_lite.core.networks import KINDS
-from ldm_lite.core.schedule import Prediction
+from ldm_lite.core.schedule import Prediction, Schedule, scaled_linear_betas
 from ldm_lite.core.tokenizer import CLIPTokenizer
 from ldm_lite.core.unet import UNetSpec
 from ldm_lite.core.vae import VAESpec
@@ -40,6 +45,11 @@ class Family:
     resolution: int  # pixels per side
     steps: int
     scale: float  # of classifier-free guidance
+
+    @property
+    def schedule(self) -> Schedule:
+        """The noise schedule of its betas."""
+        return Schedule.from_betas(scaled_linear_betas(self.beta_start, self.beta_end), self.prediction)
 
 
 # What metadata may tell: fact -> field of Family, and its type; and of networks, whose weights do not tell their heads:
@@ -105,7 +115,15 @@ FAMILIES: list[tuple[str, Any]] = [("clip", stable_diffusion_1)]
 
 
 def recognise(parts: Mapping[str, Tensors], metadata: Mapping[str, str], told: Facts) -> Family:
-    """Return the family of a file, by its networks' shapes, its metadata and what the user says; else ValueError."""
+    """Return the family of a file, by its networks' shapes, its metadata and what the user says.
+
+    Raises ValueError, one line, if they do not tell it, and for an unknown name in what the user says.
+    """
+    names = ["family", *FACTS, *(fact for fact, _ in HEADS.values())]
+    for name in told.keys() - set(names):
+        near = difflib.get_close_matches(name, names, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise ValueError(f"no metadata {name!r}: {hint}expected some of {', '.join(names)}")
     facts = {name.removeprefix(PREFIX): value for name, value in metadata.items() if name.startswith(PREFIX)}
     facts = {**(metadata if metadata.keys() >= SIGNATURE else {}), **facts, **told}
     specs = {kind: imported(KINDS[kind].spec).from_shapes(tensors.shapes) for kind, tensors in parts.items()}
@@ -128,12 +146,12 @@ def matches(specs: Specs, row: Family, told: bool) -> bool:
 
 def with_facts(row: Family, specs: Specs, facts: Facts) -> Family:
     """Return a row with the sizes of a file's networks, and with its facts.  Raises ValueError for nonsense."""
-    values = {field: kind(facts[fact]) for fact, (field, kind) in FACTS.items() if fact in facts}
+    values = {field: _fact(facts, fact, kind) for fact, (field, kind) in FACTS.items() if fact in facts}
     if values.get("prediction", "eps") not in ("eps", "v"):
-        raise ValueError(f"the metadata name the prediction {values['prediction']!r}, wanted eps or v")
+        raise ValueError(f"the metadata name the prediction {values['prediction']!r}, expected eps or v")
     networks = dict(specs)
     for kind, (fact, width) in HEADS.items():
-        heads = int(facts.get(fact, row.networks[kind].heads))
+        heads = _fact(facts, fact, int) if fact in facts else row.networks[kind].heads
         if heads < 1 or getattr(specs[kind], width) % heads:
             size = getattr(specs[kind], width)
             raise ValueError(f"{heads} heads do not divide the width {size} of the {kind}: give metadata {fact}=NUMBER")
@@ -142,8 +160,36 @@ def with_facts(row: Family, specs: Specs, facts: Facts) -> Family:
     return replace(row, networks=networks, tokenizer=tokenizer, **values)
 
 
+def _fact(facts: Facts, name: str, kind: Any) -> Any:
+    """Return a fact as text, or as a number of a kind.  Raises ValueError for what is none, naming the fact."""
+    try:
+        value = kind(facts[name])
+        is_valid = kind is str or 0 <= value < math.inf
+    except (ValueError, TypeError):
+        is_valid = False
+    if not is_valid:
+        expected = "a whole number" if kind is int else "a number"
+        raise ValueError(f"got metadata {name}={facts[name]!r}, expected {expected}")
+    return value
+
+
+def schedule_of(file: Tensors, family: Family) -> Schedule:
+    """Return the noise schedule of a file's buffer, or the family's, if the buffer is that, rounded, or missing.
+
+    Original files hold the family's schedule in float32 or float16; save() writes it exactly, in float64.
+    """
+    if "alphas_cumprod" not in file:
+        return family.schedule
+    stored, known = file["alphas_cumprod"], family.schedule.alpha_bar
+    values = stored.double().numpy()
+    is_rounded = stored.dtype != torch.float64 and stored.shape == known.shape
+    if is_rounded and np.allclose(values, known, rtol=2e-3, atol=1e-4):
+        return family.schedule
+    return Schedule(values, family.prediction)
+
+
 def facts_of(family: Family) -> dict[str, str]:
-    """Return the metadata of which with_facts() makes the same family again: see networks.save_networks."""
+    """Return the metadata of which with_facts() makes the same family again: see saving.save."""
     values = {fact: getattr(family, field) for fact, (field, _) in FACTS.items()}
     heads = {fact: family.networks[kind].heads for kind, (fact, _) in HEADS.items()}
     return {PREFIX + fact: str(value) for fact, value in {"family": "sd1", **values, **heads}.items()}

@@ -6,15 +6,11 @@ Further kinds join from outside, KINDS["name"] = Kind(...), with classes that ar
 from __future__ import annotations
 
 import logging
-import os
 import re
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ldm_lite.core.clip import CLIPSpec, CLIPTextEncoder
@@ -51,23 +47,6 @@ NO_WEIGHTS = re.compile(
 )
 
 
-def save_networks(
-    path: Path, networks: Mapping[str, nn.Module], buffers: Mapping[str, Tensor], metadata: Mapping[str, str]
-) -> None:
-    """Write networks, by kind, into one .safetensors file that split() reads: whole, or not at all."""
-    weights = {
-        KINDS[kind].prefixes[0] + key: value.detach().contiguous().cpu()
-        for kind, network in networks.items()
-        for key, value in network.state_dict().items()
-    }
-    part = path.with_name(path.name + ".part")
-    try:
-        save_file({**buffers, **weights}, part, dict(metadata))
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
-
-
 def split(tensors: Tensors, ema: bool = True) -> dict[str, Tensors]:
     """Return the networks of a file by kind, with `ema` the UNet's EMA copy if it is whole.  ValueError for none."""
     parts: dict[str, Tensors] = {}
@@ -92,13 +71,19 @@ def split(tensors: Tensors, ema: bool = True) -> dict[str, Tensors]:
     return parts
 
 
+def build(kind: str, spec: Any) -> nn.Module:
+    """Return a network of a kind on the meta device: without memory, and without values."""
+    with torch.device("meta"), WithoutInit():
+        network: nn.Module = imported(KINDS[kind].network)(spec)
+    return network
+
+
 def load_network(kind: str, spec: Any, tensors: Tensors, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """Build a network on the meta device, without memory, and fill it strictly, tensor by tensor.
+    """Build a network, and fill it strictly, tensor by tensor.
 
     Raises ValueError, one line with the first differences, if names or shapes differ.
     """
-    with torch.device("meta"), WithoutInit():
-        network = imported(KINDS[kind].network)(spec)
+    network = build(kind, spec)
     wanted = {key: tuple(value.shape) for key, value in network.state_dict().items()}
     missing = sorted(wanted.keys() - tensors.shapes.keys())
     unexpected = sorted(key for key in tensors.shapes.keys() - wanted.keys() if not NO_WEIGHTS.search(key))

@@ -6,7 +6,6 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +14,17 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from ldm_lite.core import features
+from ldm_lite.core import features, saving
 from ldm_lite.core.denoise import Branch, Conditioning, Draw, Inputs, State, denoise_step, run_plan
-from ldm_lite.core.family import Family, facts_of, recognise
+from ldm_lite.core.family import recognise, schedule_of
 from ldm_lite.core.files import Tensors, open_file
 from ldm_lite.core.image import open_image, pad, to_pil, to_pixels
 from ldm_lite.core.job import Result, decode
 from ldm_lite.core.layers import AttentionFn, shared_copy, use_attention
 from ldm_lite.core.model import Model
-from ldm_lite.core.networks import load_network, save_networks, split
+from ldm_lite.core.networks import load_network, split
 from ldm_lite.core.plan import Plan
 from ldm_lite.core.samplers import make_plan
-from ldm_lite.core.schedule import Schedule, scaled_linear_betas
 from ldm_lite.core.tasks import noise_of
 
 log = logging.getLogger("ldm_lite")
@@ -131,10 +129,12 @@ class Pipeline(Model):
         return self.with_networks(unet=unet)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write all networks, in their dtype, with what `load` needs to know, into one .safetensors file."""
-        buffers = {"alphas_cumprod": torch.from_numpy(self.schedule.alpha_bar)}
-        facts = facts_of(replace(self.family, prediction=self.schedule.prediction))
-        save_networks(Path(path), self.networks, buffers, facts)
+        """Write all networks, in their dtype, with what load() needs to know, into one .safetensors file.
+
+        Raises ValueError, one line, before anything is written, for a pipeline that load() would not make again, as
+        with an attention function, hooks, or a schedule or condition of your own.
+        """
+        saving.save(self, Path(path))
 
 
 def bundled() -> Path:
@@ -174,9 +174,13 @@ def load(
         parts |= split(file, ema)
     try:
         family = recognise(parts, files[0].metadata, metadata or {})
-        schedule = _schedule(files[0], family)
+        schedule = schedule_of(files[0], family)
     except ValueError as error:
         raise ValueError(f"{files[0].path}: {error}") from error
+    if schedule.alpha_bar.shape != family.schedule.alpha_bar.shape or not np.allclose(
+        schedule.alpha_bar, family.schedule.alpha_bar, rtol=1e-9, atol=0
+    ):
+        log.warning("%s: using the noise schedule in the file, which is not %s's", files[0].path.name, family.title)
     networks: dict[str, Any] = {
         kind: load_network(kind, spec, parts[kind], device, dtype).requires_grad_(trainable)
         for kind, spec in family.networks.items()
@@ -187,14 +191,3 @@ def load(
     log.info("%s: %s, loaded in %.1f s", files[0].path, family.title, time.perf_counter() - began)
     step = torch.compile(denoise_step) if compile else denoise_step
     return Pipeline(files[0].path.stem, family, schedule, networks, step)
-
-
-def _schedule(file: Tensors, family: Family) -> Schedule:
-    """Return the family's noise schedule, or the file's own, with a warning, if its buffer differs."""
-    schedule = Schedule.from_betas(scaled_linear_betas(family.beta_start, family.beta_end), family.prediction)
-    if "alphas_cumprod" in file:
-        stored = file["alphas_cumprod"].double().numpy()
-        if stored.shape != schedule.alpha_bar.shape or not np.allclose(stored, schedule.alpha_bar, 2e-3, 1e-4):
-            log.warning("%s: using the noise schedule in the file, which is not %s's", file.path.name, family.title)
-            return Schedule(stored, family.prediction)
-    return schedule
