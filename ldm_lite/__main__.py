@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return console.run(_print)
     near = difflib.get_close_matches(name, COMMANDS, n=1)
     hint = f"did you mean {near[0]}? " if near else ""
-    print(f"error: unknown command {name!r}: {hint}wanted one of {', '.join(COMMANDS)}", file=sys.stderr)
+    print(f"error: unknown command {name!r}: {hint}expected one of {', '.join(COMMANDS)}", file=sys.stderr)
     return 2
 
 

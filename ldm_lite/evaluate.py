@@ -45,11 +45,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def evaluate(options: EvaluateOptions) -> dict[str, float]:
     """Return what is measured, by name.  Raises ValueError, one line, for unusable folders or a missing package."""
     if options.images is None or (options.reference is None and options.clip is None):
-        raise ValueError("wanted a folder of images, and `reference=FOLDER` or `clip=MODEL`")
+        raise ValueError("expected a folder of images, and `reference=FOLDER` or `clip=MODEL`")
     folders = [Path(folder) for folder in (options.images, options.reference) if folder is not None]
     for folder in folders:
         if not folder.is_dir():
-            raise ValueError(f"{folder}: is not a folder, wanted one of images")
+            raise ValueError(f"{folder}: is not a folder, expected one of images")
     metrics: dict[str, float] = {}
     if options.reference is not None:
         # Heusel et al. 2017 (FID); Kynkäänniemi et al. 2019 (precision and recall), in features of Inception v3.
@@ -126,7 +126,7 @@ def _images(folder: Path, least: int) -> list[Path]:
     from ldm_lite.image import list_images
 
     if len(paths := list_images(folder)) < least:
-        raise ValueError(f"{folder}: holds {len(paths)} images, wanted {least} or more")
+        raise ValueError(f"{folder}: holds {len(paths)} images, expected {least} or more")
     return paths
 
 

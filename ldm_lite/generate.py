@@ -77,16 +77,16 @@ def check_conditioning(model: Model, shape: tuple[int, ...], conditioning: Condi
             f"it cannot make an image from a prompt alone; take a checkpoint with {model.vae.spec.embed_dim}"
         )
     if len(shape) != 4 or shape[1] != spec.in_channels - further or 0 in shape:
-        raise ValueError(f"got noise of shape {shape}, wanted (B, {spec.in_channels - further}, h, w)")
+        raise ValueError(f"got noise of shape {shape}, expected (B, {spec.in_channels - further}, h, w)")
     context, y = conditioning.get("context"), conditioning.get("y")
     got = "none" if context is None else f"one of shape {tuple(context.shape)}"
     if spec.context_dim is None:
         if context is not None:
-            raise ValueError(f"context: got {got}, wanted none")
+            raise ValueError(f"context: got {got}, expected none")
     elif context is None or context.ndim != 3 or (len(context), context.shape[2]) != (shape[0], spec.context_dim):
-        raise ValueError(f"context: got {got}, wanted ({shape[0]}, T, {spec.context_dim})")
+        raise ValueError(f"context: got {got}, expected ({shape[0]}, T, {spec.context_dim})")
     width = (spec.vector_dim or 0) + (spec.guidance_dim or 0)
     wanted = (shape[0], width) if width else None if spec.num_classes is None else (shape[0],)
     if (None if y is None else tuple(y.shape)) != wanted:
         got = "none" if y is None else f"one of shape {tuple(y.shape)}"
-        raise ValueError(f"y: got {got}, wanted {'none' if wanted is None else f'one of shape {wanted}'}")
+        raise ValueError(f"y: got {got}, expected {'none' if wanted is None else f'one of shape {wanted}'}")

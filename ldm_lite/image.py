@@ -108,7 +108,7 @@ def _readable(path: str | os.PathLike[str]) -> Iterator[None]:
     except Exception as error:
         why = f" ({' '.join(str(error).split()) or type(error).__name__})"
         if isinstance(error, UnidentifiedImageError):
-            why = f", wanted {', '.join(_formats())}"
+            why = f", expected {', '.join(_formats())}"
         elif isinstance(error, Image.DecompressionBombError):
             why = f": it has more than {MOST_PIXELS} pixels, make it smaller"
         raise ValueError(f"{os.fspath(path)}: is not an image that can be read{why}") from error
@@ -129,7 +129,7 @@ def _check_size(size: tuple[int, int], limit: int = MOST_PIXELS) -> None:
     if not 0 < width * height <= limit or max(size) > MOST_PX:
         most = f"at most {limit} in all and {MOST_PX} a side: make it smaller"
         wanted = "one or more" if width * height == 0 else most
-        raise ValueError(f"got an image of {width} x {height} pixels, wanted {wanted}")
+        raise ValueError(f"got an image of {width} x {height} pixels, expected {wanted}")
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
@@ -177,7 +177,7 @@ def to_image(value: Any) -> Image.Image:
     ValueError for anything else, and for more than MOST_PIXELS.
     """
     if not isinstance(value, (Image.Image, Tensor, np.ndarray)):
-        raise ValueError(f"got {type(value).__name__} as an image, wanted a path, PIL, an array (H,W,3) or a tensor")
+        raise ValueError(f"got {type(value).__name__} as an image, expected a path, PIL, an array (H,W,3) or a tensor")
     if isinstance(value, Image.Image):
         _check_size(value.size)
         try:
@@ -188,24 +188,24 @@ def to_image(value: Any) -> Image.Image:
     if isinstance(value, Tensor):
         pixels = value[0] if value.ndim == 4 and len(value) == 1 else value
         if pixels.ndim != 3 or len(pixels) != 3 or not pixels.numel():
-            raise ValueError(f"got a tensor of shape {tuple(value.shape)} as an image, wanted (3,H,W) in [-1,1]")
+            raise ValueError(f"got a tensor of shape {tuple(value.shape)} as an image, expected (3,H,W) in [-1,1]")
         _check_size((pixels.shape[2], pixels.shape[1]))
         if not pixels.is_floating_point() or not pixels.abs().max() <= 2:
             raise ValueError(
-                f"got a tensor of {value.dtype} from {pixels.min()} to {pixels.max()} as an image, wanted [-1,1]"
+                f"got a tensor of {value.dtype} from {pixels.min()} to {pixels.max()} as an image, expected [-1,1]"
             )
         return to_pil(pixels.detach().cpu())
     value = value[:, :, 0] if value.ndim == 3 and value.shape[2] == 1 else value
     if value.ndim not in (2, 3) or value.shape[2:] not in ((), (3,), (4,)) or not value.size:
-        raise ValueError(f"got an array of shape {value.shape} as an image, wanted (H,W), (H,W,3) or (H,W,4)")
+        raise ValueError(f"got an array of shape {value.shape} as an image, expected (H,W), (H,W,3) or (H,W,4)")
     _check_size((value.shape[1], value.shape[0]))
     if value.dtype.kind not in "buif":
-        raise ValueError(f"got an array of {value.dtype} as an image, wanted uint8, or floats in [0,1]")
+        raise ValueError(f"got an array of {value.dtype} as an image, expected uint8, or floats in [0,1]")
     least, most = float(value.min()), float(value.max())
     floats = value.dtype.kind == "f"
     if not (-0.5 <= least <= most <= 1.5 if floats else 0 <= least <= most <= (65535 if value.dtype == "u2" else 255)):
         wanted = "[0,1]" if floats else "0 to 255"
-        raise ValueError(f"got an array of {value.dtype} from {least:g} to {most:g} as an image, wanted {wanted}")
+        raise ValueError(f"got an array of {value.dtype} from {least:g} to {most:g} as an image, expected {wanted}")
     scale = 255 if floats or value.dtype.kind == "b" else 1 / 257 if value.dtype == "u2" else 1
     result = np.empty(value.shape, dtype=np.uint8)
     for row, into in zip(value, result, strict=True):  # by row: eight times less memory
@@ -224,7 +224,7 @@ def resize(image: Image.Image, size: tuple[int, int], how: str) -> Image.Image:
     and for sizes, also of what is cropped afterwards, beyond MOST_PIXELS.
     """
     if how not in RESIZES:
-        raise ValueError(f"got resize {how!r}, wanted {', '.join(RESIZES)}")
+        raise ValueError(f"got resize {how!r}, expected {', '.join(RESIZES)}")
     width, height = size
     if how != "stretch":
         ratios = [wanted / side for wanted, side in zip(size, image.size, strict=True)]
@@ -253,7 +253,7 @@ def extend(image: Image.Image, sides: Mapping[str, int]) -> tuple[Image.Image, I
     Raises ValueError for unknown sides, negative numbers, or if nothing is added.
     """
     if not sides or set(sides) - set(SIDES) or min(sides.values()) < 0 or not any(sides.values()):
-        raise ValueError(f"got extend {dict(sides)}, wanted pixels above 0 for some of {', '.join(SIDES)}")
+        raise ValueError(f"got extend {dict(sides)}, expected pixels above 0 for some of {', '.join(SIDES)}")
     left, top, right, bottom = (sides.get(side, 0) for side in SIDES)
     edges = np.pad(np.asarray(image), ((top, bottom), (left, right), (0, 0)), mode="edge")
     mask = Image.new("L", (edges.shape[1], edges.shape[0]), 255)

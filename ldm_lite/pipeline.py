@@ -202,7 +202,7 @@ class Pipeline(Model):
         size = options.pop("size", None)
         sides = size if isinstance(size, (tuple, list)) and len(size) == 2 else (None, None)
         if size is not None and None in sides:
-            raise TypeError(f"got `size` {size!r:.60}, wanted (height, width) in pixels")
+            raise TypeError(f"got `size` {size!r:.60}, expected (height, width) in pixels")
         names = [field.name for field in dataclasses.fields(ConditioningOptions)]
         if unknown := [name for name in options if name not in ("prompt_syntax", "clip_skip", *names)]:
             takes = ", ".join(["negative", "size", "prompt_syntax", "clip_skip", *names])
@@ -275,10 +275,12 @@ class Pipeline(Model):
         docs/forking.md.
         """
         if not isinstance(noise, Tensor) or not isinstance(plan, Plan):
-            raise TypeError(f"got {type(noise).__name__} and {type(plan).__name__}, wanted noise, a tensor, and a Plan")
+            raise TypeError(
+                f"got {type(noise).__name__} and {type(plan).__name__}, expected a tensor of noise and a Plan"
+            )
         count, positive, negative = len(noise), as_conditioning(cond), as_conditioning(uncond)
         if positive is None:
-            raise TypeError("got None as conditioning, wanted what encode_prompt makes")
+            raise TypeError("got None as conditioning, expected what encode_prompt makes")
         of_images = rows_of(positive, slice(None), count)
         of_negative = None if negative is None else rows_of(negative, slice(None), count)
         branches = guided(self, of_images, of_negative, guidance)
@@ -287,7 +289,7 @@ class Pipeline(Model):
     def decode(self, latents: Tensor, *, output: str = "pil") -> list[Any]:
         """Decode latents (B,C,h,w), in the UNet's scale, to B images; output is "pil", "numpy" or "tensor"."""
         if output not in OUTPUTS[:3]:
-            raise ValueError(f"got `output` {output!r}, wanted one of {', '.join(OUTPUTS[:3])}")
+            raise ValueError(f"got `output` {output!r}, expected one of {', '.join(OUTPUTS[:3])}")
         kinds: dict[str, Callable[[Tensor], Any]] = {"pil": to_pil, "numpy": to_array, "tensor": lambda pixels: pixels}
         shown = Images if output == "pil" else list
         return shown(kinds[output](pixels) for pixels in self.decode_pixels(latents))
@@ -303,7 +305,7 @@ class Pipeline(Model):
         pixels = [pad(to_pixels(open_source(source).image), factor) for source in images]
         if len({image.shape for image in pixels}) != 1:
             sizes = " and ".join(f"{image.shape[2]}x{image.shape[1]}" for image in pixels)
-            raise ValueError(f"got images of {sizes or 'no'} pixels, wanted one or more of one size")
+            raise ValueError(f"got images of {sizes or 'no'} pixels, expected one or more of one size")
         return self.encode_pixels(torch.stack(pixels))
 
     def lora(self, source: str | os.PathLike[str] | Lora, weight: float | str = 1.0) -> MergedLora:
@@ -389,7 +391,7 @@ def _outputs(
 ) -> list[Any]:
     """Return the images that a task makes of arguments."""
     if output not in OUTPUTS:
-        raise ValueError(f"got `output` {output!r}, wanted one of {', '.join(OUTPUTS)}")
+        raise ValueError(f"got `output` {output!r}, expected one of {', '.join(OUTPUTS)}")
     images: Iterator[Any] = results(*_prepared(task, model, kind, function, arguments))
     if output == "pil":
         return Images(result.image for result in images)

@@ -531,7 +531,7 @@ class Descriptor:
             return None
         return (
             f"the classifier itself is right on {self.clean:.1%} of clean and {self.worsened:.1%} of blurred renders "
-            "(wanted 99.5 and 98): identity is understated"
+            "(expected 99.5 and 98): identity is understated"
         )
 
 
@@ -845,7 +845,7 @@ def run(args: argparse.Namespace) -> None:
 
     entries = vocabulary(args.emoji)
     if args.count < 1 or args.batch < 1 or args.seed < 0:
-        raise ValueError(f"got count {args.count}, batch {args.batch}, seed {args.seed}, wanted 1, 1 and 0 or more")
+        raise ValueError(f"got count {args.count}, batch {args.batch}, seed {args.seed}, expected 1, 1 and 0 or more")
     pipe = ldm_lite.load(args.ckpt, device=args.device)
     scale = pipe.family.scale if args.scale is None else args.scale
     steps = pipe.family.steps if args.steps is None else args.steps
@@ -854,9 +854,9 @@ def run(args: argparse.Namespace) -> None:
     kinds, styles = args.kinds.split(","), tuple(args.styles.split(","))
     for what, asked, known in (("kind", kinds, KINDS), ("style", styles, STYLES)):
         if unknown := [name for name in asked if name not in known]:
-            raise ValueError(f"got the {what} {unknown[0]!r}, wanted some of {', '.join(known)}")
+            raise ValueError(f"got the {what} {unknown[0]!r}, expected some of {', '.join(known)}")
     if not 2 <= args.colours <= len(COLOURS):
-        raise ValueError(f"got {args.colours} colours, wanted 2 to {len(COLOURS)}")
+        raise ValueError(f"got {args.colours} colours, expected 2 to {len(COLOURS)}")
     pictures = pictures_folder(args.pictures) if SOLID in styles else None
     world = World(entries, args.font, args.colours, styles, pictures)
     classify = descriptor(world, args.out, say)

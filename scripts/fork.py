@@ -84,7 +84,7 @@ def imports(paths: Iterable[Path]) -> set[str]:
 def check_name(name: str) -> None:
     """Raises ValueError for a name that is none for a package, or that another module has."""
     if not re.fullmatch("[A-Za-z]([A-Za-z0-9_]*[A-Za-z0-9])?", name) or keyword.iskeyword(name):
-        raise ValueError(f"got the name {name!r}, wanted letters, digits and underscores, as in mylab")
+        raise ValueError(f"got the name {name!r}, expected letters, digits and underscores, as in mylab")
     files = [*CORE.glob("*.py"), *TESTS.glob("*.py")]
     taken = {*sys.stdlib_module_names, *imports(files), *(path.stem for path in TESTS.glob("*.py")), "ldm_lite"}
     if name.lower() in {other.lower() for other in taken} or importlib.util.find_spec(name) is not None:

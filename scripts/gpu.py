@@ -154,7 +154,7 @@ def main() -> int:
     args = parser.parse_args()
     args.out = args.out or Path("outputs/gpu-toy" if args.toy else "outputs/gpu")  # a rehearsal does no stage
     if unknown := [stage for stage in args.stages if stage not in STAGES]:
-        parser.error(f"unknown stage {unknown[0]}, wanted some of {', '.join(STAGES)}")
+        parser.error(f"unknown stage {unknown[0]}, expected some of {', '.join(STAGES)}")
     if not args.toy and not torch.cuda.is_available():
         parser.error("there is no CUDA device: --toy rehearses the stages without")
     if not torch.cuda.is_available():

@@ -342,7 +342,7 @@ def vocabulary(emoji: int | None = None) -> tuple[Entry, ...]:
     if emoji is None:
         return VOCABULARY
     if not 1 <= emoji <= len(VOCABULARY):
-        raise ValueError(f"got {emoji} emoji, wanted 1 to {len(VOCABULARY)}")
+        raise ValueError(f"got {emoji} emoji, expected 1 to {len(VOCABULARY)}")
     return VOCABULARY[:emoji]
 
 
@@ -541,7 +541,7 @@ def _picture(character: str, folder: Path) -> Image.Image:
             pass
         except OSError as error:
             raise ValueError(f"{folder / name}: cannot be read ({error}): unpack the pictures again") from error
-    raise ValueError(f"{folder}: has no picture of U+{ord(character):X}: wanted {ord(character):04x}.webp")
+    raise ValueError(f"{folder}: has no picture of U+{ord(character):X}: expected {ord(character):04x}.webp")
 
 
 def pictures_folder(folder: str | None = None) -> str:
@@ -658,10 +658,10 @@ def render(
     16 and a missing font.
     """
     if resolution < 16:
-        raise ValueError(f"got a resolution of {resolution} pixels, wanted 16 or more")
+        raise ValueError(f"got a resolution of {resolution} pixels, expected 16 or more")
     if isinstance(colour, str):
         if colour not in COLOURS:
-            raise ValueError(f"got the colour {colour!r}, wanted one of {', '.join(COLOURS)}")
+            raise ValueError(f"got the colour {colour!r}, expected one of {', '.join(COLOURS)}")
         colour = COLOURS[colour]
     image = Image.new("RGB", (resolution, resolution), colour)
     _paste(image, _scaled(character, tint, max(1, round(size * resolution)), font), centre)
@@ -951,25 +951,25 @@ def scenes(
     others = {"split": "all", "colours": len(COLOURS), "pictures": None}
     if unknown := sorted(set(more) - {*SHARES, *others}):
         wanted = ", ".join((*SHARES, *others))
-        raise ValueError(f"got the option {unknown[0]!r}, wanted one of emoji, two, jitter, font, {wanted}")
+        raise ValueError(f"got the option {unknown[0]!r}, expected one of emoji, two, jitter, font, {wanted}")
     for name, value in more.items():
         (others if name in others else shares)[name] = value  # type: ignore[assignment]
     split, colours, pictures = others["split"], others["colours"], others["pictures"]
     for name, value in shares.items():
         if not isinstance(value, (int, float)) or not 0 <= value <= 1:
-            raise ValueError(f"got {name} {value!r}, wanted 0 to 1")
+            raise ValueError(f"got {name} {value!r}, expected 0 to 1")
     if split not in SPLITS:
-        raise ValueError(f"got the split {split!r}, wanted one of {', '.join(SPLITS)}")
+        raise ValueError(f"got the split {split!r}, expected one of {', '.join(SPLITS)}")
     if type(colours) is not int or not 2 <= colours <= len(COLOURS):
-        raise ValueError(f"got colours {colours!r}, wanted 2 to {len(COLOURS)}")
+        raise ValueError(f"got colours {colours!r}, expected 2 to {len(COLOURS)}")
     if two + shares["counts"] > 1:
-        raise ValueError(f"got two {two} and counts {shares['counts']}, wanted 1 or less together")
+        raise ValueError(f"got two {two} and counts {shares['counts']}, expected 1 or less together")
     if two > 0 and len(entries) < 2:
         raise ValueError("got one emoji and scenes of two different ones: take --emoji 2 or more")
     if split == "held_out" and len(entries) < 200:
         raise ValueError(f"got {len(entries)} emoji, too few for held-out combinations of each: take 200 or more")
     if resolution < 16:
-        raise ValueError(f"got a resolution of {resolution} pixels, wanted 16 or more")
+        raise ValueError(f"got a resolution of {resolution} pixels, expected 16 or more")
     folder = pictures_folder(None if pictures is None else str(pictures)) if shares["solid"] > 0 else None
     _font(font or FONT)
     kinds = {name: float(shares[name]) for name in SHARES}
@@ -1028,7 +1028,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         if args.count < 1 or args.seed < 0:
-            raise ValueError(f"got count {args.count} and seed {args.seed}, wanted 1 or more and 0 or more")
+            raise ValueError(f"got count {args.count} and seed {args.seed}, expected 1 or more and 0 or more")
         more = {name: getattr(args, name) for name in (*SHARES, "split", "colours", "pictures")}
         scene = scenes(args.resolution, args.emoji, args.two, args.jitter, args.font, **more)
         cells = []

@@ -103,7 +103,7 @@ def test_ready_conditioning_of_sdxl_keeps_its_vector(tmp_path: Path) -> None:
     assert torch.equal(given[0], pixels(pipe, "a cat", negative_prompt="")[0])
     other = Conditioning(cond.context, cond.y + 1)
     assert not torch.equal(given[0], pixels(pipe, cond=other, uncond=uncond)[0])
-    with pytest.raises(ValueError, match="y: got none, wanted one of shape"):
+    with pytest.raises(ValueError, match="y: got none, expected one of shape"):
         pixels(pipe, cond=cond.context, uncond=uncond.context)
 
 
@@ -145,22 +145,22 @@ def test_a_control_is_loaded_once_and_used_often(pipe: Pipeline, tmp_path: Path)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"steps": 0}, "got `steps` 0, wanted 1 to 1000"),
-        ({"seed": [1, 2]}, "got 2 seeds for 1 images, wanted one, or one for each"),
+        ({"steps": 0}, "got `steps` 0, expected 1 to 1000"),
+        ({"seed": [1, 2]}, "got 2 seeds for 1 images, expected one, or one for each"),
         ({"sampler": "nothing"}, "unknown sampler 'nothing'"),
-        ({"output": "jpeg"}, "got `output` 'jpeg', wanted one of pil, numpy, tensor, result"),
-        ({"noise": torch.zeros(1, 4, 9, 9)}, r"got `noise` of shape \(1, 4, 9, 9\), wanted \(1, 4, 8, 8\)"),
+        ({"output": "jpeg"}, "got `output` 'jpeg', expected one of pil, numpy, tensor, result"),
+        ({"noise": torch.zeros(1, 4, 9, 9)}, r"got `noise` of shape \(1, 4, 9, 9\), expected \(1, 4, 8, 8\)"),
         ({"refiner_start": 0.5}, "`refiner_start` needs a refiner: give one with `refiner=FILE`"),
         ({"original_size": (64, 64)}, "does not use: leave out `original_size`"),
         ({"prompt": []}, "got an empty list of prompts"),
         ({"control": ["a:b:c"]}, "got control 'a:b:c'"),
-        ({"prompt_syntax": "A1111"}, "got `prompt_syntax` 'A1111', wanted one of plain, a1111"),
+        ({"prompt_syntax": "A1111"}, "got `prompt_syntax` 'A1111', expected one of plain, a1111"),
         ({"sampler": ""}, "got `sampler` '', an empty text: give a value, or leave it out"),
         ({"refiner": ""}, "got `refiner` '', an empty text"),
-        ({"guidance": math.nan}, "got `guidance` nan, wanted a finite number or a function"),
-        ({"guidance": 10**400}, "got `guidance` 1.*, wanted a finite number or a function"),
-        ({"cond": torch.tensor(2.0)}, r"got conditioning of shape \(\), wanted one row for each prompt"),
-        ({"height": 2**16, "width": 2**16}, "got `height=65536` and `width=65536`, wanted at most 67108864 pixels"),
+        ({"guidance": math.nan}, "got `guidance` nan, expected a finite number or a function"),
+        ({"guidance": 10**400}, "got `guidance` 1.*, expected a finite number or a function"),
+        ({"cond": torch.tensor(2.0)}, r"got conditioning of shape \(\), expected one row for each prompt"),
+        ({"height": 2**16, "width": 2**16}, "got `height=65536` and `width=65536`, expected at most 67108864 pixels"),
     ],
 )
 def test_errors_name_the_argument_in_python_s_terms(pipe: Pipeline, options: dict[str, object], message: str) -> None:
@@ -172,29 +172,29 @@ def test_errors_name_the_argument_in_python_s_terms(pipe: Pipeline, options: dic
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"steps": "2"}, "got `steps` '2', wanted a whole number"),
-        ({"steps": 2.5}, "got `steps` 2.5, wanted a whole number"),
-        ({"seed": None}, "got `seed` None, wanted a whole number or a list of them"),
-        ({"seed": [1.5]}, "got `seed` 1.5, wanted a whole number"),
-        ({"scale": "7"}, "got `scale` '7', wanted a number"),
-        ({"compat": "no"}, "got `compat` 'no', wanted True or False"),
-        ({"prompt": 5}, "got `prompt` 5, wanted a text or a list of them"),
-        ({"prompt": ["a", None]}, "got `prompt` None, wanted a text"),
-        ({"negative_prompt": ["a"]}, r"got `negative_prompt` \['a'\], wanted a text"),
-        ({"sampler": 3}, "got `sampler` 3, wanted a text"),
-        ({"control": 5}, "got int as `control`, wanted a Control or FILE:IMAGE"),
-        ({"plan": 5}, "got int as `plan`, wanted a Plan"),
-        ({"noise": np.zeros((1, 4, 8, 8))}, "got ndarray as `noise`, wanted a tensor"),
-        ({"cond": "a cat"}, "got str as conditioning, wanted what encode_prompt makes, or a tensor"),
-        ({"guidance": "7"}, "got `guidance` '7', wanted a number or a function"),
-        ({"guidance": [7, 8]}, r"got `guidance` \[7, 8\], wanted a number or a function"),
-        ({"guidance": torch.ones(2)}, "got `guidance` tensor.*, wanted a number or a function"),
-        ({"compat": torch.ones(2)}, "got `compat` tensor.*, wanted True or False"),
-        ({"compat": np.array([])}, "got `compat` array.*, wanted True or False"),
-        ({"sampler": print}, "got `sampler` <built-in function print>, wanted a text"),
-        ({"regions": print}, "got `regions` <built-in function print>, wanted a text"),
-        ({"refiner": 5}, "got 5 as a checkpoint, wanted a path"),
-        ({"from_png": 5}, "got 5 as a file, wanted its path"),
+        ({"steps": "2"}, "got `steps` '2', expected a whole number"),
+        ({"steps": 2.5}, "got `steps` 2.5, expected a whole number"),
+        ({"seed": None}, "got `seed` None, expected a whole number or a list of them"),
+        ({"seed": [1.5]}, "got `seed` 1.5, expected a whole number"),
+        ({"scale": "7"}, "got `scale` '7', expected a number"),
+        ({"compat": "no"}, "got `compat` 'no', expected True or False"),
+        ({"prompt": 5}, "got `prompt` 5, expected a text or a list of them"),
+        ({"prompt": ["a", None]}, "got `prompt` None, expected a text"),
+        ({"negative_prompt": ["a"]}, r"got `negative_prompt` \['a'\], expected a text"),
+        ({"sampler": 3}, "got `sampler` 3, expected a text"),
+        ({"control": 5}, "got int as `control`, expected a Control or FILE:IMAGE"),
+        ({"plan": 5}, "got int as `plan`, expected a Plan"),
+        ({"noise": np.zeros((1, 4, 8, 8))}, "got ndarray as `noise`, expected a tensor"),
+        ({"cond": "a cat"}, "got str as conditioning, expected what encode_prompt makes, or a tensor"),
+        ({"guidance": "7"}, "got `guidance` '7', expected a number or a function"),
+        ({"guidance": [7, 8]}, r"got `guidance` \[7, 8\], expected a number or a function"),
+        ({"guidance": torch.ones(2)}, "got `guidance` tensor.*, expected a number or a function"),
+        ({"compat": torch.ones(2)}, "got `compat` tensor.*, expected True or False"),
+        ({"compat": np.array([])}, "got `compat` array.*, expected True or False"),
+        ({"sampler": print}, "got `sampler` <built-in function print>, expected a text"),
+        ({"regions": print}, "got `regions` <built-in function print>, expected a text"),
+        ({"refiner": 5}, "got 5 as a checkpoint, expected a path"),
+        ({"from_png": 5}, "got 5 as a file, expected its path"),
     ],
 )
 def test_values_of_another_type_are_a_type_error(pipe: Pipeline, options: dict[str, object], message: str) -> None:
@@ -216,13 +216,13 @@ def test_sizes_come_as_numbers_and_are_checked(pipe: Pipeline, tmp_path: Path) -
     [result] = sdxl.txt2img("a cat", original_size=[64, 32], steps=1, output="result")
     assert "Original size: 64x32" in result.parameters
     for wrong in (3, (0, 64), (1, 2, 3)):
-        with pytest.raises(ValueError, match=r"got `original_size` .*, wanted HxW"):
+        with pytest.raises(ValueError, match=r"got `original_size` .*, expected HxW"):
             pipe.txt2img("a cat", original_size=wrong)
 
 
 @pytest.mark.parametrize("wrong", [lambda c, u: 3.0, lambda c, u: c[:, :1], lambda c, u: None])
 def test_a_guidance_function_must_keep_the_shape(pipe: Pipeline, wrong: object) -> None:
-    with pytest.raises(ValueError, match=r"from the `guidance` function, wanted \(1, 4, 8, 8\)"):
+    with pytest.raises(ValueError, match=r"from the `guidance` function, expected \(1, 4, 8, 8\)"):
         pixels(pipe, "a cat", guidance=wrong)
 
 
@@ -248,46 +248,46 @@ def test_a_plan_of_another_network_or_beside_a_sampler_is_refused(
 def test_parts_that_do_not_fit_are_errors_of_one_line(pipe: Pipeline) -> None:
     cond, uncond, plan = pipe.encode_prompt(["a cat", "a dog"]), pipe.encode_prompt(""), pipe.plan("euler_a", 2)
     noise = pipe.noise([1, 2, 3])
-    with pytest.raises(ValueError, match=r"got conditioning of shape \(2, .* for 3 images, wanted 1 or 3"):
+    with pytest.raises(ValueError, match=r"got conditioning of shape \(2, .* for 3 images, expected 1 or 3"):
         pipe.denoise(noise, cond, uncond, plan)
-    with pytest.raises(ValueError, match=r"got noise of shape .* from `draw`, wanted"):
+    with pytest.raises(ValueError, match=r"got noise of shape .* from `draw`, expected"):
         pipe.denoise(noise[:2], cond, uncond, plan, draw=lambda: noise)
-    with pytest.raises(ValueError, match="got images of 64x64 and 64x32 pixels, wanted one or more of one size"):
+    with pytest.raises(ValueError, match="got images of 64x64 and 64x32 pixels, expected one or more of one size"):
         pipe.encode([toy.photo(), toy.photo()[:32]])
     with pytest.raises(ValueError, match="no prompt: give a text"):
         pipe.encode_prompt([])
     with pytest.raises(ValueError, match="does not use: leave out `original_size`"):
         pipe.encode_prompt("a cat", original_size=(64, 64))
-    with pytest.raises(TypeError, match="got attention 3, wanted a name or a function"):
+    with pytest.raises(TypeError, match="got attention 3, expected a name or a function"):
         pipe.use_attention(3)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda pipe: denoised(pipe, pipe.noise()[0]), r"got noise of shape \(4, 8, 8\), wanted \(B, 4, h, w\)"),
-        (lambda pipe: denoised(pipe, pipe.noise()[:0]), r"got noise of shape \(0, 4, 8, 8\), wanted"),
-        (lambda pipe: pipe.decode(pipe.noise()[0]), r"got latents of shape \(4, 8, 8\), wanted \(B, 4, h, w\)"),
-        (lambda pipe: pipe.decode(pipe.noise()[..., :0]), r"got latents of shape \(1, 4, 8, 0\), wanted"),
-        (lambda pipe: pipe.decode(pipe.noise().numpy()), "got ndarray as latents, wanted a tensor"),
-        (lambda pipe: pipe.decode(None), "got NoneType as latents, wanted a tensor"),
-        (lambda pipe: pipe.noise(1, 10**6, 10**6), "got `height` 1000000, wanted 1 to 65536"),
-        (lambda pipe: pipe.noise(1, 2**16, 2**16), "wanted at most 67108864 pixels in all"),
-        (lambda pipe: pipe.noise(1, 64.0, 64), "got `height` 64.0, wanted a whole number"),
-        (lambda pipe: pipe.plan("ddim", "5"), "got `steps` '5', wanted a whole number"),
-        (lambda pipe: pipe.plan(5, 5), "got `sampler` 5, wanted a text"),
-        (lambda pipe: pipe.plan("ddim", 5, spacing=5), "got `spacing` 5, wanted a text"),
-        (lambda pipe: pipe.plan("ddim", 5, eta="1"), "got `eta` '1', wanted a number"),
-        (lambda pipe: pipe.plan("ddim", 5, last=1.5), "got last 1.5, wanted a whole number"),
-        (lambda pipe: pipe.encode_prompt("a", clip_skip="1"), "got `clip_skip` '1', wanted a whole number"),
-        (lambda pipe: pipe.encode_prompt("a", size="64"), r"got `size` '64', wanted \(height, width\) in pixels"),
+        (lambda pipe: denoised(pipe, pipe.noise()[0]), r"got noise of shape \(4, 8, 8\), expected \(B, 4, h, w\)"),
+        (lambda pipe: denoised(pipe, pipe.noise()[:0]), r"got noise of shape \(0, 4, 8, 8\), expected"),
+        (lambda pipe: pipe.decode(pipe.noise()[0]), r"got latents of shape \(4, 8, 8\), expected \(B, 4, h, w\)"),
+        (lambda pipe: pipe.decode(pipe.noise()[..., :0]), r"got latents of shape \(1, 4, 8, 0\), expected"),
+        (lambda pipe: pipe.decode(pipe.noise().numpy()), "got ndarray as latents, expected a tensor"),
+        (lambda pipe: pipe.decode(None), "got NoneType as latents, expected a tensor"),
+        (lambda pipe: pipe.noise(1, 10**6, 10**6), "got `height` 1000000, expected 1 to 65536"),
+        (lambda pipe: pipe.noise(1, 2**16, 2**16), "expected at most 67108864 pixels in all"),
+        (lambda pipe: pipe.noise(1, 64.0, 64), "got `height` 64.0, expected a whole number"),
+        (lambda pipe: pipe.plan("ddim", "5"), "got `steps` '5', expected a whole number"),
+        (lambda pipe: pipe.plan(5, 5), "got `sampler` 5, expected a text"),
+        (lambda pipe: pipe.plan("ddim", 5, spacing=5), "got `spacing` 5, expected a text"),
+        (lambda pipe: pipe.plan("ddim", 5, eta="1"), "got `eta` '1', expected a number"),
+        (lambda pipe: pipe.plan("ddim", 5, last=1.5), "got last 1.5, expected a whole number"),
+        (lambda pipe: pipe.encode_prompt("a", clip_skip="1"), "got `clip_skip` '1', expected a whole number"),
+        (lambda pipe: pipe.encode_prompt("a", size="64"), r"got `size` '64', expected \(height, width\) in pixels"),
         (
             lambda pipe: pipe.encode_prompt("a", sintax="a1111"),
             "has no argument 'sintax': it takes negative, size",
         ),
         (lambda pipe: pipe.img2img("a", ""), "got `init_img` '', an empty text"),
         (lambda pipe: pipe.img2img("a", "a\0b"), "is not a name that a file can have"),
-        (lambda pipe: ldm_lite.load(5), "got 5 as a checkpoint, wanted a path"),
+        (lambda pipe: ldm_lite.load(5), "got 5 as a checkpoint, expected a path"),
         (lambda pipe: ldm_lite.load(vae=""), "got `vae` '', an empty text"),
     ],
 )
@@ -329,7 +329,7 @@ def test_load_refuses_what_it_cannot_use(small_path: Path) -> None:
     for options in ({"dtype": 16}, {"lora": [("a", 0.5)]}, {"attention": 3}, {"zero_snr": "no"}):
         with pytest.raises(TypeError, match="got `"):
             ldm_lite.load(small_path, device="cpu", **options)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="got `matmul_precision` 'low', wanted one of highest, high, medium"):
+    with pytest.raises(ValueError, match="got `matmul_precision` 'low', expected one of highest, high, medium"):
         ldm_lite.load(small_path, device="cpu", matmul_precision="low")  # type: ignore[arg-type]
     with pytest.raises(FileNotFoundError, match="none"):
         ldm_lite.load(small_path, device="cpu", lora=Path("none.safetensors"))
@@ -340,7 +340,7 @@ def test_an_unknown_argument_is_named_with_the_nearest(pipe: Pipeline) -> None:
         pipe.txt2img("a cat", stepps=3)
     with pytest.raises(TypeError, match=r"load\(\) has no argument 'ofload': did you mean offload\?"):
         ldm_lite.load(ofload="model")
-    with pytest.raises(ValueError, match="as an image, wanted a path, PIL, an array"):
+    with pytest.raises(ValueError, match="as an image, expected a path, PIL, an array"):
         pipe.img2img("a cat", 3.5)
 
 

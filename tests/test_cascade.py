@@ -228,14 +228,14 @@ def test_the_small_images_noise_matters(files: dict[str, Path], tmp_path: Path) 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--H", 12), "got --height 12 and --width 8, wanted multiples of 8"),
-        (("--steps", "0"), "got --steps 0, wanted 1 to 1000"),
-        (("--scale", "7,x"), "got --scale '7,x', wanted numbers separated by commas"),
+        (("--H", 12), "got --height 12 and --width 8, expected multiples of 8"),
+        (("--steps", "0"), "got --steps 0, expected 1 to 1000"),
+        (("--scale", "7,x"), "got --scale '7,x', expected numbers separated by commas"),
         (("--sampler", "x"), "unknown sampler 'x'"),
-        (("--steps", "1,2,3"), "got --steps '1,2,3', wanted one value, or one for each of 2 stages"),
-        (("--noise-level", 1.0), "got --noise-level 1.0, wanted 0 to 0.999"),
-        (("--noise-level-3", 351), "got --noise-level-3 351, wanted 0 to 350"),
-        (("--tile", 4), "got --tile 4, wanted 8 to"),
+        (("--steps", "1,2,3"), "got --steps '1,2,3', expected one value, or one for each of 2 stages"),
+        (("--noise-level", 1.0), "got --noise-level 1.0, expected 0 to 0.999"),
+        (("--noise-level-3", 351), "got --noise-level-3 351, expected 0 to 350"),
+        (("--tile", 4), "got --tile 4, expected 8 to"),
         (("--sampler", "ddpm_smart27", "--steps", "5"), "the spacing smart27 has 27: leave steps out"),
     ],
 )
@@ -289,7 +289,7 @@ def test_embeddings_are_read_from_any_kind_of_file(
     assert np.array_equal(images["a.npy"], images["c.safetensors"])
     assert toy.relative_error(images["b.pt"], images["a.npy"]) < 0.05
     np.save(tmp_path / "d.npy", np.zeros(3))
-    message = "holds a tensor of shape (3,), wanted (T, D) or (N, T, D)"
+    message = "holds a tensor of shape (3,), expected (T, D) or (N, T, D)"
     assert message in refused(capsys, files, tmp_path / "d.png", "--prompt-embeds", tmp_path / "d.npy")
 
 
@@ -302,7 +302,7 @@ def test_what_is_no_file_of_embeddings_is_one_line(
         assert f"e{suffix}: " in refused(capsys, files, tmp_path / "a.png", "--prompt-embeds", tmp_path / f"e{suffix}")
     np.save(tmp_path / "words.npy", np.array(["a"]))
     said = refused(capsys, files, tmp_path / "a.png", "--prompt-embeds", tmp_path / "words.npy")
-    assert "holds <U1, wanted floats" in said
+    assert "holds <U1, expected floats" in said
 
 
 def test_t5_reads_prompts_from_a_file_in_parts(tmp_path: Path) -> None:

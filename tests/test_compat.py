@@ -111,7 +111,7 @@ def test_defaults_are_those_of_the_original_script(bundled: Pipeline) -> None:
         ("txt2img", {"sampler": "ddim karras"}, r"ddim, plms, dpmpp_2m, not ddim karras"),
         ("img2img", {"sampler": "dpmpp_2m"}, "of the original script, ddim, not dpmpp_2m"),
         ("inpaint", {"sampler": "dpmpp_2m"}, "of the original script, ddim, plms, not dpmpp_2m"),
-        ("txt2img", {"sampler": "dpmpp_2m", "steps": 1}, "got 1 steps, wanted 2 to 1000"),
+        ("txt2img", {"sampler": "dpmpp_2m", "steps": 1}, "got 1 steps, expected 2 to 1000"),
         ("txt2img", {"sampler": "dpmpp_2m", "steps": 10, "eta": 0.5}, "got eta 0.5, but dpmpp_2m has none"),
     ],
 )

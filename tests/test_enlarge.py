@@ -84,7 +84,7 @@ def test_the_command(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     ("arguments", "message"),
     [
         (["--steps", "3"], "an ESRGAN network reads the image alone: leave out --steps"),
-        (["--tile", "8"], "got --tile 8, wanted 32 or more"),
+        (["--tile", "8"], "got --tile 8, expected 32 or more"),
         (["a cat"], "leave out --prompt"),
         (["--lora", "a.safetensors"], "leave out --lora"),
     ],
@@ -106,9 +106,9 @@ def test_other_files_and_broken_sizes(path: Path, small_path: Path, tmp_path: Pa
     values: dict[str, Any] = weights(4)
     for change, message in (
         ({"conv_first.weight": torch.zeros(16, 5, 3, 3)}, "reads 5 channels and makes 3"),
-        ({"conv_last.weight": torch.zeros(1, 16, 3, 3)}, "makes 1, wanted an upscaler of RGB images"),
+        ({"conv_last.weight": torch.zeros(1, 16, 3, 3)}, "makes 1, expected an upscaler of RGB images"),
         ({"body.1.rdb1.conv1.weight": torch.zeros(8, 15, 3, 3)}, "of another shape"),
-        ({"body.7.rdb1.conv1.weight": torch.zeros(8, 16, 3, 3)}, "3 such blocks: wanted all"),
+        ({"body.7.rdb1.conv1.weight": torch.zeros(8, 16, 3, 3)}, "3 such blocks: expected all"),
     ):
         torch.save({**values, **change}, tmp_path / "broken.pth")
         with pytest.raises(ValueError, match=message):

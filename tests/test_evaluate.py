@@ -29,9 +29,9 @@ def test_mistakes_are_one_line(
     folders: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = [
-        ([], "wanted a folder of images, and --reference FOLDER or --clip MODEL"),
-        ([folders[0]], "wanted a folder of images, and --reference FOLDER or --clip MODEL"),
-        ([str(tmp_path / "none"), "--clip", "x"], "none: is not a folder, wanted one of images"),
+        ([], "expected a folder of images, and --reference FOLDER or --clip MODEL"),
+        ([folders[0]], "expected a folder of images, and --reference FOLDER or --clip MODEL"),
+        ([str(tmp_path / "none"), "--clip", "x"], "none: is not a folder, expected one of images"),
         ([folders[0], "--reference", folders[1]], 'torch_fidelity is missing: pip install "ldm_lite[evaluate]"'),
         ([folders[0], "--clip", "x"], 'is missing: pip install "ldm_lite[evaluate]"'),
     ]

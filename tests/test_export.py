@@ -47,9 +47,9 @@ def test_the_command(
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["--sizes", "64"], "got --sizes 64, wanted WIDTHxHEIGHT"),
-        (["--sizes", "65x64"], "wanted multiples of 8"),
-        (["--batches", "0"], "got --batches 0, wanted 1 to 4096"),
+        (["--sizes", "64"], "got --sizes 64, expected WIDTHxHEIGHT"),
+        (["--sizes", "65x64"], "expected multiples of 8"),
+        (["--batches", "0"], "got --batches 0, expected 1 to 4096"),
     ],
 )
 def test_what_is_wrong_is_one_line(

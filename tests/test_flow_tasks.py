@@ -204,7 +204,7 @@ def test_skip_layer_guidance_runs_in_a_part_of_the_steps(pipes: dict[str, Pipeli
         ({"prompt": "a (cat)", "prompt_syntax": "a1111"}, "no weights: got 'cat' with the weight 1.1"),
         ({"clip_skip": 2}, "only CLIP's pooled output"),
         ({"height": 40}, "multiples of 16"),
-        ({"spacing": "flow:shift=0"}, "wanted a number above 0"),
+        ({"spacing": "flow:shift=0"}, "expected a number above 0"),
     ],
 )
 def test_what_makes_no_sense_is_refused(options: dict[str, Any], message: str, pipes: dict[str, Pipeline]) -> None:

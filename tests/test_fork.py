@@ -159,7 +159,7 @@ def test_a_name_must_be_that_of_a_package(name: str, tmp_path: Path, capsys: pyt
     assert fork.main([str(tmp_path / "new"), "--name", name]) == 1
     assert (
         capsys.readouterr().err
-        == f"error: got the name {name!r}, wanted letters, digits and underscores, as in mylab\n"
+        == f"error: got the name {name!r}, expected letters, digits and underscores, as in mylab\n"
     )
     assert not (tmp_path / "new").exists()
 

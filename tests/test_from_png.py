@@ -155,16 +155,16 @@ def test_every_option_that_a_text_holds_comes_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
-        ("Steps: 1001, Seed: 1", "Steps: got `steps` 1001, wanted 1 to 1000"),
-        ("Steps: many, Seed: 1", "Steps: got 'many', wanted a whole number"),
-        ("Steps: 2, Seed: -2", "Seed: got `seed` -2, wanted -1"),
-        ("Steps: 2, CFG scale: inf", "CFG scale: got 'inf', wanted a finite number"),
-        ("Steps: 2, Size: 64", "Size: got '64', wanted WIDTHxHEIGHT"),
+        ("Steps: 1001, Seed: 1", "Steps: got `steps` 1001, expected 1 to 1000"),
+        ("Steps: many, Seed: 1", "Steps: got 'many', expected a whole number"),
+        ("Steps: 2, Seed: -2", "Seed: got `seed` -2, expected -1"),
+        ("Steps: 2, CFG scale: inf", "CFG scale: got 'inf', expected a finite number"),
+        ("Steps: 2, Size: 64", "Size: got '64', expected WIDTHxHEIGHT"),
         (
             "Steps: 2, RNG: dice",
-            "its RNG is 'dice', wanted one of CPU, NV, diffusers, comfy, GPU; or give `noise=PROGRAM`",
+            "its RNG is 'dice', expected one of CPU, NV, diffusers, comfy, GPU; or give `noise=PROGRAM`",
         ),
-        ("Steps: 2, Sampler: Magic", "unknown sampler 'Magic': wanted one of .*; or give `sampler=NAME`"),
+        ("Steps: 2, Sampler: Magic", "unknown sampler 'Magic': expected one of .*; or give `sampler=NAME`"),
         ("Steps: 2, Sampler: Euler, Schedule type: Magic", "unknown schedule type 'magic'"),
         ("no settings", "has no settings in its last line"),
     ],
@@ -183,7 +183,7 @@ def test_files_that_hold_no_text(pipe: Pipeline, tmp_path: Path) -> None:
         ("plain.png", "holds no text"),
         ("text.png", "is not a PNG, JPEG or WebP"),
         ("photo.bmp", "is not a PNG, JPEG or WebP"),
-        (".", "is a folder, wanted a regular file"),
+        (".", "is a folder, expected a regular file"),
         ("missing.png", "No such file"),
     ):
         with pytest.raises((ValueError, OSError), match=message):

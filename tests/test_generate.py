@@ -163,14 +163,14 @@ def test_three_branches_are_the_weighted_sum_of_their_predictions(bundled: Pipel
 @pytest.mark.parametrize(
     ("noise", "context", "uncond", "message"),
     [
-        ((1, 4, 8, 8), (1, 77, 112), None, r"got noise of shape \(1, 4, 8, 8\), wanted \(B, 16, h, w\)"),
-        ((1, 16, 8, 8), (2, 77, 112), None, r"got conditioning of shape \(2, 77, 112\) for 1 images, wanted 1"),
-        ((1, 16, 8, 8), (1, 77, 768), None, r"context: got one of shape \(1, 77, 768\), wanted \(1, T, 112\)"),
+        ((1, 4, 8, 8), (1, 77, 112), None, r"got noise of shape \(1, 4, 8, 8\), expected \(B, 16, h, w\)"),
+        ((1, 16, 8, 8), (2, 77, 112), None, r"got conditioning of shape \(2, 77, 112\) for 1 images, expected 1"),
+        ((1, 16, 8, 8), (1, 77, 768), None, r"context: got one of shape \(1, 77, 768\), expected \(1, T, 112\)"),
         (
             (1, 16, 8, 8),
             (1, 77, 112),
             (1, 5, 112),
-            r"context of shapes \(1, 5, 112\) and \(1, 77, 112\), wanted the same",
+            r"context of shapes \(1, 5, 112\) and \(1, 77, 112\), expected the same",
         ),
     ],
 )
@@ -185,9 +185,9 @@ def test_shapes_that_do_not_fit(
 def test_inputs_that_the_network_does_not_have(bundled: Pipeline) -> None:
     plan, cond = bundled.plan("ddim", 2), bundled.encode_prompt("rocket")
     for conditioning, message in (
-        (Conditioning(y=torch.zeros(1, 8)), "context: got none, wanted"),
-        (Conditioning(cond.context, torch.zeros(1, 8)), r"y: got one of shape \(1, 8\), wanted none"),
-        (Conditioning(cond.context, concat=torch.zeros(1, 1, 8, 8)), r"wanted \(B, 15, h, w\)"),
+        (Conditioning(y=torch.zeros(1, 8)), "context: got none, expected"),
+        (Conditioning(cond.context, torch.zeros(1, 8)), r"y: got one of shape \(1, 8\), expected none"),
+        (Conditioning(cond.context, concat=torch.zeros(1, 1, 8, 8)), r"expected \(B, 15, h, w\)"),
     ):
         with pytest.raises(ValueError, match=message):
             bundled.denoise(torch.zeros(1, *SHAPE), conditioning, None, plan)
@@ -198,7 +198,7 @@ def test_a_text_encoder_of_another_width_is_an_error(tmp_path: Path, small_path:
     narrow = tmp_path / "narrow.safetensors"
     write(narrow, replace(SMALL, text_encoders=(replace(text, width=32, mlp_width=128),)))
     pipe = ldm_lite.load(small_path, text_encoder=str(narrow), device="cpu")
-    with pytest.raises(ValueError, match=r"context: got one of shape \(1, 77, 32\), wanted \(1, T, 64\)"):
+    with pytest.raises(ValueError, match=r"context: got one of shape \(1, 77, 32\), expected \(1, T, 64\)"):
         pipe.txt2img("rocket", steps=1)
 
 

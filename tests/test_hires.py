@@ -162,7 +162,7 @@ def test_a_picture_is_made_again(pipe: Pipeline, small_path: Path, tmp_path: Pat
     ("options", "message"),
     [
         ({"hires_steps": 3}, "`hires_steps` is of a second pass: give `hires=2`"),
-        ({"hires": 2, "hires_strength": 0.002}, "the last of 2000, wanted at most 1000"),
+        ({"hires": 2, "hires_strength": 0.002}, "the last of 2000, expected at most 1000"),
         ({"hires": 2, "noise": torch.zeros(1, 4, 4, 5)}, "draws the noise of its second pass itself"),
         ({"hires": 2, "hires_sampler": "no such"}, "unknown sampler"),
     ],

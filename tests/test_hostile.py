@@ -102,7 +102,7 @@ def test_3000_broken_files_work_or_end_in_one_clear_line(model: tuple[Path, ldm_
 def test_pipes_and_devices_are_refused_at_once(door: str, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path, kind in ((tmp_path / "pipe", "pipe"), (Path("/dev/zero"), "device"), (Path("/dev/urandom"), "device")):
-        with bounded(), pytest.raises(ValueError, match=f"{path}: is a {kind}, wanted a regular file"):
+        with bounded(), pytest.raises(ValueError, match=f"{path}: is a {kind}, expected a regular file"):
             DOORS[door](path)
 
 
@@ -119,11 +119,11 @@ def test_pipes_devices_and_giants_in_a_folder(name: str, tmp_path: Path, small_p
         (os.mkfifo, "is a pipe"),
         (lambda path: path.symlink_to("/dev/zero"), "is a device"),
         (lambda path: path.write_bytes(b"[" * 10**5), "is nested too deeply"),
-        (lambda path: path.write_bytes(b"[]"), "holds a JSON list, wanted an object"),
-        (lambda path: path.write_bytes(b"null"), "holds a JSON NoneType, wanted an object"),
+        (lambda path: path.write_bytes(b"[]"), "holds a JSON list, expected an object"),
+        (lambda path: path.write_bytes(b"null"), "holds a JSON NoneType, expected an object"),
         (lambda path: path.write_bytes(b""), "is not valid JSON"),
         (lambda path: path.write_bytes(b'{"a": ' + b"9" * 5000 + b"}"), "is not valid JSON"),
-        (lambda path: path.touch() or os.truncate(path, 10**11), "is too large, wanted at most 16 MiB"),
+        (lambda path: path.touch() or os.truncate(path, 10**11), "is too large, expected at most 16 MiB"),
     ):
         path.unlink(missing_ok=True)
         make(path)
@@ -164,7 +164,7 @@ def test_an_index_names_files_of_its_folder_only(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(reader, "open_file", lambda path, *a: opened.append(path) or real(path, *a))
     for i, name in enumerate(OUTSIDE):
         folder = sharded(tmp_path / str(i), {"one": "one.safetensors", "secret": name})
-        with pytest.raises(ValueError, match=r"index.json: names .*, wanted names of files in the same folder"):
+        with pytest.raises(ValueError, match=r"index.json: names .*, expected names of files in the same folder"):
             open_source(folder)
     assert not opened
 
@@ -313,7 +313,7 @@ def test_tensors_that_are_not_ordinary_are_named(legacy: bool, tmp_path: Path) -
     }
     for kind, value in odd.items():
         torch.save({"good": torch.ones(2), "odd": value}, tmp_path / "file", _use_new_zipfile_serialization=not legacy)
-        with pytest.raises(ValueError, match=f"odd is {kind}, wanted an ordinary tensor"):
+        with pytest.raises(ValueError, match=f"odd is {kind}, expected an ordinary tensor"):
             ldm_lite.load(tmp_path / "file", device="cpu")
 
 
@@ -386,7 +386,7 @@ def test_parts_of_one_tensor_must_fit_together() -> None:
 def test_too_many_tensors_no_tensors_and_a_giant_header(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="holds no tensors"):
         ldm_lite.load(written(tmp_path / "none", {}), device="cpu")
-    with bounded(), pytest.raises(ValueError, match="holds 65537 tensors, wanted at most 65536"):
+    with bounded(), pytest.raises(ValueError, match="holds 65537 tensors, expected at most 65536"):
         open_checkpoint(written(tmp_path / "many", {f"k{i}": () for i in range(65537)}))
     with open(tmp_path / "giant", "wb") as file:
         file.write(struct.pack("<Q", 10**9) + b"{")

@@ -91,7 +91,7 @@ def test_files_that_are_no_images(sd: Pipeline, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=rf"{name}: is not an image that can be read"):
             sd.encode(tmp_path / name)
     with pytest.raises(
-        ValueError, match=r"text\.png: is not an image that can be read, wanted PNG,"
+        ValueError, match=r"text\.png: is not an image that can be read, expected PNG,"
     ):  # without Pillow's own words
         sd.encode(tmp_path / "text.png")
     with pytest.raises(FileNotFoundError):
@@ -127,7 +127,7 @@ def test_resize() -> None:
         assert array[15, 2].argmax() == 0
         assert array[15, 27].argmax() == 2
     assert resize(image, image.size, "crop").tobytes() == image.tobytes()
-    with pytest.raises(ValueError, match="got resize 'pad', wanted crop, fit, stretch"):
+    with pytest.raises(ValueError, match="got resize 'pad', expected crop, fit, stretch"):
         resize(image, (30, 30), "pad")
 
 
@@ -166,7 +166,7 @@ def test_extending() -> None:
     assert np.asarray(mask)[:4, 2:].max() == 0
     assert np.asarray(mask)[:, :2].min() == np.asarray(mask)[4].min() == 255
     for bad in ({}, {"up": 3}, {"left": -1}, {"left": 0}):
-        with pytest.raises(ValueError, match="wanted pixels above 0 for some of left, top, right, bottom"):
+        with pytest.raises(ValueError, match="expected pixels above 0 for some of left, top, right, bottom"):
             extend(two_halves(), bad)
 
 
@@ -215,7 +215,7 @@ def test_whatever_a_damaged_file_raises_is_one_line(tmp_path: Path, error: Excep
     ],
 )
 def test_arrays_and_tensors_that_are_no_images_are_refused(sd: Pipeline, value: object) -> None:
-    with pytest.raises(ValueError, match=r"as an image, wanted|got an image of 0 x 8 pixels"):
+    with pytest.raises(ValueError, match=r"as an image, expected|got an image of 0 x 8 pixels"):
         sd.encode(value)
 
 

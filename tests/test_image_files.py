@@ -64,7 +64,7 @@ def test_only_the_formats_that_people_use_are_opened(tmp_path: Path, monkeypatch
     for form in ("EPS", "PPM", "TGA", "PCX", "ICO", "SGI", "ICNS", "JPEG2000", "PDF", "DDS"):
         path.write_bytes(encoded(form, (16, 16)))
         for read in READERS:
-            with pytest.raises(ValueError, match=r"photo\.png: is not an image that can be read, wanted PNG, JPEG,"):
+            with pytest.raises(ValueError, match=r"photo\.png: is not an image that can be read, expected PNG, JPEG,"):
                 read(path)
     assert not started
 
@@ -86,7 +86,7 @@ def test_too_many_pixels_are_refused_before_they_are_decoded(tmp_path: Path, siz
     path = tmp_path / "a.png"
     path.write_bytes(png(*size))
     for read in READERS:
-        with pytest.raises(ValueError, match=r"a\.png: .*(wanted at most|more than) 67108864"):
+        with pytest.raises(ValueError, match=r"a\.png: .*(expected at most|more than) 67108864"):
             read(path)
 
 
@@ -94,7 +94,7 @@ def test_too_many_bytes_are_refused(sd: Pipeline, tmp_path: Path) -> None:
     path = tmp_path / "a.png"
     path.write_bytes(encoded("PNG"))
     os.truncate(path, 2**28 + 1)
-    with pytest.raises(ValueError, match=r"a\.png: is too large, wanted at most 256 MiB"):
+    with pytest.raises(ValueError, match=r"a\.png: is too large, expected at most 256 MiB"):
         sd.encode(path)
 
 
@@ -103,7 +103,7 @@ def test_a_pipe_a_device_and_a_folder_are_refused(tmp_path: Path) -> None:
     (tmp_path / "folder.png").mkdir()
     for path in (tmp_path / "pipe.png", Path("/dev/zero"), tmp_path / "folder.png"):
         for read in READERS:
-            with pytest.raises(ValueError, match=f"{path}: is a (pipe|device|folder), wanted a regular file"):
+            with pytest.raises(ValueError, match=f"{path}: is a (pipe|device|folder), expected a regular file"):
                 read(path)
 
 
@@ -122,7 +122,7 @@ def test_what_expands_when_it_is_read_is_refused(sd: Pipeline, tmp_path: Path) -
     }
     for name, content in cases.items():
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(ValueError, match=f"{name}: is not an image that can be read .*(large|wanted at most)"):
+        with pytest.raises(ValueError, match=f"{name}: is not an image that can be read .*(large|expected at most)"):
             sd.encode(tmp_path / name)
 
 
@@ -153,7 +153,7 @@ def costly() -> dict[str, tuple[bytes, str]]:
 
     return {
         "EXIF of one segment": (with_segments(segment(0xE1, exif[0])), "more bytes than the 40010"),
-        "EXIF of many tags": (with_segments(segment(0xE1, exif[1])), "5000 tags, wanted at most 1000"),
+        "EXIF of many tags": (with_segments(segment(0xE1, exif[1])), "5000 tags, expected at most 1000"),
         "EXIF of many segments": (with_segments(*[segment(0xE1, exif[2])] * 20), "bytes of EXIF data"),
         "small segments": (with_segments(*[segment(0xE1, b"Exif\0\0x")] * 9999), "more than 2000 segments"),
         "MPF": (with_segments(segment(0xE2, b"MPF\0" + shared(900, 40_000))), "more bytes than"),
@@ -176,10 +176,10 @@ def costly() -> dict[str, tuple[bytes, str]]:
         "no blocks": (with_blocks(b"\0" * 10**6), r"more than \d+ blocks"),
         "after the frame": (gif[:-1] + b"!\xfe\1c\0" * 9999, r"more than \d+ blocks"),
         "bytes of TIFF": (shared(900, 10**6), "more bytes than"),
-        "numbers of TIFF": (shared(3, 10**6, kind=3), "wanted at most 262144"),
+        "numbers of TIFF": (shared(3, 10**6, kind=3), "expected at most 262144"),
         "run lengths": (
             b"BM" + bytes(8) + struct.pack("<I", 1078) + grey,
-            "65535 x 1000 pixels, wanted at most 4194304",
+            "65535 x 1000 pixels, expected at most 4194304",
         ),
         "AVIF": (encoded("AVIF", exif=shared(5000, 60_001)), "5000 tags"),
         "WebP": (encoded("WEBP", exif=shared(900, 40_000)), "more bytes than"),
@@ -232,7 +232,7 @@ def test_of_several_frames_the_first_is_taken(sd: Pipeline, tmp_path: Path, capl
 def test_images_from_python_are_limited_too(tmp_path: Path) -> None:
     huge = np.broadcast_to(np.uint8(0), (13_000, 13_000))
     for value in (huge, torch.zeros(1).expand(3, 13_000, 13_000), np.zeros((1, 70_000), dtype=np.uint8)):
-        with pytest.raises(ValueError, match=r"got an image of \d+ x \d+ pixels, wanted at most 67108864"):
+        with pytest.raises(ValueError, match=r"got an image of \d+ x \d+ pixels, expected at most 67108864"):
             to_image(value)
     (tmp_path / "big.png").write_bytes(png(9000, 9000))
     (tmp_path / "half.png").write_bytes(encoded("PNG")[:200])
@@ -242,7 +242,7 @@ def test_images_from_python_are_limited_too(tmp_path: Path) -> None:
         to_image(image)
     line = Image.new("RGB", (1, 65_536))
     for narrow in (lambda: resize(line, (512, 512), "crop"), lambda: clip_crop(line, 224)):
-        with pytest.raises(ValueError, match=r"got an image of \d+ x \d+ pixels, wanted at most"):
+        with pytest.raises(ValueError, match=r"got an image of \d+ x \d+ pixels, expected at most"):
             narrow()
 
 

@@ -147,7 +147,9 @@ def test_how_many_steps_are_run(picture_pipes: dict[str, Pipeline]) -> None:
         with unet_calls(pipe) as calls:
             pipe.img2img("a", image, **options)
         assert [float(call.t[0]) for call in calls] == pipe.plan("ddim", whole, last=last).t.tolist()
-    with pytest.raises(ValueError, match=r"50 exact steps at strength 0\.01, .* wanted at most 1000: take at most 10"):
+    with pytest.raises(
+        ValueError, match=r"50 exact steps at strength 0\.01, .* expected at most 1000: take at most 10"
+    ):
         pipe.img2img("a", image, steps=50, strength=0.01, exact_steps=True)
 
 
@@ -322,10 +324,10 @@ def test_the_size_is_that_of_the_original_script(picture_pipes: dict[str, Pipeli
     ("options", "message"),
     [
         ({}, "no prompt: give one"),
-        ({"prompt": "a", "strength": 1.1}, "got `strength` 1.1, wanted 0 to 1"),
-        ({"prompt": "a", "strength": float("nan")}, "got `strength` nan, wanted 0 to 1"),
-        ({"prompt": "a", "height": 0}, "got `height` 0, wanted 1 to 65536"),
-        ({"prompt": "a", "resolution": 32}, "got `resolution` 32, wanted 64 to"),
+        ({"prompt": "a", "strength": 1.1}, "got `strength` 1.1, expected 0 to 1"),
+        ({"prompt": "a", "strength": float("nan")}, "got `strength` nan, expected 0 to 1"),
+        ({"prompt": "a", "height": 0}, "got `height` 0, expected 1 to 65536"),
+        ({"prompt": "a", "resolution": 32}, "got `resolution` 32, expected 64 to"),
         ({"prompt": "a", "resolution": 64, "width": 64}, "`resolution` sets both sides: leave out `height`"),
         ({"prompt": "a", "image_scale": 1.5}, "got `image_scale`, but .* is not InstructPix2Pix: leave it out"),
         ({"prompt": "a", "sampler": "x"}, "unknown sampler"),

@@ -160,13 +160,13 @@ def test_what_a_checkpoint_for_inpainting_looks_at(picture_pipes: dict[str, Pipe
     ("options", "message"),
     [
         ({}, "no prompt: give one"),
-        ({"prompt": "a", "strength": -1.0}, "got `strength` -1.0, wanted 0 to 1"),
-        ({"prompt": "a", "feather": -1.0}, "got `feather` -1.0, wanted 0 to 1000"),
-        ({"prompt": "a", "extend": "left"}, "got `extend` 'left', wanted left=128,top=64, or right, bottom"),
-        ({"prompt": "a", "extend": "up=8"}, "got `extend` 'up=8', wanted left=128,top=64, or right, bottom"),
-        ({"prompt": "a", "extend": "left=0"}, "got `extend` 'left=0', wanted left=128,top=64, or"),
-        ({"prompt": "a", "extend": f"left={10**20}"}, "got `extend` 'left=10*', wanted left=128,top=64, or"),
-        ({"prompt": "a", "extend": "left=8,left=16"}, "got `extend` 'left=8,left=16', wanted left=128,top=64, or"),
+        ({"prompt": "a", "strength": -1.0}, "got `strength` -1.0, expected 0 to 1"),
+        ({"prompt": "a", "feather": -1.0}, "got `feather` -1.0, expected 0 to 1000"),
+        ({"prompt": "a", "extend": "left"}, "got `extend` 'left', expected left=128,top=64, or right, bottom"),
+        ({"prompt": "a", "extend": "up=8"}, "got `extend` 'up=8', expected left=128,top=64, or right, bottom"),
+        ({"prompt": "a", "extend": "left=0"}, "got `extend` 'left=0', expected left=128,top=64, or"),
+        ({"prompt": "a", "extend": f"left={10**20}"}, "got `extend` 'left=10*', expected left=128,top=64, or"),
+        ({"prompt": "a", "extend": "left=8,left=16"}, "got `extend` 'left=8,left=16', expected left=128,top=64, or"),
     ],
 )
 def test_options_that_do_not_fit(bundled: Pipeline, apple: Image.Image, options: dict, message: str) -> None:
@@ -177,7 +177,7 @@ def test_options_that_do_not_fit(bundled: Pipeline, apple: Image.Image, options:
 def test_images_and_masks_must_pair(bundled: Pipeline, apple: Image.Image) -> None:
     with pytest.raises(ValueError, match="no mask: give one with `mask=FILE`, white where to repaint, or `extend="):
         bundled.inpaint("a", [apple])
-    with pytest.raises(ValueError, match="got 2 masks for 3 images, wanted one, or one for each"):
+    with pytest.raises(ValueError, match="got 2 masks for 3 images, expected one, or one for each"):
         bundled.inpaint("a", [apple] * 3, [right_half()] * 2)
 
 

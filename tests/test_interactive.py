@@ -167,7 +167,7 @@ def test_a_plan_is_that_of_the_size(flux: Pipeline) -> None:
     small, large = (flux.plan(steps=4, height=side, width=side).level.tolist() for side in (64, 512))
     assert small != large
     assert flux.sized((4, 64, 64)).plan(steps=4).level.tolist() == large
-    with pytest.raises(ValueError, match="wanted multiples of 16"):
+    with pytest.raises(ValueError, match="expected multiples of 16"):
         flux.plan(steps=4, height=72)
 
 

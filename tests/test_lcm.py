@@ -90,7 +90,7 @@ def test_the_defaults_are_those_of_the_paper() -> None:
 def test_without_a_scale_nothing_is_run(pipe: Pipeline) -> None:
     plan = pipe.plan("ddim", 2)
     branches = guided(replace(pipe, family=FAMILIES["sd1"]), Conditioning(torch.zeros(1, 77, 64)), None, 1.0)
-    with pytest.raises(ValueError, match=r"y: got none, wanted one of shape \(1, 256\)"):
+    with pytest.raises(ValueError, match=r"y: got none, expected one of shape \(1, 256\)"):
         generate.denoise(pipe, NOISE, branches, plan)
 
 

@@ -57,13 +57,13 @@ def test_autoencoder(bundled: Pipeline) -> None:
     assert relative(pixels, golden("pixels")) < 1e-5
     mean, deviation = bundled.vae.encode(golden("image"))
     assert relative(torch.cat([mean, 2 * deviation.log()], dim=1), golden("moments")) < 1e-5
-    with pytest.raises(ValueError, match=r"got latents of shape .*, wanted \(B, 16, h, w\)"):
+    with pytest.raises(ValueError, match=r"got latents of shape .*, expected \(B, 16, h, w\)"):
         bundled.decode(torch.zeros(1, 3, 8, 8))
 
 
 def test_only_pixels_of_whole_latents_are_encoded(bundled: Pipeline) -> None:
     for shape in ((1, 4, 16, 16), (1, 1, 16, 16), (1, 3, 17, 16), (1, 3, 16, 12)):
-        with pytest.raises(ValueError, match=r"wanted \(B, 3, H, W\) with H and W multiples of 8") as error:
+        with pytest.raises(ValueError, match=r"expected \(B, 3, H, W\) with H and W multiples of 8") as error:
             bundled.encode_pixels(torch.zeros(shape))
         assert str(shape) in str(error.value)
 
@@ -111,7 +111,7 @@ def test_prediction_comes_from_argument_then_metadata_then_family(tmp_path: Path
     )
     assert ldm_lite.load(tmp_path / "v", device="cpu").schedule.prediction == "v"
     assert ldm_lite.load(tmp_path / "v", device="cpu", prediction="eps").schedule.prediction == "eps"
-    with pytest.raises(ValueError, match="got `prediction` 'w', wanted one of eps, v, x0"):
+    with pytest.raises(ValueError, match="got `prediction` 'w', expected one of eps, v, x0"):
         ldm_lite.load(small_path, device="cpu", prediction="w")
 
 
@@ -163,7 +163,7 @@ def test_metadata_as_an_argument(tmp_path: Path, small_path: Path) -> None:
         ("guidance", "inf"),
     ):
         wrong = {**random_checkpoint.metadata(SMALL), name: str(value)}
-        with pytest.raises(ValueError, match=f"not describe a model: its {name} cannot be .*: wanted "):
+        with pytest.raises(ValueError, match=f"not describe a model: its {name} cannot be .*: expected "):
             ldm_lite.load(tmp_path / "bare", device="cpu", metadata=wrong)
 
 
@@ -213,7 +213,7 @@ def test_device_and_dtype() -> None:
     pipe = ldm_lite.load(device="cpu", dtype="bf16")
     assert (pipe.device.type, pipe.dtype) == ("cpu", torch.bfloat16)
     assert all(p.dtype == torch.bfloat16 for network in pipe.networks.values() for p in network.parameters())
-    with pytest.raises(ValueError, match="unknown dtype 'int3': wanted one of auto, fp32, fp16, bf16"):
+    with pytest.raises(ValueError, match="unknown dtype 'int3': expected one of auto, fp32, fp16, bf16"):
         ldm_lite.load(dtype="int3")
     for name in ("nonsense", "meta", "cuda:99"):
         with pytest.raises(ValueError, match=f"device '{name}'"):

@@ -131,7 +131,7 @@ def test_a_second_pass_has_prompts_of_its_own(pipe: Pipeline) -> None:
         ("a AND b", "0,0,0.5,1; 0.6,0,1,1", "leave part of the image out"),
         ("a", "0,0,0.5,1", "leave part of the image out"),
         ("a AND b", "all; 0.9,0,0.91,1", "holds none of 8 x 4 positions"),
-        ("a AND b :-1", "all; all", "wanted more than 0"),
+        ("a AND b :-1", "all; all", "expected more than 0"),
         ("a AND b", "all; 0.5,0,0.4,1", "got a region '0.5,0,0.4,1'"),
         ("a AND b", "all; 0,0,nan,1", "got a region"),
         ("a AND b", "all;", "got a region ''"),

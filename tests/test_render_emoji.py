@@ -107,23 +107,23 @@ def test_the_colours_are_far_apart() -> None:
 
 
 def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ValueError, match=r"wanted 1 to 1306"):
+    with pytest.raises(ValueError, match=r"expected 1 to 1306"):
         emoji.scenes(64, emoji=5000)
-    with pytest.raises(ValueError, match="wanted 0 to 1"):
+    with pytest.raises(ValueError, match="expected 0 to 1"):
         emoji.scenes(64, two=2)
     with pytest.raises(ValueError, match="two different"):
         emoji.scenes(64, emoji=1, two=0.5)
     with pytest.raises(ValueError, match="16 or more"):
         emoji.scenes(8)
-    with pytest.raises(ValueError, match="wanted 1 or less together"):
+    with pytest.raises(ValueError, match="expected 1 or less together"):
         emoji.scenes(64, two=0.6, counts=0.6)
-    with pytest.raises(ValueError, match="wanted one of all, train, held_out"):
+    with pytest.raises(ValueError, match="expected one of all, train, held_out"):
         emoji.scenes(64, split="test")
-    with pytest.raises(ValueError, match="'count', wanted one of"):
+    with pytest.raises(ValueError, match="'count', expected one of"):
         emoji.scenes(64, count=0.5)
-    with pytest.raises(ValueError, match="wanted 2 to 16"):
+    with pytest.raises(ValueError, match="expected 2 to 16"):
         emoji.scenes(64, colours=17)
-    with pytest.raises(ValueError, match="got sized 2, wanted 0 to 1"):
+    with pytest.raises(ValueError, match="got sized 2, expected 0 to 1"):
         emoji.scenes(64, sized=2)
     with pytest.raises(ValueError, match="fluent-emoji-3d"):
         emoji.scenes(64, solid=0.5, pictures=str(tmp_path / "none"))
@@ -312,7 +312,7 @@ def test_a_picture_of_the_second_style_is_cropped_and_reduced(pictures: str, tmp
     image = emoji.glyph(character, pictures)
     assert image.mode == "RGBA"
     assert all(abs(side - wanted * 144 / 256) < 3 for side, wanted in zip(image.size, (217, 197), strict=True))
-    with pytest.raises(ValueError, match=r"has no picture of U\+1F34E: wanted 1f34e.webp"):
+    with pytest.raises(ValueError, match=r"has no picture of U\+1F34E: expected 1f34e.webp"):
         emoji.glyph(character, str(tmp_path))
     (tmp_path / "1f34e.webp").write_bytes(b"no picture")
     with pytest.raises(ValueError, match="unpack the pictures again"):
@@ -462,7 +462,7 @@ def test_every_emoji_has_a_glyph_that_can_be_seen_and_told_apart() -> None:
 
 @needs_font
 def test_render_says_what_is_wrong() -> None:
-    with pytest.raises(ValueError, match="wanted one of white, black"):
+    with pytest.raises(ValueError, match="expected one of white, black"):
         emoji.render("🍎", "mauve", 64)
     with pytest.raises(ValueError, match="no glyph"):
         emoji.glyph("\u200b")

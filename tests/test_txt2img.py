@@ -150,7 +150,7 @@ def test_sizes(bundled: Pipeline) -> None:
     [result] = bundled.txt2img(APPLE, steps=2, height=72, width=40, output="result")
     assert result.image.size == (40, 72)
     with pytest.raises(
-        ValueError, match="got `height=70` and `width=41`, wanted multiples of 8: take `height=72` and `width=40`"
+        ValueError, match="got `height=70` and `width=41`, expected multiples of 8: take `height=72` and `width=40`"
     ):
         bundled.txt2img(APPLE, height=70, width=41)
 
@@ -184,12 +184,12 @@ def test_fixed_code_starts_every_batch_alike(bundled: Pipeline) -> None:
     [
         ({}, "no prompt: give one"),
         ({"prompt": "a", "sampler": "dpm3"}, "unknown sampler 'dpm3': did you mean"),
-        ({"prompt": "a", "steps": 0}, "got `steps` 0, wanted 1 to 1000"),
-        ({"prompt": "a", "steps": 1001}, "got `steps` 1001, wanted 1 to 1000"),
-        ({"prompt": "a", "batch_size": 0}, "got `batch_size` 0, wanted 1 to 4096"),
-        ({"prompt": "a", "n_iter": -1}, "got `n_iter` -1, wanted 1 to"),
-        ({"prompt": "a", "seed": -2}, "got `seed` -2, wanted -1 to"),
-        ({"prompt": "a", "eta": 1.5}, "got `eta` 1.5, wanted 0 to 1"),
+        ({"prompt": "a", "steps": 0}, "got `steps` 0, expected 1 to 1000"),
+        ({"prompt": "a", "steps": 1001}, "got `steps` 1001, expected 1 to 1000"),
+        ({"prompt": "a", "batch_size": 0}, "got `batch_size` 0, expected 1 to 4096"),
+        ({"prompt": "a", "n_iter": -1}, "got `n_iter` -1, expected 1 to"),
+        ({"prompt": "a", "seed": -2}, "got `seed` -2, expected -1 to"),
+        ({"prompt": "a", "eta": 1.5}, "got `eta` 1.5, expected 0 to 1"),
         (
             {"prompt": "a", "eta": 0.5, "sampler": "plms"},
             "got eta 0.5, but plms has none: leave it out, or take one of ddim",
@@ -198,13 +198,13 @@ def test_fixed_code_starts_every_batch_alike(bundled: Pipeline) -> None:
             {"prompt": "a", "churn": 1.0},
             "got churn 1.0, but ddim has none: leave it out, or take one of euler, heun, dpm2",
         ),
-        ({"prompt": "a", "spacing": "x"}, "unknown spacing 'x': wanted one of leading"),
-        ({"prompt": "a", "guidance_rescale": 2.0}, "got `guidance_rescale` 2.0, wanted 0 to 1"),
-        ({"prompt": "a", "dynamic_threshold": -1.0}, "got `dynamic_threshold` -1.0, wanted 0 to 1"),
+        ({"prompt": "a", "spacing": "x"}, "unknown spacing 'x': expected one of leading"),
+        ({"prompt": "a", "guidance_rescale": 2.0}, "got `guidance_rescale` 2.0, expected 0 to 1"),
+        ({"prompt": "a", "dynamic_threshold": -1.0}, "got `dynamic_threshold` -1.0, expected 0 to 1"),
         ({"prompt": "a", "compat": True, "sampler": "euler"}, "`compat` knows the samplers of the original script"),
         ({"prompt": "a", "compat": True, "steps": 3}, "the original scripts fail with 3 steps"),
         ({"prompt": "a", "from_file": "x.txt"}, "got a prompt and `from_file`"),
-        ({"prompt": "a", "scale": float("nan")}, "got `scale` nan, wanted 0 to 100"),
+        ({"prompt": "a", "scale": float("nan")}, "got `scale` nan, expected 0 to 100"),
     ],
 )
 def test_options_that_do_not_fit(bundled: Pipeline, options: dict[str, Any], message: str) -> None:

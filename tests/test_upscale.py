@@ -129,8 +129,8 @@ def test_seeds_continue_from_the_largest(pipes: dict[str, Pipeline]) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"noise_level": 351}, "got `noise_level` 351, wanted 0 to 350"),
-        ({"tile": 4}, "got `tile` 4, wanted 8 to 65536"),
+        ({"noise_level": 351}, "got `noise_level` 351, expected 0 to 350"),
+        ({"tile": 4}, "got `tile` 4, expected 8 to 65536"),
     ],
 )
 def test_numbers_out_of_range(pipes: dict[str, Pipeline], changes: dict[str, int], message: str) -> None:
@@ -166,7 +166,7 @@ def test_bad_input_is_one_line(
 def test_one_prompt_and_a_noise_level_that_the_network_knows(pipes: dict[str, Pipeline]) -> None:
     levels = pipes["x4"].unet.spec.num_classes
     assert levels is not None
-    with pytest.raises(ValueError, match=f"got `noise_level` {levels}, wanted 0 to {levels - 1}"):
+    with pytest.raises(ValueError, match=f"got `noise_level` {levels}, expected 0 to {levels - 1}"):
         pipes["x4"].upscale(picture(), noise_level=levels)
     with pytest.raises(ValueError, match="upscale takes one prompt for all images"):
         pipes["x4"].upscale(picture(), ["a cat", "a dog"])  # type: ignore[arg-type]

@@ -110,7 +110,7 @@ def test_whole_images_come_from_a_folder(
     file = tmp_path / "stable_diffusion_1_5_pndm.npy"
     for content, message in (
         (b"no array", "not an array in numpy's format"),
-        (np.zeros((3, 3)), "wanted an image (H,W,3)"),
+        (np.zeros((3, 3)), "expected an image (H,W,3)"),
         (np.zeros((8, 8, 3)), "agrees with the published test vectors of none"),
     ):
         file.write_bytes(content) if isinstance(content, bytes) else np.save(file, content)
@@ -124,7 +124,7 @@ def test_whole_images_come_from_a_folder(
 def test_an_array_that_is_no_image_is_one_line(tmp_path: Path) -> None:
     for array in (np.zeros((3, 3)), np.zeros((8, 8, 4)), np.zeros((8, 8, 3), dtype=int), np.zeros((1, 8, 8, 3))):
         np.save(tmp_path / "a.npy", array)
-        with pytest.raises(ValueError, match=r"a.npy: holds .*, wanted an image \(H,W,3\) of floats"):
+        with pytest.raises(ValueError, match=r"a.npy: holds .*, expected an image \(H,W,3\) of floats"):
             verify.stored_image(str(tmp_path), "a.npy")
 
 
@@ -139,5 +139,6 @@ def test_a_family_without_vectors_and_an_unknown_checkpoint(
 def test_only_wants_a_known_name(path_of: Callable[[Vector], Path], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--ckpt", str(path_of(TOY[0])), "--device", "cpu", "--only", "9"]) == 2
     assert (
-        "got --only '9', wanted a part of one of: Stable Diffusion 1.4, Stable Diffusion 1.1" in capsys.readouterr().err
+        "got --only '9', expected a part of one of: Stable Diffusion 1.4, Stable Diffusion 1.1"
+        in capsys.readouterr().err
     )

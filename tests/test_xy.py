@@ -52,14 +52,14 @@ def test_axes_are_read_as_users_write_them(option: str, text: str, values: tuple
 @pytest.mark.parametrize(
     ("option", "text", "message"),
     [
-        ("stepz", "1", "wanted an option: .*steps"),
-        ("plan", "1", "wanted an option"),
-        ("strength", "0.5", "wanted an option"),  # of img2img
+        ("stepz", "1", "expected an option: .*steps"),
+        ("plan", "1", "expected an option"),
+        ("strength", "0.5", "expected an option"),  # of img2img
         ("steps", "", "no values"),
         ("steps", " , ,", "no values"),
         ("steps", "5, many", "finite number"),
         ("steps", "5.5", "whole numbers"),
-        ("steps", "0, 5", "got --steps 0, wanted 1 to 1000"),
+        ("steps", "0, 5", "got --steps 0, expected 1 to 1000"),
         ("steps", "1-100000", "range"),
         ("steps", "1-5 (-1)", "range"),
         ("steps", "1..2-3", "finite number"),
@@ -214,18 +214,18 @@ def test_a_plot_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--x", "scale"], "got --x 'scale', wanted OPTION=VALUES"),
+        (["--x", "scale"], "got --x 'scale', expected OPTION=VALUES"),
         (["--x", "scale=1,2", "--y", "scale=3"], "two axes are --scale"),
-        (["--x", "stepz=1"], "wanted an option"),
+        (["--x", "stepz=1"], "expected an option"),
         (["--x", "scale=1", "--n_iter", "2"], "leave out --n-iter"),
         (["--x", "n_iter=1,2"], "a plot has one image a cell: no axis is n_iter, batch_size"),
         (["--x", "batch_size=1,2"], "a plot has one image a cell: no axis is n_iter, batch_size"),
         (["--x", "scale=1", "--skip-grid"], "a plot is a grid: leave out --skip-grid"),
-        (["--x", "scale=1-2 [0]"], "got the range '1-2 [0]' of --scale, wanted 1 to 400 values from it"),
-        (["--x", "scale=nan"], "got --scale 'nan', wanted a finite number, or a range such as 1-5"),
+        (["--x", "scale=1-2 [0]"], "got the range '1-2 [0]' of --scale, expected 1 to 400 values from it"),
+        (["--x", "scale=nan"], "got --scale 'nan', expected a finite number, or a range such as 1-5"),
         (["--x", "replace=pear,apple"], "does not have 'pear'"),
-        (["--x", "seed=1-100", "--y", "steps=1-100"], "wanted at most 400"),
-        (["--x", "seed=1-100", "--z", "steps=1-100"], "wanted at most 400"),
+        (["--x", "seed=1-100", "--y", "steps=1-100"], "expected at most 400"),
+        (["--x", "seed=1-100", "--z", "steps=1-100"], "expected at most 400"),
     ],
 )
 def test_mistakes_of_plots_are_one_line(

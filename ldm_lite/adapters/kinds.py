@@ -196,12 +196,12 @@ def fits(change: tuple[int, ...], shape: Sequence[int]) -> bool:
 def _checked(part: str, tensor: Tensor) -> Tensor:
     """Return a tensor.  Raises ValueError if it is empty, or holds no real numbers or ones that are not finite."""
     if part in MARKS and tensor.numel() != 1:
-        raise ValueError(f"its {part} has {tensor.numel()} elements, wanted one: the file is damaged")
+        raise ValueError(f"its {part} has {tensor.numel()} elements, expected one: the file is damaged")
     if part not in MARKS and (not tensor.ndim or not tensor.numel()):
         size = " x ".join(map(str, tensor.shape)) or "a single number"
-        raise ValueError(f"its part {part} is {size}, wanted a tensor: the file is damaged")
+        raise ValueError(f"its part {part} is {size}, expected a tensor: the file is damaged")
     if part not in MARKS and not tensor.is_floating_point():
-        raise ValueError(f"its part {part} is {str(tensor.dtype).removeprefix('torch.')}, wanted floating point")
+        raise ValueError(f"its part {part} is {str(tensor.dtype).removeprefix('torch.')}, expected floating point")
     if not torch.isfinite(tensor.float()).all():
         raise ValueError(f"its part {part} holds NaN or infinity: the file is damaged")
     return tensor

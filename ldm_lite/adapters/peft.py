@@ -83,7 +83,7 @@ def read_config(about: Any, where: str, most: int) -> PeftConfig:
     Raises ValueError, one line, naming what is damaged, not understood or not supported.
     """
     if not isinstance(about, dict):
-        raise ValueError(f"{where}: holds {type(about).__name__}, wanted an object of settings")
+        raise ValueError(f"{where}: holds {type(about).__name__}, expected an object of settings")
     kind, init, bias = about.get("peft_type", "LORA"), about.get("init_lora_weights"), about.get("bias", "none")
     if not isinstance(kind, str) or kind not in KINDS:
         raise ValueError(f"{where}: its peft_type is {_short(kind)}, which is not supported: {', '.join(KINDS)} are")
@@ -93,7 +93,7 @@ def read_config(about: Any, where: str, most: int) -> PeftConfig:
             "PEFT's save_pretrained(..., path_initial_model_for_weight_conversion=...)"
         )
     if bias not in BIASES:
-        raise ValueError(f"{where}: its bias is {_short(bias)}, wanted {', '.join(BIASES)}")
+        raise ValueError(f"{where}: its bias is {_short(bias)}, expected {', '.join(BIASES)}")
     for name, value in about.items():
         if value and name not in HEEDED and name not in WITHOUT_EFFECT:
             raise ValueError(f"{where}: its {name} is {_short(value)}, which is not supported")
@@ -101,11 +101,11 @@ def read_config(about: Any, where: str, most: int) -> PeftConfig:
     rank, rslora = about.get("r") if has_rank else None, about.get("use_rslora") or False
     alpha = about.get(KINDS[kind] or "", 8)  # as PEFT
     if rank is not None and not (_is_number(rank) and rank >= 1 and rank == int(rank)):
-        raise ValueError(f"{where}: its r is {_short(rank)}, wanted a whole number from 1")
+        raise ValueError(f"{where}: its r is {_short(rank)}, expected a whole number from 1")
     if not _is_number(alpha):
-        raise ValueError(f"{where}: its {KINDS[kind]} is {_short(alpha)}, wanted a number")
+        raise ValueError(f"{where}: its {KINDS[kind]} is {_short(alpha)}, expected a number")
     if not isinstance(rslora, bool):
-        raise ValueError(f"{where}: its use_rslora is {_short(rslora)}, wanted true or false")
+        raise ValueError(f"{where}: its use_rslora is {_short(rslora)}, expected true or false")
     ranks, alphas = (_patterns(about.get(name), f"{where}: its {name}", most) for name in HEEDED[3:5])
     rotation = _rotation(about, where) if kind == "OFT" else {}
     feedforward = _feedforward(about, where, most) if kind == "IA3" else None
@@ -116,12 +116,12 @@ def _rotation(about: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Check the settings of OFT that change what its angles mean."""
     switches = {name: about[name] for name in ("coft", "use_cayley_neumann") if about.get(name) is not None}
     if wrong := [name for name, value in switches.items() if not isinstance(value, bool)]:
-        raise ValueError(f"{where}: its {wrong[0]} is {_short(switches[wrong[0]])}, wanted true or false")
+        raise ValueError(f"{where}: its {wrong[0]} is {_short(switches[wrong[0]])}, expected true or false")
     numbers = {name: about[name] for name in ("eps", "num_cayley_neumann_terms") if about.get(name) is not None}
     for name, value in numbers.items():
         most = 1e30 if name == "eps" else 100
         if not _is_number(value) or not 0 < value <= most or (name != "eps" and value != int(value)):
-            raise ValueError(f"{where}: its {name} is {_short(value)}, wanted a number above 0")
+            raise ValueError(f"{where}: its {name} is {_short(value)}, expected a number above 0")
     return switches | numbers
 
 
@@ -131,7 +131,7 @@ def _feedforward(about: Mapping[str, Any], where: str, most: int) -> list[re.Pat
     if isinstance(names, str):
         return [pattern for pattern, _ in _patterns({names: 0}, f"{where}: its feedforward_modules", most)]
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ValueError(f"{where}: its feedforward_modules is {_short(names)}, wanted a list of names")
+        raise ValueError(f"{where}: its feedforward_modules is {_short(names)}, expected a list of names")
     return [re.compile(rf".*{re.escape(name)}$") for name in names]
 
 
@@ -139,7 +139,7 @@ def _patterns(values: Any, what: str, most: int) -> list[tuple[re.Pattern[str], 
     """Compile the patterns of module names, which are regular expressions, anchored at a dot."""
     values = {} if values is None else values
     if not isinstance(values, dict) or not all(map(_is_number, values.values())):
-        raise ValueError(f"{what} is {_short(values)}, wanted an object of numbers")
+        raise ValueError(f"{what} is {_short(values)}, expected an object of numbers")
     if len(values) > most:
         raise ValueError(f"{what} has {len(values)} patterns for {most} tensors: it is damaged")
     compiled = []
@@ -151,7 +151,7 @@ def _patterns(values: Any, what: str, most: int) -> list[tuple[re.Pattern[str], 
             compiled.append((re.compile(rf"(?:.*\.)?(?:{pattern})$"), float(value)))
         except (re.error, OverflowError, RecursionError) as error:
             raise ValueError(
-                f"{what} has the pattern {_short(pattern)} ({error}), wanted the name of a module"
+                f"{what} has the pattern {_short(pattern)} ({error}), expected the name of a module"
             ) from error
     return compiled
 
@@ -168,7 +168,7 @@ def _short(value: Any) -> str:
 def by_role(about: Any, where: str, most: int) -> dict[str, PeftConfig]:
     """Return the configurations in diffusers' metadata, whose names begin with a network's: "unet.r", ..."""
     if not isinstance(about, dict):
-        raise ValueError(f"{where}: holds {type(about).__name__}, wanted an object of settings")
+        raise ValueError(f"{where}: holds {type(about).__name__}, expected an object of settings")
     roles: dict[str, dict[str, Any]] = {}
     for name, value in about.items():
         role, _, setting = name.rpartition(".")

@@ -72,8 +72,8 @@ class Strength:
         names = {len(every): every, len(attending): attending}.get(len(self.blocks))
         if names is None:
             raise ValueError(
-                f"got {len(self.blocks)} weights of blocks (lbw), wanted {len(attending)} ({', '.join(attending)}) or "
-                f"{len(every)}, for all blocks"
+                f"got {len(self.blocks)} weights of blocks (lbw), expected {len(attending)} "
+                f"({', '.join(attending)}) or {len(every)}, for all blocks"
             )
         return dict.fromkeys(every, 0.0) | dict(zip(names, self.blocks, strict=True))
 
@@ -127,16 +127,16 @@ def strength_of(parts: Sequence[str]) -> Strength:
         else:
             numbers.append(part)
     if unknown := sorted(named.keys() - {"te", "unet", "lbw"}):
-        raise ValueError(f"{unknown[0]}= is not supported, wanted {SYNTAX}")
+        raise ValueError(f"{unknown[0]}= is not supported, expected {SYNTAX}")
     if len(numbers) > 2:
-        raise ValueError(f"got the weights {', '.join(numbers)}, wanted two at most: {SYNTAX}")
+        raise ValueError(f"got the weights {', '.join(numbers)}, expected two at most: {SYNTAX}")
     text = _number(named.get("te", numbers[0] if numbers else "1"))
     unet = _number(named["unet"]) if "unet" in named else _number(numbers[1]) if len(numbers) == 2 else text
     blocks: str | tuple[float, ...] | None = named.get("lbw")
     if isinstance(blocks, str) and blocks not in PRESETS:
         if "," not in blocks:
             raise ValueError(
-                f"got lbw={blocks:.60}, wanted {', '.join(PRESETS)}, or a number for each block, with commas"
+                f"got lbw={blocks:.60}, expected {', '.join(PRESETS)}, or a number for each block, with commas"
             )
         blocks = tuple(_number(number.strip()) for number in blocks.split(","))
     return Strength(text, unet, blocks)
@@ -144,5 +144,5 @@ def strength_of(parts: Sequence[str]) -> Strength:
 
 def _number(text: str) -> float:
     if not re.fullmatch(NUMBER, text):
-        raise ValueError(f"got the weight {text!r:.60}, wanted a number")
+        raise ValueError(f"got the weight {text!r:.60}, expected a number")
     return float(text)

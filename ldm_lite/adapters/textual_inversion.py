@@ -58,18 +58,18 @@ def open_embeddings(source: str | os.PathLike[str]) -> list[Embedding]:
     if path.suffix.lower() in PICTURES:
         raise ValueError(f"{path}: is a picture: an embedding inside one is not read: take its .pt or .safetensors")
     if path.is_dir():
-        raise ValueError(f"{path}: is a folder, wanted a textual inversion: name its files, one by one")
+        raise ValueError(f"{path}: is a folder, expected a textual inversion: name its files, one by one")
     file = open_checkpoint(path)
     if found := bundled(file):
         if given and len(found) > 1:
             names = ", ".join(each.name for each in found)
-            raise ValueError(f"{path}: holds {len(found)} textual inversions ({names}), wanted one for NAME=FILE")
+            raise ValueError(f"{path}: holds {len(found)} textual inversions ({names}), expected one for NAME=FILE")
         return [replace(each, name=_name(name)) if given else each for each in found]
     several = file.shapes.keys() <= {"clip_l", "clip_g"}
     if not several and len(file.shapes) > 1:
         some = next(iter(file.shapes))
         raise ValueError(
-            f"{path}: holds {len(file.shapes)} tensors (has {some}), which are not a textual inversion: wanted "
+            f"{path}: holds {len(file.shapes)} tensors (has {some}), which are not a textual inversion: expected "
             "string_to_param, emb_params, clip_l and clip_g, or one tensor by the name of its token"
         )
     vectors, stored = _vectors(file, list(file.shapes)), next(iter(file.shapes)).removeprefix(f"{INVERSION}.")
@@ -85,14 +85,14 @@ def bundled(file: Tensors) -> list[Embedding]:
         if match := BUNDLED.match(key):
             keys.setdefault(match[1], []).append(key)
         elif key.startswith("bundle_emb."):
-            raise ValueError(f"{file.path}: holds {key}, wanted emb_params, string_to_param, clip_l or clip_g in it")
+            raise ValueError(f"{file.path}: holds {key}, expected emb_params, string_to_param, clip_l or clip_g in it")
     return [Embedding(file.path.name, _name(name), _vectors(file, each)) for name, each in keys.items()]
 
 
 def _name(text: str) -> str:
     """Return a name as prompts have it, composed (NFC).  Raises ValueError if it is empty."""
     if not text.strip():
-        raise ValueError(f"got {text!r} as the name of an embedding, wanted one that a prompt can hold: NAME=FILE")
+        raise ValueError(f"got {text!r} as the name of an embedding, expected one that a prompt can hold: NAME=FILE")
     return unicodedata.normalize("NFC", text.strip())
 
 
@@ -101,7 +101,7 @@ def _vectors(file: Tensors, keys: Sequence[str]) -> dict[int, Tensor]:
     for key in keys:
         if len(file.shapes[key]) not in (1, 2) or 0 in file.shapes[key]:
             size = " x ".join(map(str, file.shapes[key])) or "a single number"
-            raise ValueError(f"{file.path}: {key} is {size}, which are not a textual inversion: wanted n x D")
+            raise ValueError(f"{file.path}: {key} is {size}, which are not a textual inversion: expected n x D")
     found: dict[int, Tensor] = {}
     for key in keys:
         tensor = file.read(key).detach()
@@ -142,12 +142,12 @@ def learn(model: M, embeddings: Iterable[Embedding], option: str) -> M:
         if missing := [width for width in widths if width not in embedding.vectors]:
             got, wanted = (" and ".join(map(str, sizes)) for sizes in (embedding.vectors, missing))
             raise ValueError(
-                f"{embedding.file}: is for another model: its vectors are {got} wide, wanted {wanted} for its text "
+                f"{embedding.file}: is for another model: its vectors are {got} wide, expected {wanted} for its text "
                 "encoder"
             )
         if not 1 <= count <= tokenizer.room:
             raise ValueError(
-                f"{embedding.file}: holds {count} vectors, wanted 1 to {tokenizer.room}, which fit into a prompt"
+                f"{embedding.file}: holds {count} vectors, expected 1 to {tokenizer.room}, which fit into a prompt"
             )
         if unread := [width for width in embedding.vectors if width not in widths]:
             log.warning("%s: this model does not use its vectors of width %d", embedding.file, unread[0])

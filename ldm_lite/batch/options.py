@@ -74,7 +74,7 @@ class BatchOptions(CheckedOptions):
         """Of how many processes this is which, counted from 0.  Raises ValueError for text that is not I/N."""
         match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", "1/1" if self.shard is None else self.shard)
         if match is None or not 1 <= int(match[1]) <= int(match[2]):
-            raise ValueError(f"got `shard` {self.shard!r}, wanted I/N with I from 1 to N, 1/8 for instance")
+            raise ValueError(f"got `shard` {self.shard!r}, expected I/N with I from 1 to N, 1/8 for instance")
         return int(match[1]) - 1, int(match[2])
 
     @property
@@ -82,7 +82,7 @@ class BatchOptions(CheckedOptions):
         """The least and the greatest number of workers.  Raises ValueError for text that is no such bounds."""
         match = re.fullmatch(r"(\d{1,5})(?::(\d{1,5}))?", "1" if self.workers is None else self.workers)
         if match is None or not 1 <= int(match[1]) <= int(match[2] or match[1]):
-            raise ValueError(f"got `workers` {self.workers!r}, wanted a number from 1, or MIN:MAX, 2:8 for instance")
+            raise ValueError(f"got `workers` {self.workers!r}, expected a number from 1, or MIN:MAX, 2:8 for instance")
         return int(match[1]), int(match[2] or match[1])
 
 

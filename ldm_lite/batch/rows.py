@@ -86,7 +86,7 @@ class Rows:
             name, prompt = values.pop("id", name), values.pop("prompt", None)
             seed = values.pop("seed") if "seed" in values else getattr(self.defaults, "seed") + number  # noqa: B009
             if seed < 0:  # a row is made anew as it was
-                raise ValueError(f"got `seed` {seed}, wanted 0 to {SEEDS[1]}")
+                raise ValueError(f"got `seed` {seed}, expected 0 to {SEEDS[1]}")
             if "mask" in values and "init_img" not in values:
                 raise ValueError("got a mask, but no init_image")
             files = tuple(self._find(values.pop(key)) for key in ("init_img", "mask") if key in values)
@@ -115,7 +115,7 @@ class Rows:
             height = side if options.height is None else options.height
             width = side if options.width is None else options.width
             if height * width > most:
-                raise ValueError(f"got {width} x {height} pixels, wanted at most {most}, the limit of `most_pixels`")
+                raise ValueError(f"got {width} x {height} pixels, expected at most {most}, the limit of `most_pixels`")
             length = text_length(self.model, (prompt, negative), options.prompt_syntax)
             return Item(number, name, prompt or "", negative, seed, files, loras, options, length)
         except (ValueError, TypeError, OSError) as error:
@@ -190,7 +190,7 @@ def convert(name: str, value: Any) -> Any:
                 return number
         except (ValueError, OverflowError):
             pass
-    raise ValueError(f"got {name} {value!r:.60}, wanted {WANTED[str if name == 'id' else kind]}")
+    raise ValueError(f"got {name} {value!r:.60}, expected {WANTED[str if name == 'id' else kind]}")
 
 
 def group(items: Sequence[Item]) -> list[list[Item]]:

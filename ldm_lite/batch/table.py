@@ -115,7 +115,7 @@ def open_table(path: Path, size: int) -> Table:
                     table.starts.append(position)
                 table.count, position = table.count + 1, after
     else:
-        raise ValueError(f"{path}: is no table of prompts, wanted .parquet, .jsonl, .csv or .txt")
+        raise ValueError(f"{path}: is no table of prompts, expected .parquet, .jsonl, .csv or .txt")
     if kind in (".csv", ".parquet") and table.count and "prompt" not in map(as_column, table.columns):
         raise ValueError(f"{path}: has no column prompt: name the one with the prompts so")
     if not table.count:
@@ -150,7 +150,7 @@ def _records(file: BinaryIO, kind: str, columns: list[str]) -> Iterator[tuple[Ro
                 yield f"has the column {twice!r} twice" if twice else dict.fromkeys(names, ""), file.tell()
                 return
             if values and len(values) != len(columns):
-                yield f"has {len(values)} cells, wanted {len(columns)}, those of the header", file.tell()
+                yield f"has {len(values)} cells, expected {len(columns)}, those of the header", file.tell()
             elif values:  # empty cells are missing, except a prompt
                 cells = zip(columns, values, strict=True)
                 yield {name: value for name, value in cells if value or name == "prompt"}, file.tell()
@@ -189,5 +189,5 @@ def _as_json(line: str) -> Row:
     except (ValueError, RecursionError) as error:
         return f"is not JSON ({error})"
     if not isinstance(row, dict):
-        return 'is not an object of JSON, wanted {"prompt": ...}'
+        return 'is not an object of JSON, expected {"prompt": ...}'
     return {name: value for name, value in row.items() if value is not None}

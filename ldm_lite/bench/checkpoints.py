@@ -26,7 +26,7 @@ def open_model(size: str, ckpt: str | None, ahead: bool = True) -> Tensors:
     if ckpt is not None or size == "bundled":
         return open_source(ckpt)
     if size not in FAMILIES:
-        raise ValueError(f"unknown size {size!r}: wanted bundled, or one of {', '.join(FAMILIES)}")
+        raise ValueError(f"unknown size {size!r}: expected bundled, or one of {', '.join(FAMILIES)}")
     return random_checkpoint(size, FAMILIES[size], ahead=ahead)
 
 

@@ -54,7 +54,7 @@ def configuration(name: str) -> Configuration:
     known = {*attention.names(), *(() if base.startswith("original") else KERNELS)}
     if base not in CONFIGURATIONS or not set(changes) <= known:
         raise ValueError(
-            f"unknown {name!r} in `configs`: wanted some of {', '.join(CONFIGURATIONS)}, "
+            f"unknown {name!r} in `configs`: expected some of {', '.join(CONFIGURATIONS)}, "
             f"with +{', +'.join(KERNELS)} or +ATTENTION"
         )
     row = CONFIGURATIONS[base]

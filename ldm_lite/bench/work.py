@@ -68,7 +68,7 @@ def inputs(family: Family, options: Options, batch: int) -> Inputs:
         raise ValueError(f"{family.title} cannot be benchmarked yet: take a Stable Diffusion 1.x model")
     height, width = (family.resolution if side is None else side for side in (options.height, options.width))
     if height % (factor := family.vae.factor) or width % factor:
-        raise ValueError(f"got `height={height}` and `width={width}`, wanted multiples of {factor}")
+        raise ValueError(f"got `height={height}` and `width={width}`, expected multiples of {factor}")
     assert family.unet.context_dim is not None
     generator = torch.Generator().manual_seed(options.seed)
     context, uncond = torch.randn(2, batch, family.text.length, family.unet.context_dim, generator=generator)

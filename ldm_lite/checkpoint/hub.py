@@ -28,7 +28,7 @@ def resolve(source: str | os.PathLike[str] | None) -> Path:
     if source is None:
         return bundled()
     if not _name(source):
-        raise FileNotFoundError("got an empty checkpoint name, wanted a path or a name on the Hugging Face hub")
+        raise FileNotFoundError("got an empty checkpoint name, expected a path or a name on the Hugging Face hub")
     path = Path(os.path.expanduser(source))  # Path.expanduser raises for an unknown user
     if path.exists():
         return path
@@ -36,7 +36,7 @@ def resolve(source: str | os.PathLike[str] | None) -> Path:
     # A path below an existing folder is a mistyped path, not a name on the hub.
     if len(parts) < 3 or not all(parts) or parts[0] == "~" or Path(parts[0]).is_dir():
         raise FileNotFoundError(
-            f"{source}: no such file (wanted a path, or owner/repository/file on the Hugging Face hub)"
+            f"{source}: no such file (expected a path, or owner/repository/file on the Hugging Face hub)"
         )
     path = download("/".join(parts[:2]), "/".join(parts[2:]))
     log.info("%s: at %s", source, path)
@@ -58,7 +58,7 @@ def repository(source: str | os.PathLike[str] | None) -> str | None:
 def _name(source: str | os.PathLike[str]) -> str:
     """Return a source as text.  Raises TypeError for what names no file."""
     if not isinstance(source, (str, os.PathLike)):
-        raise TypeError(f"got {source!r:.60} as a checkpoint, wanted a path or a name on the Hugging Face hub")
+        raise TypeError(f"got {source!r:.60} as a checkpoint, expected a path or a name on the Hugging Face hub")
     return os.fspath(source)
 
 

@@ -96,12 +96,12 @@ class Model(CoreModel):
         if height <= 0 or width <= 0 or height % f or width % f:
             legal = [max(f, round(side / f) * f) for side in (height, width)]
             raise ValueError(
-                f"got `height={height}` and `width={width}`, wanted multiples of {f}: take `height={legal[0]}` and "
+                f"got `height={height}` and `width={width}`, expected multiples of {f}: take `height={legal[0]}` and "
                 f"`width={legal[1]}`"
             )
         if height * width > MOST_PIXELS:
             raise ValueError(
-                f"got `height={height}` and `width={width}`, wanted at most {MOST_PIXELS} pixels in all: take less"
+                f"got `height={height}` and `width={width}`, expected at most {MOST_PIXELS} pixels in all: take less"
             )
         return self.vae.spec.embed_dim, height // factor, width // factor
 
@@ -134,7 +134,7 @@ class Model(CoreModel):
         factor = self.vae.spec.factor
         if pixels.shape[1] != 3 or pixels.shape[2] % factor or pixels.shape[3] % factor:
             got = tuple(pixels.shape)
-            raise ValueError(f"got pixels {got}, wanted (B, 3, H, W) with H and W multiples of {factor}")
+            raise ValueError(f"got pixels {got}, expected (B, 3, H, W) with H and W multiples of {factor}")
         with self.phase("vae"):
             vae, dtype = self.vae, next(self.vae.parameters()).dtype
             mean, deviation = vae.encode(pixels.to(self.device, dtype))
@@ -157,9 +157,9 @@ class Model(CoreModel):
         """
         channels = self.vae.spec.embed_dim
         if not isinstance(latents, Tensor):
-            raise TypeError(f"got {type(latents).__name__} as latents, wanted a tensor (B, {channels}, h, w)")
+            raise TypeError(f"got {type(latents).__name__} as latents, expected a tensor (B, {channels}, h, w)")
         if latents.ndim != 4 or latents.shape[1] != channels or 0 in latents.shape[2:]:
-            raise ValueError(f"got latents of shape {tuple(latents.shape)}, wanted (B, {channels}, h, w)")
+            raise ValueError(f"got latents of shape {tuple(latents.shape)}, expected (B, {channels}, h, w)")
         if not torch.isfinite(latents).all():
             half = self.dtype != torch.float32
             advice = '`dtype="fp32"` may help' if half else "the checkpoint or the settings are at fault"

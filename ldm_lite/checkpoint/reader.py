@@ -78,26 +78,26 @@ def open_checkpoint(path: Path) -> Tensors:
     longer keys or higher numbers in them than networks have.
     """
     if path.is_dir():
-        raise ValueError(f"{path}: is a folder, wanted a .safetensors or .ckpt file in the original layout")
+        raise ValueError(f"{path}: is a folder, expected a .safetensors or .ckpt file in the original layout")
     with open_file(path) as file:
         head, size = file.read(64), file.seek(0, io.SEEK_END)
     if size == 0:
-        raise ValueError(f"{path}: is empty, wanted a checkpoint: download it again")
+        raise ValueError(f"{path}: is empty, expected a checkpoint: download it again")
     if head.startswith(b"version https://git-lfs"):
         raise ValueError(f"{path}: is a Git LFS pointer, not the weights themselves: run `git lfs pull`")
     header = int.from_bytes(head[:8], "little") if head[8:9] == b"{" else 0
     if 8 + header > max(size, 8):
         raise ValueError(f"{path}: is truncated: {size} bytes, but its header alone takes {8 + header}")
     if header > MOST_HEADER:
-        raise ValueError(f"{path}: has a header of {header} bytes, wanted at most {MOST_HEADER}")
+        raise ValueError(f"{path}: has a header of {header} bytes, expected at most {MOST_HEADER}")
     opener = next((opener for first_bytes, opener in OPENERS if re.match(first_bytes, head, re.DOTALL)), None)
     if opener is None:
-        raise ValueError(f"{path}: is not a checkpoint (starts with {head[:8]!r}), wanted .safetensors, .ckpt or .gguf")
+        raise ValueError(f"{path}: is not a checkpoint (starts with {head[:8]!r}), expected .safetensors, .ckpt, .gguf")
     tensors: Tensors = imported(opener)(path)
     if not tensors:
-        raise ValueError(f"{path}: holds no tensors, wanted a checkpoint")
+        raise ValueError(f"{path}: holds no tensors, expected a checkpoint")
     if len(tensors) > MOST_TENSORS:
-        raise ValueError(f"{path}: holds {len(tensors)} tensors, wanted at most {MOST_TENSORS}")
+        raise ValueError(f"{path}: holds {len(tensors)} tensors, expected at most {MOST_TENSORS}")
     odd = (key for key in tensors if len(key) > LONGEST_KEY or NO_INDEX.search(key))
     if (key := next(odd, None)) is not None:
         raise ValueError(f"{path}: has the key {key[:60]!r}, which is too long or has too high a number")
@@ -316,7 +316,7 @@ def read_weight(tensors: Tensors, key: str) -> Tensor:
     value = tensors.read(key)
     if value.dtype not in WEIGHTS:
         name = str(value.dtype).removeprefix("torch.")
-        raise ValueError(f"{tensors.path}: {key} is stored as {name}, wanted floating-point numbers of 8 to 64 bits")
+        raise ValueError(f"{tensors.path}: {key} is stored as {name}, expected floating-point numbers of 8 to 64 bits")
     return value
 
 

@@ -140,7 +140,7 @@ def fitted(shapes: Mapping[str, Shapes], metadata: Mapping[str, str]) -> Family:
     for what, width, wanted in checks:
         if width != wanted:
             raise ValueError(
-                f"is {row.title}, but {what} {width} wide, wanted {wanted}: take another `text_encoder=FILE`"
+                f"is {row.title}, but {what} {width} wide, expected {wanted}: take another `text_encoder=FILE`"
             )
     return replace(row, vae=vae, text_encoders=tuple(texts.values()), **scale_of(vae))
 

@@ -25,7 +25,7 @@ def open_file(path: str | os.PathLike[str], most: int | None = None) -> BinaryIO
     pipe, a socket, a device, a name that no file can have, or a larger file; TypeError for what is no path.
     """
     if not isinstance(path, (str, os.PathLike)):
-        raise TypeError(f"got {path!r:.60} as a file, wanted its path")
+        raise TypeError(f"got {path!r:.60} as a file, expected its path")
     try:
         os.stat(path)
     except ValueError as error:  # a null character, or a surrogate
@@ -54,7 +54,7 @@ def regular(path: str, flags: int) -> int:
         os.close(descriptor)
         if isinstance(error, ValueError):
             raise
-        raise ValueError(f"{path}: is a device, wanted a regular file") from error
+        raise ValueError(f"{path}: is a device, expected a regular file") from error
     return descriptor
 
 
@@ -63,7 +63,7 @@ def read_bytes(path: str | os.PathLike[str], most: int) -> bytes:
     with open_file(path, most) as file:
         content: bytes | None = file.read(most + 1)
     if content is None:
-        raise ValueError(f"{Path(path)}: is a device, wanted a regular file")  # of /proc, which would wait for more
+        raise ValueError(f"{Path(path)}: is a device, expected a regular file")  # of /proc, which would wait for more
     if len(content) > most:  # it has grown, or is one of /proc, which have no size
         raise _too_large(path, most)
     return content
@@ -105,16 +105,16 @@ def parse_object(text: str | bytes, where: object) -> dict[str, Any]:
     """Parse an object of JSON.  Raises as parse_json does, and ValueError for another value."""
     content = parse_json(text, where)
     if not isinstance(content, dict):
-        raise ValueError(f"{where}: holds a JSON {type(content).__name__}, wanted an object")
+        raise ValueError(f"{where}: holds a JSON {type(content).__name__}, expected an object")
     return content
 
 
 def _check_kind(path: str | os.PathLike[str], status: os.stat_result) -> None:
     kind = next((kind for test, kind in KINDS if test(status.st_mode)), None)
     if kind is not None:
-        raise ValueError(f"{Path(path)}: is a {kind}, wanted a regular file")
+        raise ValueError(f"{Path(path)}: is a {kind}, expected a regular file")
 
 
 def _too_large(path: str | os.PathLike[str], most: int) -> ValueError:
     size = f"{most / 2**20:,.0f} MiB" if most >= 2**20 else f"{most:,} bytes"
-    return ValueError(f"{Path(path)}: is too large, wanted at most {size}")
+    return ValueError(f"{Path(path)}: is too large, expected at most {size}")

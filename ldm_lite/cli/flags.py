@@ -38,7 +38,7 @@ class _ShowHelp(argparse.Action):
         assert isinstance(parser, _Parser)
         near = [name for name in parser.topics if topic and (name.startswith(topic) or topic.startswith(name))]
         if topic and not near:
-            parser.error(f"unknown topic {topic!r:.60}: wanted one of {', '.join(parser.topics)}")
+            parser.error(f"unknown topic {topic!r:.60}: expected one of {', '.join(parser.topics)}")
         whole = self.dest == "help_all"
         parser.exit(show(parser.format_help() if whole else parser.short_help(near[0] if near else None)))
 
@@ -210,7 +210,7 @@ def number(kind: Any) -> Callable[[str], float]:
         try:
             value: float = kind(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"got {FLAG} {text[:60]!r}, wanted {TYPES[kind]}") from None
+            raise argparse.ArgumentTypeError(f"got {FLAG} {text[:60]!r}, expected {TYPES[kind]}") from None
         return value
 
     return read

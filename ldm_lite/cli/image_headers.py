@@ -45,7 +45,7 @@ def check_image(file: BinaryIO) -> None:
         elif head[:2] == b"BM":
             _check_bmp(file, size)
         elif head[4:8] == b"ftyp" and size > MOST_AVIF:
-            raise ValueError(f"got {size} bytes, wanted at most {MOST_AVIF} of AVIF or HEIF")
+            raise ValueError(f"got {size} bytes, expected at most {MOST_AVIF} of AVIF or HEIF")
     file.seek(0)
 
 
@@ -59,7 +59,7 @@ def check_exif(info: Mapping[Any, Any]) -> None:
 
 def _check_exif(data: bytes | bytearray) -> None:
     if len(data) > MOST_EXIF:
-        raise ValueError(f"got {len(data)} bytes of EXIF data, wanted at most {MOST_EXIF}: remove them")
+        raise ValueError(f"got {len(data)} bytes of EXIF data, expected at most {MOST_EXIF}: remove them")
     while data.startswith(b"Exif\0\0"):
         data = data[6:]
     with contextlib.suppress(struct.error):  # they end early
@@ -98,7 +98,7 @@ def _check_jpeg(file: BinaryIO) -> None:
         if max(len(exif) - MOST_EXIF, metadata - MOST_METADATA, tables - MOST_TABLES) > 0:
             raise ValueError(
                 f"got {len(exif)} bytes of EXIF data, {metadata} of metadata and {tables} of tables before its pixels, "
-                f"wanted at most {MOST_EXIF}, {MOST_METADATA} and {MOST_TABLES}: save it anew"
+                f"expected at most {MOST_EXIF}, {MOST_METADATA} and {MOST_TABLES}: save it anew"
             )
         if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
             height, width, components = struct.unpack(">xHHB", content[:6])
@@ -164,7 +164,7 @@ def _check_gif(file: BinaryIO, size: int) -> None:
             comment += length[0] * is_comment
             file.seek(length[0], io.SEEK_CUR)
         if comment > MOST_COMMENT:
-            raise ValueError(f"got {comment} bytes of comments, wanted at most {MOST_COMMENT}: remove them")
+            raise ValueError(f"got {comment} bytes of comments, expected at most {MOST_COMMENT}: remove them")
 
 
 def _check_bmp(file: BinaryIO, size: int) -> None:
@@ -173,7 +173,7 @@ def _check_bmp(file: BinaryIO, size: int) -> None:
     if header >= 40:
         width, height, compression = struct.unpack("<ii4xI", file.read(16))
         if compression in (1, 2) and max(abs(width * height), size) > MOST_RLE:
-            raise ValueError(f"got a BMP in run lengths of {width} x {abs(height)} pixels, wanted at most {MOST_RLE}")
+            raise ValueError(f"got a BMP in run lengths of {width} x {abs(height)} pixels, expected at most {MOST_RLE}")
 
 
 def _check_tags(file: BinaryIO, size: int) -> None:
@@ -196,7 +196,7 @@ def _check_tags(file: BinaryIO, size: int) -> None:
         file.seek(place)
         (count,) = struct.unpack(number, file.read(struct.calcsize(number)))
         if count > MOST_TAGS:
-            raise ValueError(f"got a directory of {count} tags, wanted at most {MOST_TAGS}: save it anew")
+            raise ValueError(f"got a directory of {count} tags, expected at most {MOST_TAGS}: save it anew")
         tags = file.read(count * struct.calcsize(entry))
         for tag, kind, numbers, value in struct.iter_unpack(
             entry, tags[: len(tags) // struct.calcsize(entry) * struct.calcsize(entry)]
@@ -206,8 +206,8 @@ def _check_tags(file: BinaryIO, size: int) -> None:
             total_bytes += min(length, max(0, size - value)) if length > inline else 0
             total_numbers += numbers if is_number else 0
             if (is_number and numbers > MOST_NUMBERS) or total_numbers > 2 * MOST_NUMBERS:
-                raise ValueError(f"tag {tag} has {numbers} numbers, wanted at most {MOST_NUMBERS}: save it anew")
+                raise ValueError(f"tag {tag} has {numbers} numbers, expected at most {MOST_NUMBERS}: save it anew")
             if total_bytes > size + 2**18:  # a damaged tag or two of a photo may say anything
-                raise ValueError(f"got tags of more bytes than the {size} of the file, wanted each stored once")
+                raise ValueError(f"got tags of more bytes than the {size} of the file, expected each stored once")
             if tag in DIRECTORIES:
                 places.append(value)

@@ -79,7 +79,7 @@ class CheckedOptions:
             name, value, about = declared.name, getattr(self, declared.name), declared.metadata
             for text in value if isinstance(value, (tuple, list)) else (value,):
                 if isinstance(text, str) and len(text) > MOST_CHARACTERS and "prompt" not in name:
-                    raise ValueError(f"got `{name}` of {len(text):,} characters, wanted at most {MOST_CHARACTERS:,}")
+                    raise ValueError(f"got `{name}` of {len(text):,} characters, expected at most {MOST_CHARACTERS:,}")
                 if isinstance(text, str) and not text and declared.default != "" and "prompt" not in name:
                     raise ValueError(f"got `{name}` '', an empty text: give a value, or leave it out")
             if value is not None and about["parse"] is not None:
@@ -91,7 +91,7 @@ class CheckedOptions:
             object.__setattr__(self, name, value)
             for choice in value if isinstance(value, tuple) else [value]:
                 if about["choices"] is not None and choice is not None and choice not in about["choices"]:
-                    raise ValueError(f"got `{name}` {choice!r:.60}, wanted one of {', '.join(about['choices'])}")
+                    raise ValueError(f"got `{name}` {choice!r:.60}, expected one of {', '.join(about['choices'])}")
             if about["within"] is not None:
                 least, most = about["within"]
                 for number in value if isinstance(value, tuple) else [value]:
@@ -100,7 +100,7 @@ class CheckedOptions:
                     wanted = f"{least} or more" if most == math.inf else f"{least} to {most}"
                     wanted = "a finite number" if about["within"] == FINITE else wanted
                     reason = f" ({about['reason']})" if about["reason"] else ""
-                    raise ValueError(f"got `{name}` {number!r:.60}, wanted {wanted}{reason}")
+                    raise ValueError(f"got `{name}` {number!r:.60}, expected {wanted}{reason}")
 
 
 def given(options: CheckedOptions) -> set[str]:
@@ -149,7 +149,7 @@ def _typed(name: str, value: Any, kinds: Sequence[Any]) -> Any:
         text = kind is str and (isinstance(value, (str, os.PathLike)) or (name == "spacing" and callable(value)))
         if text or (kind is float and isinstance(value, int)):
             return os.fspath(value) if isinstance(value, os.PathLike) else value
-    raise TypeError(f"got `{name}` {value!r:.50}, wanted {TYPES[kind]}" + " or a list of them" * several)
+    raise TypeError(f"got `{name}` {value!r:.50}, expected {TYPES[kind]}" + " or a list of them" * several)
 
 
 def random_seeds(name: str, value: Any) -> Any:
@@ -167,7 +167,7 @@ def pair(name: str, value: Any) -> tuple[int, int]:
     numbers = [int(side) if side.strip().isdecimal() else -1 for side in (first, second)]
     if not least <= min(numbers) <= max(numbers) <= MOST_PX:
         wanted = "HxW, height first, 1024x768 for instance" if between == "x" else "Y,X, 0,128 for instance"
-        raise ValueError(f"got `{name}` {value!r}, wanted {wanted}")
+        raise ValueError(f"got `{name}` {value!r}, expected {wanted}")
     return numbers[0], numbers[1]
 
 
@@ -181,7 +181,7 @@ def _listed(kind: type, what: str, name: str, value: Any) -> tuple[Any, ...]:
     except ValueError:
         values = ()
     if not values and value not in ("", (), []):
-        raise ValueError(f"got `{name}` {value!r:.60}, wanted {what} separated by commas")
+        raise ValueError(f"got `{name}` {value!r:.60}, expected {what} separated by commas")
     return values
 
 
@@ -280,7 +280,7 @@ class LoadOptions(RuntimeOptions):
     def added_metadata(self) -> Mapping[str, str]:
         """`metadata` as a mapping.  Raises ValueError for an item without "="."""
         if bad := [item for item in self.metadata if "=" not in item]:
-            raise ValueError(f"got `metadata` {bad[0]!r}, wanted KEY=VALUE")
+            raise ValueError(f"got `metadata` {bad[0]!r}, expected KEY=VALUE")
         return dict(item.split("=", 1) for item in self.metadata)
 
 

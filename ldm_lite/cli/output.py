@@ -36,7 +36,7 @@ class Saver:
                 "`skip_existing` is for folders of images that txt2img, img2img, inpaint and upscale save: leave it out"
             )
         if not os.path.isdir(self.out) and (self.out.suffix.lower() in NO_PNG or self.out.name.lower() == ".png"):
-            raise ValueError(f"got `out` {self.out}, wanted a folder or a name that ends in .png: images are PNG files")
+            raise ValueError(f"got `out` {self.out}, expected a folder or a name ending in .png: images are PNG files")
         for folder in (self.out.parent,) if self.single else (self.out, self.out / "samples"):
             while not _is_there(folder):
                 folder = folder.parent

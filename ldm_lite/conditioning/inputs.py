@@ -74,7 +74,7 @@ def label_maps(model: Model, prompts: Prompts, options: PromptOptions) -> Condit
 
     def labels_of(image: Image.Image) -> NDArray[np.int64]:
         if image.mode not in ("L", "P", "I;16", "I"):
-            raise ValueError(f"is not a label map: its mode is {image.mode}, wanted one channel (L or P) of labels")
+            raise ValueError(f"is not a label map: its mode is {image.mode}, expected one channel (L or P) of labels")
         return np.asarray(image.resize((width, height), Image.Resampling.NEAREST)).astype(np.int64)
 
     maps = []
@@ -83,7 +83,7 @@ def label_maps(model: Model, prompts: Prompts, options: PromptOptions) -> Condit
         labels = read_image(path, labels_of)
         if labels.max() >= num_labels or labels.min() < 0:
             raise ValueError(
-                f"{path}: is not a label map: it holds the label {labels.max()}, wanted 0 to {num_labels - 1}"
+                f"{path}: is not a label map: it holds the label {labels.max()}, expected 0 to {num_labels - 1}"
             )
         maps.append(torch.from_numpy(labels))
     return {"concat": model.text_encoder(torch.stack(maps).to(model.device))}
@@ -107,7 +107,7 @@ def read_embeddings(model: Model, prompt: str) -> Tensor:
     values = _npy(path)
     values = values[None] if values.ndim == 1 else values
     if values.ndim != 2 or values.shape[1] != width:
-        raise ValueError(f"{path}: holds floats of shape {tuple(values.shape)}, wanted ({width},) or (T, {width})")
+        raise ValueError(f"{path}: holds floats of shape {tuple(values.shape)}, expected ({width},) or (T, {width})")
     return values
 
 
@@ -115,7 +115,7 @@ def read_image_embedding(path: Path) -> Tensor:
     """Read a single vector (1,D), float32, from a .npy or .safetensors file.  Raises ValueError for other files."""
     values = read_tensor(path)
     if values.ndim > 2 or values.shape[:-1] not in ((), (1,)):
-        raise ValueError(f"{path}: holds a tensor of shape {tuple(values.shape)}, wanted (1, D)")
+        raise ValueError(f"{path}: holds a tensor of shape {tuple(values.shape)}, expected (1, D)")
     return values.reshape(1, -1)
 
 
@@ -125,7 +125,7 @@ def read_tensor(path: Path) -> Tensor:
         return _npy(path)
     file = open_checkpoint(path)
     if len(file.shapes) != 1:
-        raise ValueError(f"{path}: holds {len(file.shapes)} tensors, wanted one, the embedding")
+        raise ValueError(f"{path}: holds {len(file.shapes)} tensors, expected one, the embedding")
     [name] = file.shapes
     return read_weight(file, name).float()
 
@@ -138,7 +138,7 @@ def _npy(path: Path) -> Tensor:
         except Exception as error:
             raise ValueError(f"{path}: is not a .npy file of numbers, or not whole") from error
     if not isinstance(values, np.ndarray) or values.dtype.kind != "f":
-        raise ValueError(f"{path}: holds {getattr(values, 'dtype', 'several arrays')}, wanted floats")
+        raise ValueError(f"{path}: holds {getattr(values, 'dtype', 'several arrays')}, expected floats")
     return torch.from_numpy(values.astype(np.float32))
 
 
@@ -203,7 +203,7 @@ def box_tokens(boxes: Sequence[Box]) -> list[int]:
     Source: taming-transformers' conditional_builder/objects_bbox.py, of which latent diffusion's layout model learned.
     """
     if len(boxes) > MOST_OBJECTS:
-        raise ValueError(f"got {len(boxes)} boxes, wanted {MOST_OBJECTS} or fewer")
+        raise ValueError(f"got {len(boxes)} boxes, expected {MOST_OBJECTS} or fewer")
 
     def place(x: float, y: float) -> int:
         return round(y * (SECTIONS - 1)) * SECTIONS + round(x * (SECTIONS - 1))
@@ -211,10 +211,10 @@ def box_tokens(boxes: Sequence[Box]) -> list[int]:
     ids: list[int] = []
     for label, left, top, right, bottom in boxes:
         if not 0 <= label < NONE:
-            raise ValueError(f"got the class {label} of a box, wanted 0 to {NONE - 1}")
+            raise ValueError(f"got the class {label} of a box, expected 0 to {NONE - 1}")
         if not (0 <= left < right <= 1 and 0 <= top < bottom <= 1):
             corners = [left, top, right, bottom]
-            raise ValueError(f"got the box {corners}, wanted left < right and top < bottom in 0 to 1")
+            raise ValueError(f"got the box {corners}, expected left < right and top < bottom in 0 to 1")
         ids += [label, place(left, top), place(right, bottom)]
     return [*ids, *[NONE] * (3 * (MOST_OBJECTS - len(boxes))), place(0, 0), place(1, 1)]
 
@@ -229,4 +229,4 @@ def read_boxes(path: str | os.PathLike[str]) -> list[Box]:
         return [Box(int(entry["class"]), *map(float, entry["box"])) for entry in entries]
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         wanted = '[{"class": 12, "box": [left, top, right, bottom]}, ...]'
-        raise ValueError(f"{os.fspath(path)}: is not a list of boxes ({error}), wanted {wanted}") from error
+        raise ValueError(f"{os.fspath(path)}: is not a list of boxes ({error}), expected {wanted}") from error

@@ -153,7 +153,7 @@ def chunks(tokenizer: TextTokenizer, texts: Sequence[str], syntax: str = "plain"
     Raises ValueError for an unknown syntax, text that the tokenizer refuses, and too many chunks.
     """
     if syntax not in SYNTAXES:
-        raise ValueError(f"unknown prompt syntax {syntax!r}: wanted one of {', '.join(SYNTAXES)}")
+        raise ValueError(f"unknown prompt syntax {syntax!r}: expected one of {', '.join(SYNTAXES)}")
     if syntax == "a1111":
         return Chunks(*imported(f"{WEIGHTS}:filled")(tokenizer, texts, num_chunks))
     empty = [""] * (num_chunks - 1)

@@ -57,7 +57,7 @@ def divide(tokenizer: TextTokenizer, text: str) -> list[list[tuple[int, float]]]
     if not full[-1] and len(full) > 1:
         full.pop()  # nothing came after the last BREAK
     if len(full) > MOST_CHUNKS:
-        raise ValueError(f"got a prompt of {len(full)} chunks of {room} tokens, wanted at most {MOST_CHUNKS}")
+        raise ValueError(f"got a prompt of {len(full)} chunks of {room} tokens, expected at most {MOST_CHUNKS}")
     return full
 
 

@@ -20,7 +20,7 @@ def canny(image: Image.Image, low: float = 100, high: float = 200) -> Image.Imag
     Raises ValueError if low is above high.
     """
     if low > high:
-        raise ValueError(f"got canny thresholds {low:g} and {high:g}, wanted the lower one first")
+        raise ValueError(f"got canny thresholds {low:g} and {high:g}, expected the lower one first")
     dx, dy = _gradient(np.asarray(image.convert("RGB")).astype(np.int64))
     size = abs(dx) + abs(dy)
     ridge = _ridge(size, dx, dy)

@@ -51,14 +51,14 @@ class Control:
         for name in ("weight", "start", "end"):
             value = getattr(self, name)
             if isinstance(value, str) or not math.isfinite(value):
-                raise ValueError(f"got `{name}` {value!r}, wanted a finite number")
+                raise ValueError(f"got `{name}` {value!r}, expected a finite number")
         if not 0 <= self.start < self.end <= 1:
             raise ValueError(
-                f"got control {str(self)!r}, wanted it to start before it ends, as fractions of the steps, 0 to 1"
+                f"got control {str(self)!r}, expected it to start before it ends, as fractions of the steps, 0 to 1"
             )
         if not re.fullmatch(rf"{'|'.join(PREPROCESSORS)}|canny:{NUMBER}:{NUMBER}", str(self.preprocess)):
             raise ValueError(
-                f"got `preprocess` {self.preprocess!r}, wanted {', '.join(PREPROCESSORS)} or canny:LOW:HIGH"
+                f"got `preprocess` {self.preprocess!r}, expected {', '.join(PREPROCESSORS)} or canny:LOW:HIGH"
             )
 
     def __str__(self) -> str:
@@ -117,14 +117,14 @@ def parse(controls: Sequence[str | Control], preprocess: str | None = None) -> l
     """
     for control in controls:
         if not isinstance(control, (str, Control)):
-            raise TypeError(f"got {type(control).__name__} as `control`, wanted a Control or {SYNTAX}")
+            raise TypeError(f"got {type(control).__name__} as `control`, expected a Control or {SYNTAX}")
     texts = [control for control in controls if isinstance(control, str)]
     if preprocess is not None and not texts:
         raise ValueError("got `preprocess`, but no `control` whose image it is for")
     ways = ["none"] if preprocess is None else preprocess.split(",")
     ways = ways * len(texts) if len(ways) == 1 else ways
     if len(ways) != len(texts):
-        raise ValueError(f"got {len(ways)} ways to preprocess for {len(texts)} images, wanted one, or one for each")
+        raise ValueError(f"got {len(ways)} ways to preprocess for {len(texts)} images, expected one, or one for each")
     parsed = iter([_parse(text, way) for text, way in zip(texts, ways, strict=True)])
     return [next(parsed) if isinstance(control, str) else control for control in controls]
 
@@ -145,7 +145,7 @@ def _parse(text: str, preprocess: str) -> Control:
     name = r"(?:[A-Za-z]:(?=[\\/]))?[^:]+"  # a drive letter is not a file
     files = re.fullmatch(f"({name}):({name})", names)
     if files is None:
-        raise ValueError(f"got control {text!r}, wanted {SYNTAX}")
+        raise ValueError(f"got control {text!r}, expected {SYNTAX}")
     return Control(files[1], files[2], **options, preprocess=preprocess)
 
 

@@ -113,7 +113,7 @@ def _load_vision(model: Model, source: str | os.PathLike[str] | None, networks: 
         spec: Any = CLIPVisionSpec.from_shapes(shapes) if is_clip else SiglipSpec.from_shapes(shapes)
         spec = replace(spec, heads=int(components["vision"].metadata.get("vision_num_heads", spec.heads)))
         if spec.width % spec.heads:
-            raise ValueError(f"its num_attention_heads cannot be {spec.heads}: wanted a divisor of {spec.width}")
+            raise ValueError(f"its num_attention_heads cannot be {spec.heads}: expected a divisor of {spec.width}")
         vision = CLIPVisionEncoder(spec) if is_clip else SiglipVisionEncoder(spec)
     load_weights(vision, components["vision"], "image encoder", model.device, model.dtype)
     return vision

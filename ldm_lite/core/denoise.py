@@ -103,7 +103,7 @@ def join(branches: Sequence[Branch], scale: float, device: torch.device) -> Guid
     for name in parts[0]:
         if len({part[name].shape for part in parts}) > 1:
             shapes = " and ".join(str(tuple(part[name].shape)) for part in parts)
-            raise ValueError(f"got {name} of shapes {shapes}, wanted the same for all branches of the guidance")
+            raise ValueError(f"got {name} of shapes {shapes}, expected the same for all branches of the guidance")
     conditioning = {name: torch.cat([part[name] for part in parts]).to(device) for name in parts[0]}
     weights = [scale * torch.as_tensor(branch.weight, dtype=torch.float64, device="cpu") for branch in branches]
     size = max(weights, key=Tensor.numel).shape[-2:] or (1, 1)
@@ -211,7 +211,7 @@ def run_plan(
         registers = _constrained(constrain, i, registers)
         noise = draw().to(x.device, non_blocking=True) if plan.adds_noise[i] else no_noise
         if noise.shape != x.shape:
-            raise ValueError(f"got noise of shape {tuple(noise.shape)} from `draw`, wanted {tuple(x.shape)}")
+            raise ValueError(f"got noise of shape {tuple(noise.shape)} from `draw`, expected {tuple(x.shape)}")
         inputs = inputs_of(Call(i, step, plan.num_steps))
         if joined is None or joined[0] is not inputs.branches or joined[1] != inputs.scale:
             joined = inputs.branches, inputs.scale, join(running(inputs.branches, inputs.scale), inputs.scale, x.device)

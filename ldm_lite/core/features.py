@@ -57,7 +57,7 @@ def register_feature(kind: type[Feature]) -> type[Feature]:
     """
     kind = kind if "__dataclass_fields__" in vars(kind) else dataclass(frozen=True)(kind)
     if not (issubclass(kind, Feature) and kind.stage in STAGES and fields(kind)):
-        raise ValueError(f"{kind.__name__}: wanted a Feature with options, and a stage of {', '.join(STAGES)}")
+        raise ValueError(f"{kind.__name__}: expected a Feature with options, and a stage of {', '.join(STAGES)}")
     owners = {field.name: "Options" for field in fields(Options)}
     owners |= {name: getattr(known, "__qualname__", known).rpartition(":")[2] for name, known in FEATURES.items()}
     for name in (field.name for field in fields(kind)):
@@ -77,7 +77,7 @@ def read(arguments: Mapping[str, Any]) -> tuple[Options, list[Feature]]:
         if name not in names and name not in FEATURES:
             near = difflib.get_close_matches(name, [*names, *FEATURES], n=1)
             hint = f"did you mean {near[0]}? " if near else ""
-            raise TypeError(f"no argument {name!r}: {hint}wanted some of {', '.join([*names, *FEATURES])}")
+            raise TypeError(f"no argument {name!r}: {hint}expected some of {', '.join([*names, *FEATURES])}")
     options = Options(**{name: value for name, value in arguments.items() if name in names})
     grouped: dict[Any, dict[str, Any]] = {}
     for name in FEATURES:

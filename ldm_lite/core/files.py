@@ -63,7 +63,7 @@ def open_file(path: Path) -> Tensors:
             return tensors
     if head.startswith(b"version https://git-lfs"):
         raise ValueError(f"{path}: is a Git LFS pointer, not the weights themselves: run `git lfs pull`")
-    raise ValueError(f"{path}: is not a checkpoint (starts with {head[:8]!r}), wanted .safetensors or .ckpt")
+    raise ValueError(f"{path}: is not a checkpoint (starts with {head[:8]!r}), expected .safetensors or .ckpt")
 
 
 def _open_safetensors(path: Path) -> Tensors:
@@ -82,7 +82,7 @@ def _open_torch(path: Path) -> Tensors:
     items = content.items() if isinstance(content, dict) else ()
     tensors = {key: value.detach() for key, value in items if isinstance(key, str) and isinstance(value, Tensor)}
     if not tensors:
-        raise ValueError(f"{path}: holds no named tensors, wanted a checkpoint")
+        raise ValueError(f"{path}: holds no named tensors, expected a checkpoint")
     return Tensors(path, {key: tuple(tensor.shape) for key, tensor in tensors.items()}, tensors.__getitem__)
 
 

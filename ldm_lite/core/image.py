@@ -46,13 +46,13 @@ def _flatten(source: Any, background: str) -> Image.Image:
             raise TypeError("this is no image of 8 or 16 bits")
     except Exception as error:  # Pillow may raise nearly any exception for a damaged file
         if is_path:
-            raise ValueError(f"{source}: is not an image that can be read, wanted {', '.join(FORMATS)}") from error
+            raise ValueError(f"{source}: is not an image that can be read, expected {', '.join(FORMATS)}") from error
         kinds = "a path, PIL, an array or a tensor: (H,W,3) uint8 or (3,H,W) in [-1,1]"
-        raise ValueError(f"got {type(source).__name__} as an image, wanted {kinds}") from error
+        raise ValueError(f"got {type(source).__name__} as an image, expected {kinds}") from error
     if not 0 < image.width * image.height <= MOST_PIXELS:
         if image is not source:  # else the caller closes it
             image.close()
-        raise ValueError(f"got an image of {image.width} x {image.height} pixels, wanted at most {MOST_PIXELS} in all")
+        raise ValueError(f"got an image of {image.width} x {image.height} pixels, expected {MOST_PIXELS} or fewer")
     image = ImageOps.exif_transpose(image)
     if image.mode.startswith("I;16"):  # grey of 16 bits, which Pillow would clip
         image = Image.fromarray((np.asarray(image) // 257).astype(np.uint8))

@@ -45,7 +45,7 @@ def use_attention(network: nn.Module, attention: str | AttentionFn, where: str =
     Raises ValueError for an unknown name, and for a pattern that no layer matches.
     """
     if isinstance(attention, str) and attention not in ATTENTIONS:
-        raise ValueError(f"unknown attention {attention!r}: wanted a function, or one of {', '.join(ATTENTIONS)}")
+        raise ValueError(f"unknown attention {attention!r}: expected a function, or one of {', '.join(ATTENTIONS)}")
     layers = attention_layers(network, where)
     if not layers:
         names = ", ".join(list(attention_layers(network))[:3])
@@ -124,7 +124,7 @@ def size(shapes: Shapes, key: str, rank: int) -> tuple[int, ...]:
         raise ValueError(f"a tensor that every such network has is missing: {key}")
     shape = shapes[key]
     if len(shape) != rank or not all(0 < side <= 2**24 for side in shape):
-        raise ValueError(f"{key} has the shape {tuple(shape)}, wanted {rank} dimensions, none empty")
+        raise ValueError(f"{key} has the shape {tuple(shape)}, expected {rank} dimensions, none empty")
     return tuple(shape)
 
 
@@ -133,5 +133,5 @@ def count(shapes: Shapes, pattern: str) -> int:
     blocks = {int(match[1]): match[0] for key in shapes if (match := re.match(pattern, key))}
     if sorted(blocks) != list(range(min(len(blocks), MOST_BLOCKS))):
         last = blocks[max(blocks)]
-        raise ValueError(f"has {last}*, and {len(blocks)} such blocks: wanted all from 0 on, and at most {MOST_BLOCKS}")
+        raise ValueError(f"has {last}*, and {len(blocks)} such blocks: expected all from 0 on, at most {MOST_BLOCKS}")
     return len(blocks)

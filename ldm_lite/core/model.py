@@ -54,7 +54,9 @@ class Model:
         """Return the latent shape (C,h,w) of an image.  Raises ValueError unless its sides are multiples of 8 px."""
         factor = self.vae.spec.factor
         if height <= 0 or width <= 0 or height % factor or width % factor or height * width > MOST:
-            raise ValueError(f"got height {height} and width {width}, wanted multiples of {factor}, {MOST} px at most")
+            raise ValueError(
+                f"got height {height} and width {width}, expected multiples of {factor}, at most {MOST} px"
+            )
         return self.vae.spec.embed_dim, height // factor, width // factor
 
     def check_plan(self, plan: Plan) -> None:

@@ -60,7 +60,7 @@ def split(tensors: Tensors, ema: bool = True) -> dict[str, Tensors]:
         parts[kind] = tensors.renamed(keys)
     if not parts:
         few = ", ".join(sorted(tensors)[:3])
-        raise ValueError(f"{tensors.path}: holds no known network, wanted one of {', '.join(KINDS)} (has {few}, ...)")
+        raise ValueError(f"{tensors.path}: holds no known network, expected one of {', '.join(KINDS)} (has {few}, ...)")
     if ignored := [key for key in tensors if key not in used and not NO_WEIGHTS.search(key)]:
         log.warning("%s: ignored %d unknown tensors: %s", tensors.path.name, len(ignored), ", ".join(ignored[:3]))
     if ema and "unet" in parts:

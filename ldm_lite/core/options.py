@@ -48,16 +48,16 @@ class Options:
             for part in value if np.ndim(value) and "Sequence" in types else [value]:
                 is_valid = isinstance(part, kind or object) or (part is None and "None" in types)
                 if not is_valid or (kind is numbers.Real and part != part):
-                    raise ValueError(f"got {item.name}={value!r}, wanted {types}")
+                    raise ValueError(f"got {item.name}={value!r}, expected {types}")
         for name, number in (("batch size", self.batch_size), ("width", self.width), ("height", self.height)):
             if number is not None and number < 1:
-                raise ValueError(f"got a {name} of {number}, wanted 1 or more")
+                raise ValueError(f"got a {name} of {number}, expected 1 or more")
         if self.strength is not None and not 0 <= self.strength <= 1:
-            raise ValueError(f"got strength {self.strength}, wanted 0 to 1")
+            raise ValueError(f"got strength {self.strength}, expected 0 to 1")
         if self.image is None and (self.mask is not None or self.strength is not None):
             raise ValueError(f"got a {'strength' if self.mask is None else 'mask'}, but no image to repaint")
         if not self.prompts:
-            raise ValueError("got an empty list of prompts, wanted one or more")
+            raise ValueError("got an empty list of prompts, expected one or more")
 
     @property
     def prompts(self) -> list[str]:
@@ -71,5 +71,5 @@ class Options:
         seeds: Any = self.seed
         seeds = seeds if np.ndim(seeds) else [seeds + number for number in range(len(self.prompts))]
         if len(seeds) != len(self.prompts):
-            raise ValueError(f"got {len(seeds)} seeds for {len(self.prompts)} images, wanted one, or one for each")
+            raise ValueError(f"got {len(seeds)} seeds for {len(self.prompts)} images, expected one, or one for each")
         return [int(seed) for seed in seeds]

@@ -165,7 +165,7 @@ def load(
     began = time.perf_counter()
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if isinstance(dtype, str) and dtype not in DTYPES:
-        raise ValueError(f"got dtype {dtype!r}, wanted one of {', '.join(DTYPES)}")
+        raise ValueError(f"got dtype {dtype!r}, expected one of {', '.join(DTYPES)}")
     dtype = dtype or ("fp16" if device.type == "cuda" else "fp32")
     dtype = DTYPES[dtype] if isinstance(dtype, str) else dtype
     files = [open_file(Path(source)) for source in sources or (bundled(),)]

@@ -24,7 +24,9 @@ def sampler(function: Sampler) -> Sampler:
     """Add a function to SAMPLERS.  Raises ValueError unless make_plan can call it: (schedule, steps, spacing=...)."""
     spacing = inspect.signature(function).parameters.get("spacing")
     if spacing is None or spacing.default is spacing.empty:
-        raise ValueError(f'sampler {function.__name__}: wanted (schedule, steps, spacing="karras"), or another default')
+        raise ValueError(
+            f'sampler {function.__name__}: expected (schedule, steps, spacing="karras") or another default'
+        )
     SAMPLERS[function.__name__.lower()] = function  # as names are looked up
     return function
 
@@ -46,7 +48,7 @@ def make_plan(
     key, named_spacing = _resolve(name)
     parameters = inspect.signature(SAMPLERS[key]).parameters
     if not 1 <= steps <= len(schedule.alpha_bar):
-        raise ValueError(f"got {steps} steps, wanted 1 to {len(schedule.alpha_bar)}")
+        raise ValueError(f"got {steps} steps, expected 1 to {len(schedule.alpha_bar)}")
     if not 1 <= (last or steps) <= steps:
         raise ValueError(f"got the last {last} of {steps} steps")
     if spacing is None:
@@ -54,12 +56,12 @@ def make_plan(
     levels = levels_of(spacing, schedule, steps)
     sigmas = [level.sigma if isinstance(level, Level) else math.nan for level in levels]
     if len(levels) != steps + 1 or not all(now > after for now, after in pairwise(sigmas)):
-        raise ValueError(f"got the spacing {spacing}, wanted {steps + 1} Levels for {steps} steps, the noisiest first")
+        raise ValueError(f"got spacing {spacing}, expected {steps + 1} Levels for {steps} steps, the noisiest first")
     arguments: dict[str, Any] = {"spacing": spacing if last is None else lambda schedule, num: levels[-num - 1 :]}
     if eta is not None:
         if "eta" not in parameters or not 0 <= eta <= 1:
             able = ", ".join(key for key, f in SAMPLERS.items() if "eta" in inspect.signature(f).parameters)
-            raise ValueError(f"got eta {eta} for {key}, wanted 0 to 1, with one of {able}")
+            raise ValueError(f"got eta {eta} for {key}, expected 0 to 1, with one of {able}")
         arguments["eta"] = eta
     return SAMPLERS[key](schedule, last or steps, **arguments)
 
@@ -74,7 +76,7 @@ def _resolve(name: str) -> tuple[str, str | None]:
             return words.removesuffix(f"_{spacing}"), spacing
     near = difflib.get_close_matches(words, SAMPLERS, n=3, cutoff=0.4)
     hint = f"did you mean {' or '.join(near)}? " if near else ""
-    raise ValueError(f"unknown sampler {name!r}: {hint}wanted one of {', '.join(SAMPLERS)}")
+    raise ValueError(f"unknown sampler {name!r}: {hint}expected one of {', '.join(SAMPLERS)}")
 
 
 # ---- in the variance-preserving scale -------------------------------------------------------------------------------

@@ -56,7 +56,7 @@ class Schedule:
 
     def __post_init__(self) -> None:
         if self.prediction not in self.predictions:
-            raise ValueError(f"got prediction {self.prediction!r}, wanted {' or '.join(self.predictions)}")
+            raise ValueError(f"got prediction {self.prediction!r}, expected {' or '.join(self.predictions)}")
         values = np.asarray(self.alpha_bar, dtype=np.float64)
         with np.errstate(invalid="ignore"):
             falls = values.ndim == 1 and values.size and (np.diff(values, prepend=1.0) < 0).all()
@@ -116,7 +116,7 @@ class Schedule:
         NaN where it is undefined: x0 from eps at zero terminal SNR.  Salimans and Ho 2022, sec. 4.
         """
         if keep not in ("eps", "x0"):
-            raise ValueError(f"got keep={keep!r}, wanted eps or x0")
+            raise ValueError(f"got keep={keep!r}, expected eps or x0")
         _, a, s = level
         if self.prediction == keep:
             return 0.0, 1.0
@@ -189,7 +189,7 @@ def levels_of(spacing: str | Spacing, schedule: Schedule, steps: int) -> list[Le
     if not isinstance(spacing, str):
         return spacing(schedule, steps)
     if spacing not in SPACINGS:
-        raise ValueError(f"unknown spacing {spacing!r}: wanted one of {', '.join(SPACINGS)}")
+        raise ValueError(f"unknown spacing {spacing!r}: expected one of {', '.join(SPACINGS)}")
     return SPACINGS[spacing](schedule, steps)
 
 

@@ -53,7 +53,7 @@ class FlowSchedule(Schedule):
     ) -> "FlowSchedule":
         """The schedule of a shift above 0.  Raises ValueError for any other."""
         if not 0 < shift < math.inf:
-            raise ValueError(f"got shift {shift:g}, wanted a number above 0")
+            raise ValueError(f"got shift {shift:g}, expected a number above 0")
         s = shifted(np.arange(1, NUM_TIMESTEPS + 1) / NUM_TIMESTEPS, shift)
         alpha_bar = (1 - s) ** 2 / ((1 - s) ** 2 + s**2)
         return FlowSchedule(alpha_bar, prediction, spacing, shift, by_size, clock)

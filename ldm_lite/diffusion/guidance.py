@@ -72,14 +72,14 @@ def as_conditioning(value: Any) -> Parts | None:
         return value
     if isinstance(value, Tensor):
         return {"context": value}
-    raise TypeError(f"got {type(value).__name__} as conditioning, wanted what encode_prompt makes, or a tensor")
+    raise TypeError(f"got {type(value).__name__} as conditioning, expected what encode_prompt makes, or a tensor")
 
 
 def rows_of(conditioning: Parts, rows: slice | list[int], count: int) -> Parts:
     """Return some rows of a conditioning of `count` images, or of a single one for all.  Raises ValueError."""
     for part in conditioning.values():
         if part.ndim == 0 or len(part) not in (1, count):
-            raise ValueError(f"got conditioning of shape {tuple(part.shape)} for {count} images, wanted 1 or {count}")
+            raise ValueError(f"got conditioning of shape {tuple(part.shape)} for {count} images, expected 1 or {count}")
     return {name: part.expand(count, *part.shape[1:])[rows] for name, part in conditioning.items()}
 
 
@@ -165,11 +165,11 @@ def checked_scale(guidance: Any) -> float:
             raise TypeError
         scale = float(guidance)
     except (TypeError, ValueError, RuntimeError) as error:  # of numpy and torch, for several numbers
-        raise TypeError(f"got `guidance` {guidance!r:.60}, wanted a number or a function") from error
+        raise TypeError(f"got `guidance` {guidance!r:.60}, expected a number or a function") from error
     except OverflowError:
         scale = math.inf
     if not math.isfinite(scale):
-        raise ValueError(f"got `guidance` {guidance!r:.60}, wanted a finite number or a function")
+        raise ValueError(f"got `guidance` {guidance!r:.60}, expected a finite number or a function")
     return scale
 
 
@@ -213,7 +213,7 @@ def _combined(function: Callable[..., Tensor], step: tuple[int, ...], outputs: O
     out: object = function(cond, uncond, *step)
     if not isinstance(out, Tensor) or out.shape != cond.shape:
         got = f"a tensor of shape {tuple(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
-        raise ValueError(f"got {got} from the `guidance` function, wanted {tuple(cond.shape)} as it was given")
+        raise ValueError(f"got {got} from the `guidance` function, expected {tuple(cond.shape)} as it was given")
     return out
 
 

@@ -82,7 +82,7 @@ def _parameters(key: str, sampler: Sampler) -> Mapping[str, inspect.Parameter]:
     if not problem and (spacing is None or spacing.default is spacing.empty):
         problem = "`spacing` has no default"
     if problem:
-        wanted = 'wanted (schedule, steps, spacing="karras"), and a default for every other parameter'
+        wanted = 'expected (schedule, steps, spacing="karras"), and a default for every other parameter'
         raise ValueError(f"sampler {key}({', '.join(signature.parameters)}): {problem}; {wanted}")
     return signature.parameters
 
@@ -112,7 +112,7 @@ def resolve(name: str) -> tuple[str, str | None]:
     names = {_normal(f"{key}_{spacing}"): label(f"{key}_{spacing}") for key, spacing in both} | known
     near = dict.fromkeys(names[spelling] for spelling in difflib.get_close_matches(words, names, n=3, cutoff=0.4))
     hint = f"did you mean {' or '.join(near)}? " if near else ""
-    raise ValueError(f"unknown sampler {name!r:.100}: {hint}wanted one of {', '.join(SAMPLERS)}")
+    raise ValueError(f"unknown sampler {name!r:.100}: {hint}expected one of {', '.join(SAMPLERS)}")
 
 
 def _spellings() -> dict[str, str]:
@@ -177,9 +177,9 @@ def make_plan(
     key, named_spacing = resolve(name)
     parameters = _parameters(key, SAMPLERS[key])
     if last is not None and not hasattr(last, "__index__"):
-        raise TypeError(f"got last {last!r:.60}, wanted a whole number of steps")
+        raise TypeError(f"got last {last!r:.60}, expected a whole number of steps")
     if not 1 <= steps <= len(schedule.alpha_bar):
-        raise ValueError(f"got {steps} steps, wanted 1 to {len(schedule.alpha_bar)}")
+        raise ValueError(f"got {steps} steps, expected 1 to {len(schedule.alpha_bar)}")
     if spacing is None:
         spacing = parameters["spacing"].default if named_spacing is None else named_spacing
         general = isinstance(schedule, FlowSchedule) or spacing in ("leading", "linspace")
@@ -188,7 +188,7 @@ def make_plan(
     if not isinstance(spacing, str):
         sigmas = [level.sigma if isinstance(level, Level) else math.nan for level in spacing(schedule, steps)]
         if len(sigmas) < 2 or not all(now >= after for now, after in itertools.pairwise(sigmas)):
-            raise ValueError("got a spacing of your own, wanted two or more Levels of it, the noisiest first")
+            raise ValueError("got a spacing of your own, expected two or more Levels of it, the noisiest first")
     quantised = isinstance(spacing, str) and ":quantised" in spacing
     levels = spacing_of(spacing.replace(":quantised", "") if isinstance(spacing, str) else spacing)
     arguments: dict[str, Any] = {"spacing": levels if last is None else functools.partial(_last_levels, levels, last)}
@@ -196,7 +196,7 @@ def make_plan(
         if value is None:
             continue
         if not 0 <= value <= most:
-            raise ValueError(f"got {option} {value}, wanted 0 to {most:g}")
+            raise ValueError(f"got {option} {value}, expected 0 to {most:g}")
         if option in parameters:
             arguments[option] = value
         elif value != 0:
@@ -210,7 +210,7 @@ def _last_levels(spacing: Spacing, last: int, schedule: Schedule, steps: int) ->
     """Return the levels of a spacing's last `last` steps."""
     levels = spacing(schedule, steps)
     if not 1 <= last < len(levels):
-        raise ValueError(f"got the last {last} of {len(levels) - 1} steps, wanted 1 to {len(levels) - 1}")
+        raise ValueError(f"got the last {last} of {len(levels) - 1} steps, expected 1 to {len(levels) - 1}")
     return levels[-last - 1 :]
 
 

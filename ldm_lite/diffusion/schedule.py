@@ -104,7 +104,7 @@ def spacing_of(spacing: str | Spacing) -> Spacing:
         return spacing
     name, *settings = spacing.split(":")
     if name not in SPACINGS:
-        raise ValueError(f"unknown spacing {name!r}: wanted one of {', '.join(SPACINGS)}")
+        raise ValueError(f"unknown spacing {name!r}: expected one of {', '.join(SPACINGS)}")
 
     def levels(schedule: core.Schedule, steps: int) -> list[Level]:
         if name in MADE_FOR_BETAS and getattr(schedule, "is_flow", False):  # the core's schedules are none
@@ -142,5 +142,5 @@ def number(text: str) -> float:
     except ValueError:
         value = math.nan
     if not math.isfinite(value):
-        raise ValueError(f"got {text[:50]!r}, wanted a finite number")
+        raise ValueError(f"got {text[:50]!r}, expected a finite number")
     return value

@@ -188,7 +188,7 @@ def beta(schedule: Schedule, steps: int) -> list[Level]:
 def beta_quantiles(fractions: Array, alpha: float, beta: float) -> Array:
     """The quantiles of the Beta(alpha, beta) distribution, for fractions (N,) in [0,1].  Raises ValueError."""
     if not 0 < min(alpha, beta) <= max(alpha, beta) <= 100:
-        raise ValueError(f"got alpha {alpha:g} and beta {beta:g}, wanted above 0 to 100")
+        raise ValueError(f"got alpha {alpha:g} and beta {beta:g}, expected above 0 to 100")
     total = math.gamma(alpha) * math.gamma(beta) / math.gamma(alpha + beta)
 
     def distribution(u: Array, a: float, b: float) -> Array:
@@ -250,7 +250,7 @@ def sigma_range(schedule: Schedule, sigma_min: float | None, sigma_max: float | 
     high = float(sigmas[-1]) if sigma_max is None else sigma_max
     most = 1.0 if isinstance(schedule, FlowSchedule) else 1e6
     if not 0 < low < high <= most:
-        raise ValueError(f"got sigmas from {low:g} to {high:g}, wanted a range above 0, at most {most:g}")
+        raise ValueError(f"got sigmas from {low:g} to {high:g}, expected a range above 0, at most {most:g}")
     return low, high
 
 

@@ -88,7 +88,7 @@ def from_webui(sampler: str, settings: Mapping[str, str]) -> tuple[str, str]:
     schedule = schedule.replace("_", " ")
     if words not in names or (schedule and schedule not in types):
         what = f"sampler {sampler!r:.60}" if words not in names else f"schedule type {schedule!r:.60}"
-        raise ValueError(f"unknown {what}: wanted one of {', '.join(OFFERED if words not in names else TYPES)}")
+        raise ValueError(f"unknown {what}: expected one of {', '.join(OFFERED if words not in names else TYPES)}")
     offered = OFFERED[names[words]]
     if offered.spacing is not None:
         return offered.key, offered.spacing
@@ -96,7 +96,7 @@ def from_webui(sampler: str, settings: Mapping[str, str]) -> tuple[str, str]:
     kind = offered.automatic if kind == "Automatic" or (not kind and offered.key == "restart") else kind or "Uniform"
     spacing = TYPES[kind]
     if (names[words], kind) == ("LCM", "Turbo"):
-        raise ValueError("unknown schedule type 'Turbo' of LCM: wanted one of the web UI's own")
+        raise ValueError("unknown schedule type 'Turbo' of LCM: expected one of the web UI's own")
     numbers = [
         f":{setting}={settings[key]}"
         for key, (setting, able) in SETTINGS.items()

@@ -36,7 +36,7 @@ def fitted(image: Image.Image, unit: int) -> Image.Image:
         image = image.resize(size, Image.Resampling.LANCZOS)
     width, height = image.width // unit * unit, image.height // unit * unit
     if not width or not height:
-        raise ValueError(f"got a reference of {image.width} x {image.height} pixels, wanted {unit} or more a side")
+        raise ValueError(f"got a reference of {image.width} x {image.height} pixels, expected {unit} or more a side")
     left, top = (image.width - width) // 2, (image.height - height) // 2
     return image.crop((left, top, left + width, top + height))
 

@@ -38,7 +38,7 @@ def fitted(image: Image.Image, unit: int, area: int | None = None) -> Image.Imag
     size = round(width / UNIT) * UNIT, round(width / ratio / UNIT) * UNIT
     if max(ratio, 1 / ratio) > MOST_RATIO:
         raise ValueError(
-            f"got a reference of {image.width} x {image.height} pixels, wanted a side at most {MOST_RATIO} times the "
+            f"got a reference of {image.width} x {image.height} pixels, expected a side at most {MOST_RATIO} times the "
             "other: crop it"
         )
     return image.resize(size, Image.Resampling.LANCZOS)

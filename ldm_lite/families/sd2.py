@@ -95,10 +95,11 @@ def encode_image(model: Model, prompts: Prompts, options: PromptOptions) -> Cond
         )
     if embedding.shape != (1, width) or not 0 <= level < 1000:
         raise ValueError(
-            f"got an image embedding {tuple(embedding.shape)} and noise level {level}, wanted (1, {width}) and 0 to 999"
+            f"got an image embedding {tuple(embedding.shape)} and noise level {level}, expected (1, {width}) "
+            "and 0 to 999"
         )
     if statistics is not None and statistics.shape != (2, width):
-        raise ValueError(f"got image statistics {tuple(statistics.shape)}, wanted mean and deviation, (2, {width})")
+        raise ValueError(f"got image statistics {tuple(statistics.shape)}, expected mean and deviation, (2, {width})")
     mean, deviation = (0.0, 1.0) if statistics is None else (statistics[:1].float(), statistics[1:].float())
     kept = float((1 - cosine_betas())[: level + 1].prod())
     noise = torch.randn(1, width, generator=torch.Generator("cpu").manual_seed(0), dtype=torch.float32, device="cpu")

@@ -120,7 +120,7 @@ def read_projection(text: str) -> Projection:
             settings[""] = math.nan
     if not set(settings) <= known or settings.get("threshold", 0) < 0 or abs(settings.get("momentum", 0)) >= 1:
         raise ValueError(
-            f"got `apg` {text!r:.60}, wanted parallel=0, perhaps with :threshold=NUMBER, 0 or more, and "
+            f"got `apg` {text!r:.60}, expected parallel=0, perhaps with :threshold=NUMBER, 0 or more, and "
             ":momentum=NUMBER between -1 and 1"
         )
     return Projection(**settings)

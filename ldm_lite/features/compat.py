@@ -129,7 +129,7 @@ def dpm_solver(schedule: Schedule, steps: int) -> list[Level]:
     """
     num = len(schedule.alpha_bar)
     if not 2 <= steps <= num:
-        raise ValueError(f"got {steps} steps, wanted 2 to {num}: the original's DPM-Solver has no fewer")
+        raise ValueError(f"got {steps} steps, expected 2 to {num}: the original's DPM-Solver has no fewer")
     if schedule.alpha_bar[-1] == 0:
         raise ValueError("the original's DPM-Solver is undefined at zero terminal SNR: take ddim")
     timesteps = np.linspace(num - 1, 0, steps + 1)

@@ -22,5 +22,5 @@ class FromFile(Feature):
         # The original script takes a blank line as a prompt.
         prompts = lines if options.compat else [line.strip() for line in lines if line.strip()]
         if not prompts:
-            raise ValueError(f"{path}: holds no prompt, wanted one in each line")
+            raise ValueError(f"{path}: holds no prompt, expected one in each line")
         return dataclasses.replace(options, prompt=prompts, from_file=None)

@@ -168,14 +168,14 @@ def _program(settings: Mapping[str, str], ours: bool) -> str:
     names = {name: program for program, name in PROGRAMS.items()} | {"GPU": "a1111"}
     source = settings.get("RNG", "CPU" if ours else "GPU")
     if source not in names:
-        raise ValueError(f"its RNG is {source!r}, wanted one of {', '.join(names)}; or give `noise=PROGRAM`")
+        raise ValueError(f"its RNG is {source!r}, expected one of {', '.join(names)}; or give `noise=PROGRAM`")
     return names[source]
 
 
 def _sides(size: str) -> tuple[int, int]:
     match = re.fullmatch(r"(\d{1,6})x(\d{1,6})", size)
     if match is None:
-        raise ValueError(f"Size: got {size[:60]!r}, wanted WIDTHxHEIGHT")
+        raise ValueError(f"Size: got {size[:60]!r}, expected WIDTHxHEIGHT")
     return int(match[1]), int(match[2])
 
 
@@ -193,5 +193,5 @@ def _converted(key: str, name: str, text: str) -> Any:
             value = number(text)
         return getattr(Txt2imgOptions(**{name: value}), name)
     except ValueError as error:
-        why = f"got {text[:60]!r}, wanted a whole number" if str(error).startswith("got ''") else str(error)
+        why = f"got {text[:60]!r}, expected a whole number" if str(error).startswith("got ''") else str(error)
         raise ValueError(f"{key}: {why}") from error

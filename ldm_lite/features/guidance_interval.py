@@ -61,7 +61,7 @@ class Interval:
             if low < high and (by_sigma or (low < 1 and (high <= 1 or high == math.inf))):
                 return Interval(by_sigma, low, high)
         raise ValueError(
-            f"got `guidance_interval` {text!r:.60}, wanted START-END, in fractions of the steps (0.1-0.8, -0.5) or "
+            f"got `guidance_interval` {text!r:.60}, expected START-END, in fractions of the steps (0.1-0.8, -0.5) or "
             "noise levels (sigma=0.3-5)"
         )
 

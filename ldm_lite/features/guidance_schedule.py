@@ -68,8 +68,8 @@ def scheduled(schedule: str, scale: float, steps: int) -> Callable[[int], float]
     powered = any(setting.startswith("power=") for setting in assignments) and name != "power_cosine"
     if name not in SHAPES or len(settings) > 2 or settings["power"] <= 0 or powered:
         raise ValueError(
-            f"got `guidance_schedule` {schedule!r:.60}, wanted one of {', '.join(SHAPES)}, perhaps with :least=NUMBER, "
-            "and power_cosine with :power=NUMBER above 0"
+            f"got `guidance_schedule` {schedule!r:.60}, expected one of {', '.join(SHAPES)}, perhaps with "
+            ":least=NUMBER, and power_cosine with :power=NUMBER above 0"
         )
     shape, weight = SHAPES[name], scale - 1
 

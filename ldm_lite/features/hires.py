@@ -110,7 +110,7 @@ def _second_plan(job: Job, shape: Shape) -> tuple[Any, Plan]:
     whole = int(steps / min(strength, 0.999))
     if not 1 <= whole <= 1000:
         raise ValueError(
-            f"got {steps} steps at `hires_strength` {strength:g}, the last of {whole}, wanted at most 1000"
+            f"got {steps} steps at `hires_strength` {strength:g}, the last of {whole}, expected at most 1000"
         )
     return options, plan_of(job.model.sized(shape), options, last=steps, steps=whole)
 

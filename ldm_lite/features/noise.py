@@ -33,10 +33,10 @@ class Noise(Feature):
         """Raises ValueError or TypeError for options that do not go together."""
         program = options.noise if isinstance(options.noise, str) else "own"
         if program not in PROGRAMS:
-            raise ValueError(f"got `noise` {program!r}, wanted one of {', '.join(PROGRAMS)}")
+            raise ValueError(f"got `noise` {program!r}, expected one of {', '.join(PROGRAMS)}")
         if options.noise is not None and not isinstance(options.noise, (str, Tensor)):
             kind = type(options.noise).__name__
-            raise TypeError(f"got {kind} as `noise`, wanted a tensor (N,C,h,w) or a program's name")
+            raise TypeError(f"got {kind} as `noise`, expected a tensor (N,C,h,w) or a program's name")
         if (options.variation_strength == 0) != (options.variation_seed is None):
             raise ValueError("`variation_seed` and `variation_strength` belong together: give both, or neither")
         if options.fixed_code and not isinstance(options.seed, int):
@@ -160,5 +160,5 @@ def _rows(noise: Tensor, items: Sequence[Item], shape: tuple[int, int, int]) -> 
     count = items[-1].number + 1
     if noise.ndim != 4 or tuple(noise.shape[1:]) != shape or len(noise) < count:
         wanted = f"({count}, {', '.join(map(str, shape))}) or more images"
-        raise ValueError(f"got `noise` of shape {tuple(noise.shape)}, wanted {wanted}")
+        raise ValueError(f"got `noise` of shape {tuple(noise.shape)}, expected {wanted}")
     return noise[[item.number for item in items]].float()

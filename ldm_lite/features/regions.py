@@ -43,8 +43,8 @@ class Regions(Feature):
         weights = {texts.weights(prompt) for prompt in texts.prompts}
         if others := {len(parts) for parts in weights} - {len(self.boxes)}:
             raise ValueError(
-                f"got {len(self.boxes)} `regions` for a prompt of {min(others)} parts, wanted one for each; AND joins "
-                "parts"
+                f"got {len(self.boxes)} `regions` for a prompt of {min(others)} parts, expected one for each; "
+                "AND joins parts"
             )
         for parts in weights:
             shares(self.boxes, parts, job.shape[1:])
@@ -71,7 +71,7 @@ def _box(text: str) -> Box:
         left = top = right = bottom = math.nan
     if not (0 <= left < right <= 1 and 0 <= top < bottom <= 1):
         raise ValueError(
-            f"got a region {text!r:.60}, wanted left,top,right,bottom from 0 to 1 of the image, or all; one for each "
+            f"got a region {text!r:.60}, expected left,top,right,bottom from 0 to 1 of the image, or all; one for each "
             "part of the prompt, with ; between: 0,0,0.5,1; 0.5,0,1,1"
         )
     return left, top, right, bottom
@@ -84,7 +84,7 @@ def shares(boxes: Sequence[Box], weights: Sequence[float], size: tuple[int, int]
     other weights, and for a box or a position that is in none.
     """
     if min(weights) <= 0:
-        raise ValueError(f"got {min(weights):g} as the weight of a part of the prompt, wanted more than 0 for a region")
+        raise ValueError(f"got {min(weights):g} as the weight of a part of the prompt, expected more than 0")
     height, width = size
     masks = torch.zeros(len(boxes), 1, height, width)
     for mask, (left, top, right, bottom), weight in zip(masks, boxes, weights, strict=True):

@@ -18,7 +18,7 @@ class Seamless(Feature):
     def check(self, options: Any) -> Any:
         """Raises ValueError for another axis than AXES, and for what it does not go with."""
         if options.seamless not in AXES:
-            raise ValueError(f"got `seamless` {options.seamless!r}, wanted one of {', '.join(AXES)}")
+            raise ValueError(f"got `seamless` {options.seamless!r}, expected one of {', '.join(AXES)}")
         for name in ("compat", "refiner"):
             if getattr(options, name):
                 raise ValueError(f"`seamless` does not go with `{name}`: leave one of them out")

@@ -66,7 +66,7 @@ def _whole(text: str | None) -> tuple[int, int]:
     every, _, branch = ("1" if text is None else text).partition(":")
     branch = branch or "0"
     if not (every.isdecimal() and branch.isdecimal() and 1 <= int(every) <= 1000):
-        raise ValueError(f"got `deep_cache` {text!r:.60}, wanted N, 1 to 1000, or N:BRANCH, for instance 3 or 3:1")
+        raise ValueError(f"got `deep_cache` {text!r:.60}, expected N, 1 to 1000, or N:BRANCH, for instance 3 or 3:1")
     return int(every), int(branch)
 
 
@@ -74,5 +74,5 @@ def _four(text: str) -> tuple[float, float, float, float]:
     try:
         b1, b2, s1, s2 = (number(factor) for factor in text.split(","))
     except ValueError as error:
-        raise ValueError(f"got `freeu` {text!r:.60}, wanted four numbers B1,B2,S1,S2: 1.5,1.6,0.9,0.2") from error
+        raise ValueError(f"got `freeu` {text!r:.60}, expected four numbers B1,B2,S1,S2: 1.5,1.6,0.9,0.2") from error
     return b1, b2, s1, s2

@@ -45,7 +45,7 @@ def stored_schedule(file: Tensors, expected: Schedule) -> Array | None:
             continue
         where, stored = f"{file.path}: its {name}", read_weight(file, name)
         if tuple(stored.shape) != exact.shape:
-            raise ValueError(f"{where} have the shape {tuple(stored.shape)}, wanted {exact.shape}")
+            raise ValueError(f"{where} have the shape {tuple(stored.shape)}, expected {exact.shape}")
         plain = stored.double()
         dtype = next((dtype for dtype in DTYPES if torch.equal(plain.to(dtype).double(), plain)), stored.dtype)
         values = plain.numpy()
@@ -73,7 +73,7 @@ def scaled(family: Family, file: Tensors) -> Family:
         stored = read_weight(file, "scale_factor")
         value = float(stored) if stored.numel() == 1 else math.nan
         if not 0 < value < math.inf:
-            raise ValueError(f"{path}: its scale_factor cannot be {value}: wanted one number above 0")
+            raise ValueError(f"{path}: its scale_factor cannot be {value}: expected one number above 0")
         if is_rounded(stored, np.full(stored.shape, known), stored.dtype):
             return family
         if stored.dtype in COARSE:

@@ -139,7 +139,7 @@ def read_network(place: str, config: Config, shapes: Shapes) -> dict[str, str]:
         scale, shift = config.get("scaling_factor"), config.get("shift_factor")
         metadata["scaling_factor"] = None if scale is None else _positive(place, "scaling_factor", scale)
         if shift is not None and (isinstance(shift, bool) or not isinstance(shift, (int, float))):
-            raise ValueError(f"{place}: its shift_factor cannot be {_short(shift)}: wanted a number")
+            raise ValueError(f"{place}: its shift_factor cannot be {_short(shift)}: expected a number")
         metadata["shift_factor"] = shift
     if kind == "text":
         metadata |= {"hidden_act": config.get("hidden_act"), "text_activation": config.get("hidden_act")}
@@ -154,7 +154,7 @@ def check(place: str, config: Config, supported: Mapping[str, Values]) -> None:
     for key, values in supported.items():
         if key in config and config[key] not in values:
             wanted = " or ".join(json.dumps(value) for value in values)
-            raise ValueError(f"{place}: its {key} {_short(config[key])} is not supported: wanted {wanted}")
+            raise ValueError(f"{place}: its {key} {_short(config[key])} is not supported: expected {wanted}")
 
 
 def _short(value: object) -> str:
@@ -166,7 +166,7 @@ def _positive(place: str, key: str, value: object, whole: bool = False) -> float
     """Return a positive number from a configuration.  Raises ValueError for anything else."""
     kinds = int if whole else (int, float)
     if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < math.inf:
-        raise ValueError(f"{place}: its {key} cannot be {_short(value)}: wanted a number above 0")
+        raise ValueError(f"{place}: its {key} cannot be {_short(value)}: expected a number above 0")
     return value
 
 
@@ -186,7 +186,7 @@ def _heads(place: str, config: Config) -> dict[str, object]:
         if len(sizes) == 1 and (size := sizes.pop()) == int(size):
             return {"unet_head_dim": int(size)}
     raise ValueError(
-        f"{place}: its attention_head_dim {_short(num_heads)} is not supported: wanted one number of heads, or one "
+        f"{place}: its attention_head_dim {_short(num_heads)} is not supported: expected one number of heads, or one "
         "width of heads, for all levels"
     )
 
@@ -222,8 +222,8 @@ def read_scheduler(place: str, config: Config, pipeline: str) -> dict[str, str]:
             key, _ = resolve(name)
         except ValueError as error:
             raise ValueError(
-                f"{place}: {_short(name)} is not supported: wanted a scheduler of a variance-preserving process, such "
-                "as DDIMScheduler, EulerDiscreteScheduler or LCMScheduler"
+                f"{place}: {_short(name)} is not supported: expected a scheduler of a variance-preserving process, "
+                "such as DDIMScheduler, EulerDiscreteScheduler or LCMScheduler"
             ) from error
         ends = (end for end in ("karras", "exponential", "beta") if config.get(f"use_{end}_sigmas"))
         sampler = " ".join([key, *ends])
@@ -293,10 +293,10 @@ def check_tokenizer(place: str, files: Sequence[Config], open_clip: bool, length
     if open_clip and pads and all(pad == END for pad in pads):
         log.warning("%s: pads prompts with %s; here they are padded with ! as in the original", place, END)
     elif pads and wanted not in pads:
-        raise ValueError(f"{place}: its pad_token {_short(pads[0])} is not supported: wanted {_short(wanted)}")
+        raise ValueError(f"{place}: its pad_token {_short(pads[0])} is not supported: expected {_short(wanted)}")
     lengths = [size for size in values("model_max_length") if isinstance(size, int) and size < 10**6]
     if length is not None and lengths and length not in lengths:
-        raise ValueError(f"{place}: its model_max_length {lengths[0]} is not supported: wanted {length}")
+        raise ValueError(f"{place}: its model_max_length {lengths[0]} is not supported: expected {length}")
     names = values("tokenizer_class")
     if names and not str(names[0]).startswith("CLIPTokenizer"):
-        raise ValueError(f"{place}: its tokenizer_class {_short(names[0])} is not supported: wanted CLIPTokenizer")
+        raise ValueError(f"{place}: its tokenizer_class {_short(names[0])} is not supported: expected CLIPTokenizer")

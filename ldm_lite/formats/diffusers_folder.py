@@ -124,7 +124,7 @@ def _text_encoder(folder: Path, name: str, network: Tensors, open_clip: bool) ->
     """Return a pipeline's text encoder, marked as OpenCLIP or not.  Raises ValueError for another tokenizer."""
     act, beside = network.metadata.get("hidden_act"), folder / name.replace("text_encoder", "tokenizer")
     if open_clip and act not in (None, "gelu"):
-        raise ValueError(f"{network.path}: its hidden_act {act!r} is not supported in OpenCLIP: wanted 'gelu'")
+        raise ValueError(f"{network.path}: its hidden_act {act!r} is not supported in OpenCLIP: expected 'gelu'")
     files = [_read_json(beside / file) for file in TOKENIZER]
     positions = (shape[0] for key, shape in network.shapes.items() if key.endswith("position_embedding.weight"))
     check_tokenizer(f"{hub.title(folder)}/{beside.name}", files, open_clip, next(positions, None))
@@ -139,7 +139,7 @@ def _open_network(folder: Path) -> Tensors:
     file = _weights([path.name for path in folder.iterdir() if not path.is_dir()])
     if file is None:
         raise ValueError(
-            f"{folder}: is a folder without weights, wanted a checkpoint, or a diffusers folder with weights in "
+            f"{folder}: is a folder without weights, expected a checkpoint, or a diffusers folder with weights in "
             "diffusion_pytorch_model.safetensors or the like"
         )
     checkpoint = _open_shards(folder, file) if file.endswith(".json") else open_checkpoint(folder / file)
@@ -184,7 +184,7 @@ def _shards(index: Path) -> dict[str, str]:
             or name in (".", "..")
             or not name.isprintable()
         ):
-            raise ValueError(f"{index}: names {name!r}, wanted names of files in the same folder")
+            raise ValueError(f"{index}: names {name!r}, expected names of files in the same folder")
     if len(set(shards.values())) > MOST_SHARDS:
         raise ValueError(f"{index}: names more than {MOST_SHARDS} files")
     return shards

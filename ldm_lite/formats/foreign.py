@@ -43,4 +43,4 @@ def refuse(tensors: Tensors) -> None:
     """Raise ValueError, naming the kind of a file, if ldm_lite does not read it."""
     text = "\n".join(key for key in tensors if not key.startswith("model_ema."))
     if what := next((what for pattern, what in FOREIGN.items() if re.search(pattern, text, re.MULTILINE)), None):
-        raise ValueError(f"is {what}, wanted a latent diffusion checkpoint in the original layout")
+        raise ValueError(f"is {what}, expected a latent diffusion checkpoint in the original layout")

@@ -144,9 +144,9 @@ def _table(file: BinaryIO) -> tuple[dict[str, str], dict[str, Entry]]:
     file.seek(len(MAGIC))
     version, num_tensors, num_pairs = _unpack(file, "IQQ")
     if version not in VERSIONS:
-        raise ValueError(f"version {version}, wanted {' or '.join(map(str, VERSIONS))}")
+        raise ValueError(f"version {version}, expected {' or '.join(map(str, VERSIONS))}")
     if num_tensors > MOST_TENSORS or num_pairs > MOST_PAIRS:
-        raise ValueError(f"{num_tensors} tensors and {num_pairs} pairs, wanted at most {MOST_TENSORS} and {MOST_PAIRS}")
+        raise ValueError(f"{num_tensors} tensors, {num_pairs} pairs, expected at most {MOST_TENSORS} and {MOST_PAIRS}")
     pairs, num_items = dict[str, Any](), 0
     for _ in range(num_pairs):
         key = _text(file)
@@ -162,7 +162,7 @@ def _table(file: BinaryIO) -> tuple[dict[str, str], dict[str, Entry]]:
 
     alignment = pairs.get("general.alignment", 32)
     if not isinstance(alignment, int) or not 8 <= alignment <= 2**16 or alignment & (alignment - 1):
-        raise ValueError(f"alignment {alignment!r}, wanted a power of 2 from 8 on")
+        raise ValueError(f"alignment {alignment!r}, expected a power of 2 from 8 on")
     data = -(-file.tell() // alignment) * alignment
     entries: dict[str, Entry] = {}
     for key, sides, kind, offset in table:
@@ -218,7 +218,7 @@ def _value(file: BinaryIO, kind: int, most_items: int) -> tuple[Any, int]:
     if kind == ARRAY:
         inner, length = _unpack(file, "IQ")
         if length > most_items or (inner != TEXT and inner not in NUMBERS):
-            raise ValueError(f"an array of {length} values of type {inner}, wanted at most {MOST_ITEMS} in all arrays")
+            raise ValueError(f"an array of {length} values of type {inner}, expected at most {MOST_ITEMS} in all")
         if inner == TEXT:
             for _ in range(length):
                 _text(file)

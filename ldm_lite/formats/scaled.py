@@ -73,4 +73,4 @@ def _check_formats(tensors: Tensors) -> None:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"its description of the quantisation is damaged ({error})") from error
     if unknown := formats - set(FORMATS):
-        raise ValueError(f"is quantised as {', '.join(sorted(unknown))}, wanted {' or '.join(FORMATS)}")
+        raise ValueError(f"is quantised as {', '.join(sorted(unknown))}, expected {' or '.join(FORMATS)}")

@@ -53,10 +53,10 @@ def open_torch(path: Path) -> Tensors:
     if not tensors and isinstance(content, dict) and any(type(width) is int for width in content):
         raise ValueError(f"{path}: is a hypernetwork of AUTOMATIC1111's web UI, which ldm_lite does not support")
     if not tensors:
-        raise ValueError(f"{path}: holds no named tensors, wanted a checkpoint")
+        raise ValueError(f"{path}: holds no named tensors, expected a checkpoint")
     for key, value in tensors.items():
         if kind := _odd(value, path.stat().st_size):
-            raise ValueError(f"{path}: {key:.60} is {kind}, wanted an ordinary tensor")
+            raise ValueError(f"{path}: {key:.60} is {kind}, expected an ordinary tensor")
     return Tensors(path, {key: tuple(value.shape) for key, value in tensors.items()}, tensors.__getitem__)
 
 

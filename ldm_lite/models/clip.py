@@ -85,7 +85,7 @@ class SkippingEncoder(nn.Module):
         """
         (embed, layers, norm), most = self.parts(), self.spec.layers - self.spec.skip
         if not 1 <= clip_skip <= most:
-            raise ValueError(f"got clip skip {clip_skip}, wanted 1 to {most}")
+            raise ValueError(f"got clip skip {clip_skip}, expected 1 to {most}")
         x, read = embed(token_ids, learned), most + 1 - clip_skip
         for layer in layers[:read]:
             x = layer(x)

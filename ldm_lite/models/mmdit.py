@@ -206,7 +206,7 @@ class MMDiT(nn.Module):
         """Return the middle of the table of positions (1,h*w,D).  Raises ValueError if it is smaller."""
         side = self.spec.side
         if h > side or w > side:
-            raise ValueError(f"got latents of {2 * h} by {2 * w}, wanted at most {2 * side} by {2 * side}")
+            raise ValueError(f"got latents of {2 * h} by {2 * w}, expected at most {2 * side} by {2 * side}")
         top, left = (side - h) // 2, (side - w) // 2
         return self.pos_embed.view(1, side, side, -1)[:, top : top + h, left : left + w].flatten(1, 2)
 

@@ -178,5 +178,5 @@ def inside(lengths: Tensor, num_text: int) -> Tensor:
 def multiple(width: int, base: int, what: str) -> int:
     """Return width / base.  Raises ValueError unless it is a whole number above 0."""
     if width % base or width < base:
-        raise ValueError(f"{what} is {width}, wanted a multiple of {base}")
+        raise ValueError(f"{what} is {width}, expected a multiple of {base}")
     return width // base

@@ -135,7 +135,7 @@ class Qwen3(nn.Module):
     def __init__(self, spec: Qwen3Spec) -> None:
         super().__init__()
         if max(spec.states) >= spec.layers:
-            raise ValueError(f"this Qwen3 has {spec.layers} layers, wanted more than {max(spec.states)}")
+            raise ValueError(f"this Qwen3 has {spec.layers} layers, expected more than {max(spec.states)}")
         self.spec = spec
         self.embed_tokens = nn.Embedding(spec.vocab_size, spec.width)
         self.layers = nn.ModuleList(Layer(spec) for _ in range(spec.layers))

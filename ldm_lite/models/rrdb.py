@@ -39,7 +39,7 @@ class RRDBSpec:
         width, channels = size(shapes, "conv_first.weight", 4)[:2]
         out = size(shapes, "conv_last.weight", 4)[0]
         if channels not in FOLDS or out != 3:
-            raise ValueError(f"reads {channels} channels and makes {out}, wanted an upscaler of RGB images")
+            raise ValueError(f"reads {channels} channels and makes {out}, expected an upscaler of RGB images")
         grown = size(shapes, "body.0.rdb1.conv1.weight", 4)[0]
         return RRDBSpec(FOLDS[channels], width, grown, count(shapes, r"body\.(\d+)\."))
 

@@ -42,7 +42,7 @@ class WanVAESpec(VAESpec):
         """Return the spec of an autoencoder with weights of these shapes.  Raises ValueError if they make no sense."""
         spec = WanVAESpec(**{**vars(VAESpec.from_shapes(shapes)), "mid_attn": True})
         if spec.embed_dim != len(MEAN):
-            raise ValueError(f"its latents have {spec.embed_dim} channels, wanted {len(MEAN)}, as Wan 2.1's")
+            raise ValueError(f"its latents have {spec.embed_dim} channels, expected {len(MEAN)}, as Wan 2.1's")
         return spec
 
 

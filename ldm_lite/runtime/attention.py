@@ -212,7 +212,7 @@ def check_name(name: str) -> None:
     """Raises ValueError if there is no attention of a name."""
     kind, _, number = name.partition(":")
     if name not in names() and not (kind == "sliced" and number.isdecimal() and int(number) > 0):
-        raise ValueError(f"unknown attention {name!r:.60}: wanted one of {', '.join(names())}, or sliced:4")
+        raise ValueError(f"unknown attention {name!r:.60}: expected one of {', '.join(names())}, or sliced:4")
 
 
 def resolve(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> AttentionFn:
@@ -258,7 +258,7 @@ def use(
     it before compilation.  Raises ValueError, with nothing changed, if a layer cannot run it.
     """
     if not isinstance(attention, str) and not callable(attention):
-        raise TypeError(f"got attention {attention!r}, wanted a name or a function of q, k and v")
+        raise TypeError(f"got attention {attention!r}, expected a name or a function of q, k and v")
     found = _matching(network, pattern)
     if attention == "mha":
         if lacks := [name for name, layer in found.items() if not hasattr(layer, "to_q")]:

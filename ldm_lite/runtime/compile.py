@@ -49,7 +49,7 @@ def compiled_step(
     settings are further options of Inductor.  Raises ValueError for an unknown tier.
     """
     if tier not in TIERS:
-        raise ValueError(f"unknown compile tier {tier!r}: wanted one of {', '.join(TIERS)}")
+        raise ValueError(f"unknown compile tier {tier!r}: expected one of {', '.join(TIERS)}")
     device = next(network.parameters()).device.type
     if tier == "off" or (tier in ("auto", "graph") and device != "cuda"):
         return denoise_step

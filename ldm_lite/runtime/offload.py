@@ -49,7 +49,7 @@ class Offloader:
         """
         for what, name, known in (("offload", offload, OFFLOADS), ("storage", storage, tuple(STORAGES))):
             if name is not None and name not in known:
-                raise ValueError(f"unknown {what} {name!r}: wanted one of {', '.join(known)}")
+                raise ValueError(f"unknown {what} {name!r}: expected one of {', '.join(known)}")
         self.device, self.offload, self.storage = device, offload, storage
         self.dtypes = {role: next(network.parameters()).dtype for role, network in networks.items()}  # to compute in
         self._phases: dict[str, _Group] = {}

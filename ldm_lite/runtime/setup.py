@@ -123,7 +123,7 @@ def choose_kernels(text: str, device: torch.device) -> frozenset[str]:
     names = frozenset(KERNELS if text == "all" else text.split(","))
     if unknown := sorted(names - set(KERNELS)):
         raise ValueError(
-            f"got `kernels` {unknown[0]!r}, wanted all, plain, or some of {', '.join(KERNELS)} with commas"
+            f"got `kernels` {unknown[0]!r}, expected all, plain, or some of {', '.join(KERNELS)} with commas"
         )
     return names
 

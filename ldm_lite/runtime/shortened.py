@@ -145,7 +145,7 @@ class Run:
         if isinstance(plan, AdaptivePlan):
             raise ValueError("DPM adaptive has no fixed steps for DeepCache, T-GATE or FreeU: take another sampler")
         if not 0 <= shortcuts.branch < len(unet.input_blocks) - 1:
-            raise ValueError(f"got branch {shortcuts.branch}, wanted 0 to {len(unet.input_blocks) - 2}")
+            raise ValueError(f"got branch {shortcuts.branch}, expected 0 to {len(unet.input_blocks) - 2}")
         if shortcuts.gate is not None and unet.spec.context_dim is None:
             raise ValueError("T-GATE needs cross-attention, and this UNet reads no text")
         self.shortcuts, self.plan = shortcuts, plan

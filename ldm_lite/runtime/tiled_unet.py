@@ -18,7 +18,7 @@ class TiledUNet(nn.Module):
         """Raises ValueError for a tile below 8."""
         super().__init__()
         if tile < 8:
-            raise ValueError(f"got a tile of {tile}, wanted 8 or more")
+            raise ValueError(f"got a tile of {tile}, expected 8 or more")
         self.unet = unet
         self.tile = tile
 

@@ -39,7 +39,7 @@ def key_of(options: ServeOptions) -> str | None:
     if key is not None and key.startswith("@"):
         key = read_text(Path(key[1:])).strip()
     if key is not None and (not key.isascii() or len(key) < 8):
-        raise ValueError(f"got an `api_key` of {len(key)} characters, wanted 8 or more of ASCII")
+        raise ValueError(f"got an `api_key` of {len(key)} characters, expected 8 or more of ASCII")
     return key
 
 

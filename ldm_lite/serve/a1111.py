@@ -307,7 +307,7 @@ def router(engine: Engine) -> APIRouter:
             elif name == "CLIP_stop_at_last_layers":
                 changed[name] = Txt2imgOptions(clip_skip=value).clip_skip
             elif name != "sd_checkpoint_hash":
-                raise ValueError(f"unknown setting {name!r:.80}: wanted {' or '.join(state.settings)}")
+                raise ValueError(f"unknown setting {name!r:.80}: expected {' or '.join(state.settings)}")
         state.set(changed)
 
     def refresh() -> None:
@@ -446,7 +446,7 @@ def _submit(state: State, asked: ImagesRequest) -> tuple[Ticket, list[str]]:
         arguments = script.get("args") if isinstance(script, dict) else script
         if name.lower() == "controlnet":
             if not isinstance(arguments or [], list):
-                raise Refused(422, f"got {type(arguments).__name__} as args of {name}, wanted a list of ControlNets")
+                raise Refused(422, f"got {type(arguments).__name__} as args of {name}, expected a list of ControlNets")
             units = [http.validated(Unit, unit) for unit in arguments or () if isinstance(unit, dict)]
         elif arguments and arguments != [False]:
             raise Refused(422, f"the script {name!r:.60} is not supported: leave it out of alwayson_scripts")
@@ -469,7 +469,7 @@ def _submit(state: State, asked: ImagesRequest) -> tuple[Ticket, list[str]]:
         return engine.submit("txt2img", Txt2imgOptions(**options), model, loras), ignored
     assert isinstance(asked, Img2imgRequest)
     if len(asked.init_images) != 1:
-        raise ValueError(f"got {len(asked.init_images)} images as init_images, wanted one")
+        raise ValueError(f"got {len(asked.init_images)} images as init_images, expected one")
     image, mask = to_rgb(open_base64(asked.init_images[0], "init_images", most)), None
     if asked.mask is not None:
         mask = open_base64(asked.mask, "mask", most).convert("L")
@@ -538,7 +538,7 @@ def _second_pass(asked: Txt2imgRequest, library: Library) -> dict[str, Any]:
     elif upscaler in networks:
         options["hires_esrgan"] = library.upscaler(upscaler)
     elif upscaler is not None:
-        raise ValueError(f"unknown hr_upscaler {upscaler!r:.60}: wanted one of {', '.join((*ours, *networks))}")
+        raise ValueError(f"unknown hr_upscaler {upscaler!r:.60}: expected one of {', '.join((*ours, *networks))}")
 
     if asked.hr_sampler_name not in SAME or asked.hr_scheduler not in SAME:
         first = asked.sampler_name or asked.sampler_index
@@ -556,7 +556,7 @@ def _second_pass(asked: Txt2imgRequest, library: Library) -> dict[str, Any]:
 def _preprocess(module: str, a: float, b: float) -> str:
     """The preprocessor of Control by its name in the extension.  Raises ValueError for others."""
     if module.lower() not in MODULES:
-        raise ValueError(f"unknown ControlNet module {module!r:.60}: wanted one of {', '.join(MODULES)}")
+        raise ValueError(f"unknown ControlNet module {module!r:.60}: expected one of {', '.join(MODULES)}")
     low, high = (value if value >= 0 else THRESHOLDS[name] for name, value in (("a", a), ("b", b)))
     return f"canny:{low:g}:{high:g}" if module.lower() == "canny" else MODULES[module.lower()]
 
@@ -569,11 +569,11 @@ def _controls(
     units = [unit for unit in units if unit.enabled]
     if len(units) >= engine.limits.max_branches:  # before their images are opened, which stay in memory
         raise ValueError(
-            f"got {len(units)} ControlNets, wanted fewer than {engine.limits.max_branches} (`max_branches`)"
+            f"got {len(units)} ControlNets, expected fewer than {engine.limits.max_branches} (`max_branches`)"
         )
     for unit in units:
         if unit.control_mode not in MODES:
-            raise ValueError(f"got control_mode {unit.control_mode!r:.40}, wanted one of {', '.join(map(str, MODES))}")
+            raise ValueError(f"got control_mode {unit.control_mode!r:.40}, expected {', '.join(map(str, MODES))}")
         both = unit.image if isinstance(unit.image, dict) else {"image": unit.image or unit.input_image}
         masked = both.get("mask") or unit.mask or unit.mask_image
         image = open_base64(both["image"], "the ControlNet's image", most) if both.get("image") else init
@@ -601,7 +601,7 @@ def _detected(engine: Engine, asked: DetectRequest) -> list[str]:
     way = _preprocess(asked.controlnet_module, asked.controlnet_threshold_a, asked.controlnet_threshold_b)
     pictures = asked.controlnet_input_images or asked.controlnet_images
     if not 1 <= len(pictures) <= engine.limits.max_images:
-        raise ValueError(f"got {len(pictures)} images, wanted 1 to {engine.limits.max_images}")
+        raise ValueError(f"got {len(pictures)} images, expected 1 to {engine.limits.max_images}")
     answers = []
     for picture in pictures:
         image = open_base64(picture, "controlnet_input_images", engine.limits.max_pixels)
@@ -655,7 +655,7 @@ async def _enlarged(request: Request, state: State, asked: ExtrasRequest, pictur
 
     def submit() -> tuple[Ticket, list[str | None]]:
         if not 1 <= len(pictures) <= engine.limits.max_images:
-            raise Refused(422, f"got {len(pictures)} images, wanted 1 to {engine.limits.max_images}")
+            raise Refused(422, f"got {len(pictures)} images, expected 1 to {engine.limits.max_images}")
         for name in {asked.upscaler_1, asked.upscaler_2} - {"None", *PIXEL_UPSCALERS}:
             engine.library.file("upscalers", name)
         opened = [open_base64(picture, "image", engine.limits.max_pixels) for picture in pictures]
@@ -685,7 +685,7 @@ def _enlarged_size(asked: ExtrasRequest, image: Image.Image) -> tuple[float, tup
         times = max(asked.upscaling_resize_w / image.width, asked.upscaling_resize_h / image.height)
     size = int(image.width * times // MULTIPLE * MULTIPLE), int(image.height * times // MULTIPLE * MULTIPLE)
     if min(size) == 0:
-        raise ValueError(f"got an image of {image.width} x {image.height} pixels, wanted sides of {MULTIPLE} or more")
+        raise ValueError(f"got an image of {image.width} x {image.height} pixels, expected sides of {MULTIPLE} or more")
     return times, size
 
 

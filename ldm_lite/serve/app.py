@@ -175,7 +175,7 @@ class _Guard:
         ):
             raise Refused(403, f"a page of another site ({origin!r:.80}) may not use this server")
         if scope["path"] not in OPEN and not self._has_key(headers.get("authorization", "")):
-            raise Refused(401, "wanted the server's key: Authorization: Bearer KEY, or KEY as the password")
+            raise Refused(401, "expected the server's key: Authorization: Bearer KEY, or KEY as the password")
 
     def _is_ours(self, host: str) -> bool:
         """Whether a Host header names this server: an address cannot have been rebound, a name can."""

@@ -193,7 +193,7 @@ def _axis(task: str, letter: str, asked: Mapping[str, str] | None, engine: Engin
         return None
     with about(letter):
         if (name := asked["option"]) not in axes(task):
-            raise ValueError(f"got {name!r:.60} as an axis, wanted one of {', '.join(axes(task))}")
+            raise ValueError(f"got {name!r:.60} as an axis, expected one of {', '.join(axes(task))}")
         like = {MODEL: "prompt", LORA_WEIGHT: "scale"}.get(name, name)
         axis = dataclasses.replace(xy.read_axis(TASKS[task], like, asked["values"]), option=name)
         for value in axis.values if name == MODEL else ():
@@ -212,7 +212,7 @@ def _options(task: str, values: Mapping[str, Any], engine: Engine) -> Txt2imgOpt
             with about(name):
                 options[name] = number(text)
         elif kind == "integer" and re.fullmatch(r"[+-]?\d{1,19}", text) is None:
-            raise Refused(422, f"got `{name}` {text[:40]!r}, wanted a whole number", param=name)
+            raise Refused(422, f"got `{name}` {text[:40]!r}, expected a whole number", param=name)
         else:
             options[name] = int(text) if kind == "integer" else value
     options.setdefault("seed", -1)

@@ -56,7 +56,7 @@ WAITING = ": waiting\n\n"  # the comment
 CLOSED = 499  # the client has gone: nobody reads this status
 _PATH = re.compile(r"(?<![\w.:/])(?:[A-Za-z]:)?(?:[/\\][^\s/\\:'\",]+)+[/\\](?=[^\s/\\])")
 # The field that an error of the options is about: messages name it, but for these three.
-_FIELD = re.compile(r"`(?!max_)(\w+)`|(?P<prompt>no prompt)|(?P<width>pixels)|(?P<batch_size>images, wanted)")
+_FIELD = re.compile(r"`(?!max_)(\w+)`|(?P<prompt>no prompt)|(?P<width>pixels)|(?P<batch_size>images, expected)")
 
 
 class Body(BaseModel):
@@ -200,7 +200,7 @@ class Reader:
 
     def _check_length(self, length: int) -> None:
         if length > self.most:
-            raise Refused(413, f"the request is too large, wanted at most {self.most // 2**20} MiB")
+            raise Refused(413, f"the request is too large, expected at most {self.most // 2**20} MiB")
 
 
 def _give_up(done: "asyncio.Future[Any]") -> None:
@@ -263,7 +263,7 @@ def _check_bounds(content: Any) -> None:
             wrong = isinstance(value, int) and abs(value) >= 2**64 and "a number of 64 bits"
             wrong = wrong or (isinstance(value, float) and not math.isfinite(value) and "a finite number")
         if wrong:
-            raise Refused(422, one_line(f"{name[:40] or 'the request'}: wanted {wrong}"), param=name[:40])
+            raise Refused(422, one_line(f"{name[:40] or 'the request'}: expected {wrong}"), param=name[:40])
 
 
 class _InMemory(MultiPartParser):
@@ -274,9 +274,9 @@ async def read_form(request: Request) -> tuple[dict[str, str], dict[str, list[by
     """Read a multipart form in memory: its fields, and the contents of its files.  Raises as read_json does."""
     kind, more = parse_options_header(request.headers.get("content-type"))
     if kind != b"multipart/form-data":
-        raise Refused(422, "wanted a form: multipart/form-data")
+        raise Refused(422, "expected a form: multipart/form-data")
     if more.get(b"charset", b"utf-8").lower() not in CHARSETS:  # punycode takes minutes for a megabyte
-        raise Refused(422, "got a charset of the form, wanted UTF-8: leave it out")
+        raise Refused(422, "got a charset of the form, expected UTF-8: leave it out")
 
     async def parsed(body: bytes) -> tuple[dict[str, str], dict[str, list[bytes]]]:
         end = time.monotonic() + DECODING
@@ -341,7 +341,7 @@ def open_bytes(content: bytes, name: str, most: int) -> Image.Image:
 def open_base64(text: Any, name: str, most: int) -> Image.Image:
     """Decode an image in base64, with or without "data:image/png;base64,".  Raises ValueError."""
     if not isinstance(text, str):
-        raise ValueError(f"got {type(text).__name__} as {name}, wanted an image in base64")
+        raise ValueError(f"got {type(text).__name__} as {name}, expected an image in base64")
     head, comma, rest = text.partition(",")
     try:
         content = base64.b64decode(rest if comma and head.startswith("data:") else text, validate=True)

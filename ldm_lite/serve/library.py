@@ -51,7 +51,7 @@ class Library:
         for kind in KINDS:
             folder = getattr(options, kind)
             if folder is not None and not Path(folder).is_dir():
-                raise ValueError(f"got `{kind}` {folder!r}, wanted a folder")
+                raise ValueError(f"got `{kind}` {folder!r}, expected a folder")
         self.merged: Loras = ()  # the LoRAs that are merged into the loaded model
         self.loaded = ""  # the name of the loaded model, if there is one
         self._model: Pipeline | None = None
@@ -110,7 +110,7 @@ class Library:
         if name not in files:
             known = [self.default, *files] if kind == "models" else list(files)
             wanted = "one of " + ", ".join(known) if known else "none"
-            raise ValueError(f"unknown {KINDS[kind]} {name!r:.80}: wanted {wanted}")
+            raise ValueError(f"unknown {KINDS[kind]} {name!r:.80}: expected {wanted}")
         return files[name]
 
     @staticmethod
@@ -169,7 +169,7 @@ class Library:
     def check(self, name: str | None, loras: Loras) -> str:
         """Return the name of a model, by default the default's.  Raises ValueError for names that there are not."""
         if len(loras) > MOST_LORAS:
-            raise ValueError(f"got {len(loras)} LoRAs, wanted at most {MOST_LORAS}")
+            raise ValueError(f"got {len(loras)} LoRAs, expected at most {MOST_LORAS}")
         for lora, _ in loras:
             self.file("loras", lora)
         name = None if name is None else self.plain(name, self.names)

@@ -112,7 +112,7 @@ def _named(engine: Engine, name: str) -> str | None:
     if name in ALIASES:
         return None
     raise Refused(
-        404, http.one_line(f"unknown model {name!r:.80}: wanted one of {', '.join(names)}"), "model_not_found"
+        404, http.one_line(f"unknown model {name!r:.80}: expected one of {', '.join(names)}"), "model_not_found"
     )
 
 
@@ -125,7 +125,7 @@ def _submit(engine: Engine, asked: ImageRequest, files: dict[str, list[bytes]]) 
     if asked.size not in (None, "auto"):
         match = re.fullmatch(r"(\d{1,5})x(\d{1,5})", asked.size or "")
         if match is None:
-            raise Refused(422, f"got size {asked.size!r:.40}, wanted WIDTHxHEIGHT or auto")
+            raise Refused(422, f"got size {asked.size!r:.40}, expected WIDTHxHEIGHT or auto")
         options |= {"width": int(match[1]), "height": int(match[2])}
     submit = functools.partial(engine.submit, model=model, partials=(asked.partial_images or 0) if asked.stream else 0)
     if not isinstance(asked, EditRequest):
@@ -139,7 +139,7 @@ def _submit(engine: Engine, asked: ImageRequest, files: dict[str, list[bytes]]) 
     if len(contents) != 1:
         raise Refused(
             422,
-            f"got {len(contents)} files as image, wanted one: several are for models that read references, without "
+            f"got {len(contents)} files as image, expected one: several are for models that read references, without "
             "mask and strength",
         )
     image, mask = open_bytes(contents[0], "image", most), None

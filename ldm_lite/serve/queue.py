@@ -291,24 +291,24 @@ class Engine:
         if options.seamless is not None:
             raise ValueError("the server makes no seamless images: leave `seamless` out")
         if getattr(options, "tile", LEAST_TILE) < LEAST_TILE:
-            raise ValueError(f"got `tile` {options.tile}, wanted {LEAST_TILE} or more")  # type: ignore[attr-defined]
+            raise ValueError(f"got `tile` {options.tile}, expected {LEAST_TILE} or more")  # type: ignore[attr-defined]
         self._check_count((options.batch_size or 1) * (options.n_iter or 1))  # before a list of so many is made
         for name in ("steps", "hires_steps"):
             if (getattr(options, name) or 0) > limits.max_steps:
-                raise ValueError(f"got `{name}` {getattr(options, name)}, wanted at most {limits.max_steps}")
+                raise ValueError(f"got `{name}` {getattr(options, name)}, expected at most {limits.max_steps}")
         asked = demand(options, facts.steps)  # which may read files: after the check that there are none
         ticket.count = asked.images
         self._check_count(ticket.count)
         for number, most, what in zip((asked.longest, asked.chunks), MOST_CHUNKS, ("a text", "all texts"), strict=True):
             if number > most:
                 raise ValueError(
-                    f"got about {number} chunks of 75 tokens in {what} of the prompt, wanted at most {most}"
+                    f"got about {number} chunks of 75 tokens in {what} of the prompt, expected at most {most}"
                 )
         ticket.branches = asked.parts + 1 + len(options.control)
         if ticket.branches > limits.max_branches:
             raise ValueError(
                 f"got {ticket.branches} branches in each step, for {asked.parts} parts of a prompt, a negative one "
-                f"and {len(options.control)} ControlNets, wanted at most {limits.max_branches} (`max_branches`)"
+                f"and {len(options.control)} ControlNets, expected at most {limits.max_branches} (`max_branches`)"
             )
         self.check_work(ticket, *self._size(ticket, facts.side))
         ticket.options = dataclasses.replace(options, embedding=self.library.embeddings_in(options, ticket.model))
@@ -363,19 +363,19 @@ class Engine:
         ticket.work = ticket.count * ticket.branches * pixels / 1e6
         if ticket.work > self.limits.max_work:
             raise ValueError(
-                f"got {ticket.count} images x {ticket.branches} branches x {text}, {ticket.work:,.0f} millions, wanted "
-                f"at most {self.limits.max_work:,} in a request (`max_work`): ask for less"
+                f"got {ticket.count} images x {ticket.branches} branches x {text}, {ticket.work:,.0f} millions, "
+                f"expected at most {self.limits.max_work:,} in a request (`max_work`): ask for less"
             )
 
     def _check_count(self, count: int) -> None:
         if count > self.limits.max_images:
-            raise ValueError(f"got {count} images, wanted at most {self.limits.max_images} in a request")
+            raise ValueError(f"got {count} images, expected at most {self.limits.max_images} in a request")
 
     def check_size(self, width: int, height: int, of: int = 1) -> None:
         """Raises ValueError for an image of more pixels than `of` images may have."""
         if width * height > of * self.limits.max_pixels or max(width, height) > MOST_SIDES:
             most = of * self.limits.max_pixels
-            raise ValueError(f"got {width} x {height} pixels, wanted at most {most} of an image, {MOST_SIDES} a side")
+            raise ValueError(f"got {width} x {height} pixels, expected at most {most} of an image, {MOST_SIDES} a side")
 
     @property
     def waiting(self) -> int:

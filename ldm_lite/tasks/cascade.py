@@ -90,11 +90,11 @@ def check(options: CascadeOptions, num_stages: int) -> None:
     for name in ("sampler", "steps", "scale"):
         if len(values := getattr(options, name)) > max(2, num_stages):
             text = ",".join(map(str, values))
-            raise ValueError(f"got `{name}` {text!r}, wanted one value, or one for each of {num_stages} stages")
+            raise ValueError(f"got `{name}` {text!r}, expected one value, or one for each of {num_stages} stages")
     for sampler in options.sampler:
         resolve(sampler)
     if options.height % 8 or options.width % 8:
-        raise ValueError(f"got `height={options.height}` and `width={options.width}`, wanted multiples of 8")
+        raise ValueError(f"got `height={options.height}` and `width={options.width}`, expected multiples of 8")
 
 
 def _free() -> None:
@@ -224,7 +224,7 @@ def embeddings(options: CascadeOptions, stages: StageOptions) -> tuple[Tensor, T
         context, uncond = (read_tensor(Path(path)) for path in (stages.prompt_embeds, stages.negative_embeds))
         for path, values in ((stages.prompt_embeds, context), (stages.negative_embeds, uncond)):
             if values.ndim not in (2, 3):
-                raise ValueError(f"{path}: holds a tensor of shape {tuple(values.shape)}, wanted (T, D) or (N, T, D)")
+                raise ValueError(f"{path}: holds a tensor of shape {tuple(values.shape)}, expected (T, D) or (N, T, D)")
         return context.view(-1, *context.shape[-2:]), uncond.view(-1, *uncond.shape[-2:])
     if options.prompt is None:
         raise ValueError('no prompt: give one, for instance "a red apple on a blue background", or `prompt_embeds`')

@@ -339,7 +339,7 @@ def run(options: CompareOptions, load: LoadOptions) -> None:
     """Load, compare, print the table, save the chart."""
     for name in () if options.compare else options.spacings:
         if name not in SPACINGS:
-            raise ValueError(f"unknown spacing {name!r}: wanted one of {', '.join(SPACINGS)}")
+            raise ValueError(f"unknown spacing {name!r}: expected one of {', '.join(SPACINGS)}")
     named(options.samplers)
     if not (has_matplotlib := importlib.util.find_spec("matplotlib") is not None):
         log.warning("no chart without matplotlib: pip install matplotlib")

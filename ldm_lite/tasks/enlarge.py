@@ -43,7 +43,7 @@ class Upscaler:
         Raises FileNotFoundError or ValueError, one line that says what to do.
         """
         if tile < 2 * MARGIN:
-            raise ValueError(f"got `tile` {tile}, wanted {2 * MARGIN} or more")
+            raise ValueError(f"got `tile` {tile}, expected {2 * MARGIN} or more")
         self.network, self.tile = load_upscaler(source, device=device, dtype=dtype), tile
         self.name = os.path.basename(os.fspath(source))
 

@@ -46,7 +46,7 @@ def run(options: ExportOptions, load: LoadOptions) -> None:
         told = [(int(width), int(height)) for width, height in (size.split("x") for size in listed)]
     except ValueError as error:
         raise ValueError(
-            f"got `sizes` {options.sizes}, wanted WIDTHxHEIGHT separated by commas, as 512x512,768x512"
+            f"got `sizes` {options.sizes}, expected WIDTHxHEIGHT separated by commas, as 512x512,768x512"
         ) from error
 
     def check(model: Model) -> None:

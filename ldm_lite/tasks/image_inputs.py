@@ -172,7 +172,7 @@ def share(steps: int, strength: float, exact: bool) -> tuple[int, int]:
     if round(min(whole, 1e9)) > 1000:
         most = math.floor(1000 * strength)
         raise ValueError(
-            f"got {steps} exact steps at strength {strength:g}, which are the last of {whole:.0f}, wanted at most "
+            f"got {steps} exact steps at strength {strength:g}, which are the last of {whole:.0f}, expected at most "
             f"1000: take {f'at most {most} steps' if most else 'a higher strength'}"
         )
     return round(whole), steps

@@ -122,7 +122,7 @@ def _paired(options: InpaintOptions, images: Sequence[Source], masks: Sequence[S
     if not masks and options.extend is None:
         raise ValueError("no mask: give one with `mask=FILE`, white where to repaint, or `extend=left=128`")
     if len(masks) not in (0, 1, len(images)):
-        raise ValueError(f"got {len(masks)} masks for {len(images)} images, wanted one, or one for each")
+        raise ValueError(f"got {len(masks)} masks for {len(images)} images, expected one, or one for each")
     all_masks: Sequence[Source | None] = masks if len(masks) > 1 else [*masks, None][:1] * len(images)
     return list(zip(images, all_masks, strict=True))
 
@@ -134,7 +134,7 @@ def _sides(options: InpaintOptions) -> dict[str, int]:
         side, _, pixels = item.strip().partition("=")
         known = side in ("left", "top", "right", "bottom") and side not in sides and pixels.strip().isdecimal()
         if not known or not 1 <= int(pixels) <= MOST_PX:
-            raise ValueError(f"got `extend` {options.extend!r}, wanted left=128,top=64, or right, bottom")
+            raise ValueError(f"got `extend` {options.extend!r}, expected left=128,top=64, or right, bottom")
         sides[side] = int(pixels)
     return sides
 

@@ -75,7 +75,7 @@ def check(options: Options) -> tuple[Options, list[Feature]]:
     options, features = check_features(options)
     if options.plan is not None:
         if not isinstance(options.plan, Plan):
-            raise TypeError(f"got {type(options.plan).__name__} as `plan`, wanted a Plan, as Pipeline.plan makes it")
+            raise TypeError(f"got {type(options.plan).__name__} as `plan`, expected a Plan, as Pipeline.plan makes it")
         names = ("sampler", "spacing", "steps", "eta", "churn")
         if replaced := [name for name in names if getattr(options, name) is not None]:
             raise ValueError(f"got `plan` and `{replaced[0]}`, which it replaces: give one of them")
@@ -83,7 +83,7 @@ def check(options: Options) -> tuple[Options, list[Feature]]:
         resolve(options.sampler)
     for conditioning in map(as_conditioning, (options.cond, options.uncond)):
         if conditioning is not None and any(part.ndim == 0 for part in conditioning.values()):
-            raise ValueError("got conditioning of shape (), wanted one row for each prompt: (N,T,D)")
+            raise ValueError("got conditioning of shape (), expected one row for each prompt: (N,T,D)")
     if options.guidance is not None and not callable(options.guidance):
         options = replace(options, guidance=checked_scale(options.guidance))
     return options, features
@@ -103,7 +103,7 @@ def prepare(
             f"take python -m ldm_lite.{' or '.join(able)}"
         )
     if options.seed is None:
-        raise TypeError("got `seed` None, wanted a whole number or a list of them")
+        raise TypeError("got `seed` None, expected a whole number or a list of them")
     prompts = read_prompts(options, model)
     return Task(*changed(model, options, features, further), prompts)
 
@@ -112,7 +112,7 @@ def check_seeds(task: Task, num_images: int = 1) -> None:
     """Raises ValueError for a list of seeds that has not one for each image; num_images are those to start from."""
     options, count = task.options, len(task.prompts) * task.options.repeats * num_images
     if not isinstance(options.seed, int) and len(options.seed) != count:
-        raise ValueError(f"got {len(options.seed)} seeds for {count} images, wanted one, or one for each")
+        raise ValueError(f"got {len(options.seed)} seeds for {count} images, expected one, or one for each")
 
 
 def read_prompts(options: Txt2imgOptions, model: Model | None = None) -> list[str]:
@@ -127,7 +127,7 @@ def read_prompts(options: Txt2imgOptions, model: Model | None = None) -> list[st
         prompts = [prompt] * count
     elif prompt is not None:
         if not (prompts := list(prompt)):
-            raise ValueError("got an empty list of prompts, wanted one or more")
+            raise ValueError("got an empty list of prompts, expected one or more")
     elif model is None or conditioner_of(model).reads == "none":
         prompts = [""] * count
     else:

@@ -61,7 +61,7 @@ def enlarge(
     check_seeds(task, len(images))
     levels = model.family.unet.num_classes
     if levels is not None and options.noise_level >= levels:
-        raise ValueError(f"got `noise_level` {options.noise_level}, wanted 0 to {levels - 1}, which {model.name} knows")
+        raise ValueError(f"got `noise_level` {options.noise_level}, expected 0 to {levels - 1} for {model.name}")
     tiled: Any = TiledUNet(task.model.unet, options.tile)
     task = replace(task, model=task.model.with_networks(unet=tiled), plan=plan_of(task.model, single))
     # One part per image, since the noise on an image comes from its own seed.

@@ -204,7 +204,7 @@ def stored_image(source: str, name: str) -> NDArray[np.float64]:
     except (ValueError, EOFError) as error:
         raise ValueError(f"{path}: not an array in numpy's format: {error}") from error
     if image.ndim != 3 or image.shape[2] != 3 or image.dtype.kind != "f":
-        raise ValueError(f"{path}: holds {image.dtype} {image.shape}, wanted an image (H,W,3) of floats in [0,1]")
+        raise ValueError(f"{path}: holds {image.dtype} {image.shape}, expected an image (H,W,3) of floats in [0,1]")
     return np.asarray(image, dtype=np.float64)
 
 
@@ -226,7 +226,7 @@ def run(options: VerifyOptions, load: LoadOptions) -> None:
     chosen = [vector for vector in vectors if options.only is None or options.only in vector.checkpoint]
     if not chosen:
         known = ", ".join(dict.fromkeys(vector.checkpoint for vector in vectors))
-        raise ValueError(f"got `only` {options.only!r}, wanted a part of one of: {known}")
+        raise ValueError(f"got `only` {options.only!r}, expected a part of one of: {known}")
     checks = []
     for vector in chosen:
         checks.append(check(model, vector, lambda name: stored_image(options.whole or "hub", name)))

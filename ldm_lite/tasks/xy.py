@@ -56,7 +56,7 @@ def read_axis(kind: type[Txt2imgOptions], option: str, text: str) -> Axis:
     """
     name = option.strip().lstrip("-").replace("-", "_")
     if name not in names(kind):
-        raise ValueError(f"got {option!r} as an axis, wanted an option: {', '.join(names(kind))}")
+        raise ValueError(f"got {option!r} as an axis, expected an option: {', '.join(names(kind))}")
     rows = csv.reader(text.splitlines(), skipinitialspace=True)
     texts = [cell.strip() for row in rows for cell in row if cell.strip() or '"' in text]
     if not texts:
@@ -64,7 +64,7 @@ def read_axis(kind: type[Txt2imgOptions], option: str, text: str) -> Axis:
     hint = str if name == REPLACE else typing.get_type_hints(kind)[name]
     values = [value for cell in texts for value in _values(name, typing.get_args(hint) or (hint,), cell)]
     if len(values) > MOST_CELLS:
-        raise ValueError(f"got {len(values)} values of `{name}`, wanted at most {MOST_CELLS}")
+        raise ValueError(f"got {len(values)} values of `{name}`, expected at most {MOST_CELLS}")
     if name != REPLACE:
         values = [getattr(kind(**{name: value}), name) for value in values]  # checks the range
     return Axis(name, tuple(values))
@@ -74,7 +74,7 @@ def _values(name: str, kinds: Sequence[Any], text: str) -> list[Any]:
     """The values of an option that a text names: several for a range."""
     if bool in kinds:
         if text.lower() not in WORDS:
-            raise ValueError(f"got `{name}` {text[:60]!r}, wanted yes or no")
+            raise ValueError(f"got `{name}` {text[:60]!r}, expected yes or no")
         return [WORDS[text.lower()]]
     if (int not in kinds and float not in kinds) or any(typing.get_origin(kind) is tuple for kind in kinds):
         return [text]
@@ -85,7 +85,7 @@ def _values(name: str, kinds: Sequence[Any], text: str) -> list[Any]:
         try:
             values = [number(text)]
         except ValueError as error:
-            raise ValueError(f"got `{name}` {text[:60]!r}, wanted a finite number, or a range such as 1-5") from error
+            raise ValueError(f"got `{name}` {text[:60]!r}, expected a finite number, or a range such as 1-5") from error
     else:
         first, last = number(match[1]), number(match[2])
         step = number(match[3]) if match[3] else math.copysign(1, last - first)
@@ -93,10 +93,10 @@ def _values(name: str, kinds: Sequence[Any], text: str) -> list[Any]:
         count = 1 + math.floor((last - first) / step + 1e-9) if step else 1
         count = min(count, int(match[4] or count))
         if not 1 <= count <= MOST_CELLS:
-            raise ValueError(f"got the range {text!r} of `{name}`, wanted 1 to {MOST_CELLS} values from it")
+            raise ValueError(f"got the range {text!r} of `{name}`, expected 1 to {MOST_CELLS} values from it")
         values = [round(first + i * step, None if whole and match[4] else 9) for i in range(count)]
     if whole and any(value != int(value) for value in values):
-        raise ValueError(f"got `{name}` {text[:60]!r}, wanted whole numbers")
+        raise ValueError(f"got `{name}` {text[:60]!r}, expected whole numbers")
     return [int(value) if whole else value for value in values]
 
 
@@ -111,7 +111,7 @@ def read_axes(kind: type[Txt2imgOptions], texts: Mapping[str, str | None]) -> di
         if equals:
             axes[letter] = read_axis(kind, option, values)
         elif text is not None:
-            raise ValueError(f"got `{letter}` {text[:60]!r}, wanted OPTION=VALUES, such as scale=5,7.5,10")
+            raise ValueError(f"got `{letter}` {text[:60]!r}, expected OPTION=VALUES, such as scale=5,7.5,10")
     return axes
 
 
@@ -127,7 +127,7 @@ def cells(x: Axis | None, y: Axis | None, z: Axis | None = None) -> list[dict[st
     if repeated := [option for option in options if options.count(option) > 1]:
         raise ValueError(f"two axes are `{repeated[0]}`: choose another option for one of them")
     if (count := math.prod(len(axis.values) for axis in axes)) > MOST_CELLS:
-        raise ValueError(f"got a plot of {count} images, wanted at most {MOST_CELLS}")
+        raise ValueError(f"got a plot of {count} images, expected at most {MOST_CELLS}")
     return [dict(zip(options, values, strict=True)) for values in itertools.product(*(axis.values for axis in axes))]
 
 

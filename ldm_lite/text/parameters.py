@@ -46,7 +46,7 @@ def parse_parameters(text: str) -> Parameters:
     ValueError for a text that is too long, and for one whose last line is no settings.
     """
     if len(text) > MOST_TEXT:
-        raise ValueError(f"got a text of {len(text)} characters, wanted at most {MOST_TEXT}")
+        raise ValueError(f"got a text of {len(text)} characters, expected at most {MOST_TEXT}")
     *lines, last = text.rstrip("\r\n \0").split("\n")
     settings, at = {}, 0
     while 0 <= at < len(last):
@@ -58,7 +58,7 @@ def parse_parameters(text: str) -> Parameters:
         else:
             at = last.find(",", at) + 1 or -1
     if len(settings) < 2:
-        raise ValueError("has no settings in its last line, wanted for instance 'Steps: 20, Sampler: Euler a, Seed: 1'")
+        raise ValueError("has no settings in its last line, such as 'Steps: 20, Sampler: Euler a, Seed: 1'")
     start = next((i for i, line in enumerate(lines) if line.lstrip().startswith("Negative prompt:")), len(lines))
     negative = None
     if start < len(lines):
@@ -83,7 +83,7 @@ def read_parameters(source: Any) -> Parameters:
                 with Image.open(file, formats=("PNG", "JPEG", "WEBP")) as image:
                     text = text_of(image)
             except Exception as error:  # for a damaged file Pillow may raise nearly any
-                why = f" ({error})" if "wanted" in str(error) else ""
+                why = f" ({error})" if "expected" in str(error) else ""
                 raise ValueError(f"{name}: is not a PNG, JPEG or WebP that can be read{why}") from error
     if text is None:
         raise ValueError(f"{name}: holds no text of AUTOMATIC1111's web UI or of ldm_lite")

@@ -50,7 +50,7 @@ def parse(text: str) -> list[tuple[str, float]]:
     for first in opened["["]:
         multiply(first, 1 / 1.1)
     if beyond := [weight for _, weight in pieces if abs(weight) > MOST_WEIGHT]:
-        raise ValueError(f"got a prompt with the weight {beyond[0]:g}, wanted at most {MOST_WEIGHT}")
+        raise ValueError(f"got a prompt with the weight {beyond[0]:g}, expected at most {MOST_WEIGHT}")
     merged: list[tuple[str, float]] = []
     for piece in pieces:
         if merged and merged[-1][1] == piece[1] and piece is not STOP and merged[-1] is not STOP:

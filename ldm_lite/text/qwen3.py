@@ -43,11 +43,11 @@ class Qwen3Tokenizer(TextTokenizer):
 
     def _backend(self) -> Tokenizer:
         if self.path is None:
-            raise ValueError("Qwen3 needs its vocabulary: wanted the path of a tokenizer.json")
+            raise ValueError("Qwen3 needs its vocabulary: expected the path of a tokenizer.json")
         if not self.thinks and _backend_of(self.path).token_to_id("<think>") is None:
-            raise ValueError(f"{self.path}: lacks <think>: wanted Qwen3's tokenizer.json")
+            raise ValueError(f"{self.path}: lacks <think>: expected Qwen3's tokenizer.json")
         if self.images and _backend_of(self.path).token_to_id(IMAGE) is None:
-            raise ValueError(f"{self.path}: lacks {IMAGE}: wanted the tokenizer.json of Qwen2.5-VL or Qwen3")
+            raise ValueError(f"{self.path}: lacks {IMAGE}: expected the tokenizer.json of Qwen2.5-VL or Qwen3")
         return _backend_of(self.path)
 
     @property
@@ -107,7 +107,7 @@ def _backend_of(path: Path) -> Tokenizer:
             raise ValueError(f"lacks {missing[0]}")
     except Exception as error:  # `tokenizers` raises Exception itself
         reason = str(error)[:200]
-        raise ValueError(f"{path}: is not a tokenizer of Qwen3 ({reason}): wanted its tokenizer.json") from error
+        raise ValueError(f"{path}: is not a tokenizer of Qwen3 ({reason}): expected its tokenizer.json") from error
     tokenizer.no_padding()
     tokenizer.no_truncation()
     return tokenizer

@@ -30,7 +30,7 @@ class T5Tokenizer(TextTokenizer):
 
     def _backend(self) -> Tokenizer:
         if self.path is None:
-            raise ValueError("T5 needs its vocabulary: wanted the path of a spiece.model or tokenizer.json")
+            raise ValueError("T5 needs its vocabulary: expected the path of a spiece.model or tokenizer.json")
         return _backend_of(self.path)
 
 

@@ -25,7 +25,7 @@ from ldm_lite.text.clean import fix_text, unescape
 def check_length(text: str, most: int = MOST_CHARACTERS) -> None:
     """Raises ValueError for a text of more than `most` characters."""
     if len(text) > most:
-        raise ValueError(f"got a text of {len(text):,} characters, wanted at most {most:,}: shorten it")
+        raise ValueError(f"got a text of {len(text):,} characters, expected at most {most:,}: shorten it")
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class TextTokenizer:
         if self.room < 0:
             wanted = self.length - self.room
             raise ValueError(
-                f"got length {self.length}, wanted at least {wanted}: the start and the end take a token each"
+                f"got length {self.length}, expected at least {wanted}: the start and the end take a token each"
             )
         self._backend()  # built now, so that the first image is not slower
 
@@ -70,7 +70,7 @@ class TextTokenizer:
         for more than MOST_CHARACTERS.
         """
         if isinstance(texts, str):
-            raise ValueError("got a single string, wanted a list of strings: pass [text]")
+            raise ValueError("got a single string, expected a list of strings: pass [text]")
         ids = torch.full((len(texts), self.length), self.pad_id, dtype=torch.int64, device="cpu")  # (B, T)
         for row, text in zip(ids, texts, strict=True):
             tokens = [*self.before, *self.encode(text)[: self.room], *self.after]
@@ -100,14 +100,14 @@ class TextTokenizer:
         No start, end, truncation or padding.  Raises ValueError as a call does.
         """
         if not isinstance(text, str):
-            raise ValueError(f"got {type(text).__name__} among the texts, wanted a list of strings")
+            raise ValueError(f"got {type(text).__name__} among the texts, expected a list of strings")
         check_length(text)
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise ValueError(
                 f"got a lone surrogate, {text[error.start]!a}, at character {error.start}, "
-                "wanted valid Unicode: remove it"
+                "expected valid Unicode: remove it"
             ) from None
         units: list[tuple[tuple[int, ...], int]] = []
         for first, end, name in self._pieces(text) if self.added else [(0, len(text), ())]:

@@ -86,7 +86,7 @@ def _sequence(text: str, at: int, depth: int) -> tuple[Template, int]:
 def _variants(text: str, start: int, depth: int) -> tuple[Variants, int]:
     """Parse what follows an opening brace, and return where its closing one ends."""
     if depth > MOST_DEPTH:
-        raise ValueError(f"a template has braces {depth} deep, wanted at most {MOST_DEPTH}")
+        raise ValueError(f"a template has braces {depth} deep, expected at most {MOST_DEPTH}")
     options, head = [], _HEAD.match(text, start)
     at = start if head is None else head.end()
     while True:
@@ -108,7 +108,7 @@ def _variants(text: str, start: int, depth: int) -> tuple[Variants, int]:
     least = int(first) if first else 1
     most = (int(last) if last else count) if dash else least
     if least > most:
-        wanted = "wanted a number, or from a smaller to a larger one"
+        wanted = "expected a number, or from a smaller to a larger one"
         raise ValueError(f"a template takes {first}-{last} variants, {wanted}")
     between = "," if between is None else re.sub(r"\\(.)", r"\1", between)
     return Variants(tuple(options), min(least, count), min(most, count), between), at
@@ -129,7 +129,7 @@ class Prompts:
     def __init__(self, folder: Path | None) -> None:
         """Raises ValueError if the folder is not one."""
         if folder is not None and not folder.is_dir():
-            raise ValueError(f"{folder}: is no folder, wanted one with wildcards NAME.txt")
+            raise ValueError(f"{folder}: is no folder, expected one with wildcards NAME.txt")
         self.folder = folder
         self._lines: dict[str, Options] = {}
         self._sizes: dict[tuple[str, int], tuple[int, int]] = {}
@@ -172,7 +172,7 @@ class Prompts:
             options, least, most, between = self._options(part, depth)
             number = source.randint(least, most)
             if number > MOST_CHARACTERS:
-                raise ValueError(f"a template takes {number} variants, wanted at most {MOST_CHARACTERS}")
+                raise ValueError(f"a template takes {number} variants, expected at most {MOST_CHARACTERS}")
             left, taken = [*options], list[Template]()
             has_weights = isinstance(part, Variants) and options is part.options  # lines of wildcards have no weights
             weights = [weight for weight, _ in options] if has_weights else []
@@ -243,11 +243,11 @@ class Prompts:
         """
         if name not in self._lines:
             if len(name) > MOST_NAME:
-                raise ValueError(f"got the wildcard __{name[:40]}..., wanted at most {MOST_NAME} characters")
+                raise ValueError(f"got the wildcard __{name[:40]}..., expected at most {MOST_NAME} characters")
             if self.folder is None:
                 raise ValueError(f"got the wildcard __{name}__ but no folder: give one with `wildcards=DIR`")
             if ".." in Path(name).parts or Path(name).is_absolute():
-                raise ValueError(f"got the wildcard __{name}__, wanted a name inside {self.folder}")
+                raise ValueError(f"got the wildcard __{name}__, expected a name inside {self.folder}")
             options: list[tuple[float, Template]] = []
             left = MOST_BYTES
             pattern = re.sub(r"(\*\*/)+", "**/", name)  # several of them would take quadratic time
@@ -260,7 +260,7 @@ class Prompts:
                 if len(options) > MOST_LINES:
                     raise ValueError(f"{path}: has more than {MOST_LINES} lines for the wildcard __{name}__")
             if not options:
-                raise ValueError(f"{self.folder}: holds no line for the wildcard __{name}__, wanted {name}.txt")
+                raise ValueError(f"{self.folder}: holds no line for the wildcard __{name}__, expected {name}.txt")
             self._lines[name] = options
         return self._lines[name]
 

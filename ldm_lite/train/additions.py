@@ -197,7 +197,7 @@ class LoRA(nn.Module):
         """
         super().__init__()
         if rank < 1:
-            raise ValueError(f"got a LoRA rank of {rank}, wanted 1 or more")
+            raise ValueError(f"got a LoRA rank of {rank}, expected 1 or more")
         self.kind, self.rank, self.alpha = kind, rank, float(rank) if alpha is None else alpha
         self.conv, more = conv, {"factor": factor} if kind == "lokr" else {}
         for name, place in _places(networks, conv).items():
@@ -330,7 +330,7 @@ class Vectors(nn.Module):
         assert model.tokenizer is not None
         ids = replace(model.tokenizer, added=()).encode(word)
         if not ids:
-            raise ValueError(f"got `init_word` {word!r}, wanted a word that CLIP knows, such as 'cat'")
+            raise ValueError(f"got `init_word` {word!r}, expected a word that CLIP knows, such as 'cat'")
         if len(ids) > count:
             log.warning(
                 "%r has %d tokens, of which the first %d are taken: give `vectors=%d`", word, len(ids), count, len(ids)

@@ -51,7 +51,7 @@ def reconstructed(folder: Path, length: float, step: int | None = None) -> tuple
     steps = [int(match[1]) for match in matches.values()]
     last = max(steps) if step is None else step
     if last not in steps:
-        raise ValueError(f"got `step` {last}, wanted one of {', '.join(map(str, sorted(set(steps))))}")
+        raise ValueError(f"got `step` {last}, expected one of {', '.join(map(str, sorted(set(steps))))}")
     used = [(path, at, float(match[2])) for (path, match), at in zip(matches.items(), steps, strict=True) if at <= last]
     factors = coefficients([at for _, at, _ in used], [stored for _, _, stored in used], last, length)
     total: dict[str, Tensor] = {}
@@ -87,7 +87,7 @@ def run(options: AverageOptions) -> None:
     from ldm_lite.train.run import write_average
 
     if options.run is None:
-        raise ValueError("wanted the folder of a run with `ema_lengths`")
+        raise ValueError("expected the folder of a run with `ema_lengths`")
     folder = Path(options.run)
     out = folder / f"average-{options.length:g}.safetensors" if options.out is None else Path(options.out)
     if options.out is not None and out.exists():

@@ -123,7 +123,7 @@ def divided(dataset: Dataset, images: Dataset, fraction: float | None, seed: int
     held = set[int]()
     if fraction is not None:
         if (count := sum(counts)) < 2:
-            raise ValueError(f"got `validation` {fraction:g} of {count} images: wanted two or more")
+            raise ValueError(f"got `validation` {fraction:g} of {count} images: expected two or more")
         order = np.random.default_rng([5, seed]).permutation(count)
         held = {int(index) for index in order[: min(count - 1, max(1, round(fraction * count)))]}
     learned, measured, first = list[Part](), list[Part](), 0
@@ -201,7 +201,7 @@ def check_caption(caption: str, path: object) -> None:
     if not caption:
         raise ValueError(f"{path}: its caption is empty: write one, or remove the image")
     if len(caption) > MOST_CHARACTERS:
-        raise ValueError(f"{path}: its caption has {len(caption):,} characters, wanted at most {MOST_CHARACTERS:,}")
+        raise ValueError(f"{path}: its caption has {len(caption):,} characters, expected at most {MOST_CHARACTERS:,}")
 
 
 def caption_in(row: object, where: object) -> str:
@@ -210,7 +210,7 @@ def caption_in(row: object, where: object) -> str:
     for name in CAPTIONS:
         if isinstance(text := values.get(name), str):
             return text.strip()
-    raise ValueError(f"{where}: wanted a JSON object with a caption called {' or '.join(CAPTIONS)}")
+    raise ValueError(f"{where}: expected a JSON object with a caption called {' or '.join(CAPTIONS)}")
 
 
 # ---- folders --------------------------------------------------------------------------------------------------------
@@ -269,7 +269,7 @@ def _mask(path: Path, size: tuple[int, int]) -> Image.Image | None:
     mask = read_image(where, lambda image: upright(image).convert("L"))
     if mask.size != size:
         raise ValueError(
-            f"{where}: is {mask.width} x {mask.height}, wanted the size of its image, {size[0]} x {size[1]}"
+            f"{where}: is {mask.width} x {mask.height}, expected the size of its image, {size[0]} x {size[1]}"
         )
     return mask
 
@@ -288,7 +288,7 @@ def open_folder(folder: Path, resolution: int, caption: str | None = None) -> Im
     missing, empty or too long.
     """
     if not folder.is_dir():
-        raise ValueError(f"{folder}: is not a folder, wanted one with captioned images, or a .tar file")
+        raise ValueError(f"{folder}: is not a folder, expected one with captioned images, or a .tar file")
     lists = [path for place in _visible(folder) if (path := place / "metadata.jsonl").is_file()]
     lists = lists or sorted(folder.glob("*.jsonl"))
     if len(lists) > 1 and lists[0].name != "metadata.jsonl":
@@ -318,7 +318,7 @@ def with_hints(images: ImageFolder) -> ImageFolder:
     without = [path for path, _ in images.items if not beside(path, ".hint").is_file()]
     if without:
         raise ValueError(
-            f"{without[0]}: has no image for the ControlNet: wanted {beside(without[0], '.hint').name} beside it "
+            f"{without[0]}: has no image for the ControlNet: expected {beside(without[0], '.hint').name} beside it "
             f"({len(without)} images have none)"
         )
     return replace(images, hinted=True)
@@ -372,8 +372,8 @@ def _from_text_files(folder: Path, caption: str | None) -> list[tuple[Path, str]
         pairs.append((path, str(text)))
     if without:
         raise ValueError(
-            f"{without[0]}: has no caption: wanted {without[0].stem}.txt beside it ({len(without)} images have none), "
-            "or give `caption`"
+            f"{without[0]}: has no caption: expected {without[0].stem}.txt beside it ({len(without)} images have "
+            "none), or give `caption`"
         )
     return pairs
 
@@ -390,7 +390,7 @@ def _from_list(path: Path) -> list[tuple[Path, str]]:
             if not isinstance(name, str):
                 raise TypeError
         except (json.JSONDecodeError, KeyError, TypeError, RecursionError) as error:
-            raise ValueError(f'{where}: wanted {{"file_name": ..., "text": ...}}') from error
+            raise ValueError(f'{where}: expected {{"file_name": ..., "text": ...}}') from error
         image = path.parent / name
         if not image.is_file():
             raise ValueError(f"{where}: there is no file {name}")
@@ -470,7 +470,7 @@ def _members(path: Path, state: tuple[int, int]) -> list[tuple[str, _Place, _Pla
 def _read(file: BinaryIO, place: _Place, where: str) -> bytes:
     offset, size = place
     if size > MOST_BYTES:
-        raise ValueError(f"{where}: is too large, wanted at most {MOST_BYTES / 2**20:,.0f} MiB")
+        raise ValueError(f"{where}: is too large, expected at most {MOST_BYTES / 2**20:,.0f} MiB")
     file.seek(offset)
     if len(content := file.read(size)) < size:
         raise ValueError(f"{where}: ends too early")
@@ -532,7 +532,7 @@ def open_renderer(path: Path, resolution: int, arguments: dict[str, Any], size: 
     name = f"ldm_lite renderer {path.stem}"  # which no other module has
     spec = importlib.util.spec_from_file_location(name, path) if path.is_file() else None
     if spec is None or spec.loader is None:
-        raise ValueError(f"{path}: is not a Python file, wanted one with a function scenes(resolution, ...)")
+        raise ValueError(f"{path}: is not a Python file, expected one with a function scenes(resolution, ...)")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # where its dataclasses look for it
     try:

@@ -126,7 +126,7 @@ def open_encoded(folder: Path) -> EncodedDataset:
     path = folder / INDEX
     about = read_json(path)
     if not isinstance(about, dict) or about.get("format") != FORMAT:
-        raise ValueError(f"{path}: wanted an index of encoded examples with the format {FORMAT!r}: encode them again")
+        raise ValueError(f"{path}: expected an index of encoded examples with the format {FORMAT!r}: encode them again")
     bad = [name for name in ("examples", "shard") if type(about.get(name)) is not int or about[name] < 1]
     bad += [
         name
@@ -217,7 +217,7 @@ def _mapped(path: Path, written: int, shape: tuple[int, ...], kind: str) -> NDAr
     except (ValueError, EOFError) as error:
         raise ValueError(f"{path}: is damaged ({str(error)!r:.100}): encode the examples again") from error
     if not isinstance(values, np.ndarray) or values.shape != shape or values.dtype != np.dtype(kind):
-        raise ValueError(f"{path}: wanted {np.dtype(kind).name} of shape {shape}: encode the examples again")
+        raise ValueError(f"{path}: expected {np.dtype(kind).name} of shape {shape}: encode the examples again")
     return values
 
 
@@ -229,7 +229,7 @@ def _captions(path: Path, written: int) -> list[str]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: cannot be read ({error}): encode the examples again") from error
     if not all(isinstance(caption, str) for caption in captions):
-        raise ValueError(f"{path}: wanted a JSON string in each line: encode the examples again")
+        raise ValueError(f"{path}: expected a JSON string in each line: encode the examples again")
     return captions
 
 
@@ -348,7 +348,7 @@ def open_scenes(options: TrainOptions, resolution: int) -> RenderedScenes:
     try:
         arguments = json.loads(options.renderer_options)
     except (json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"got `renderer_options` {options.renderer_options!r:.100}, wanted JSON: {error}") from error
+        raise ValueError(f"got `renderer_options` {options.renderer_options!r:.100}, expected JSON: {error}") from error
     return open_renderer(Path(str(options.renderer)), resolution, arguments, options.scenes)
 
 

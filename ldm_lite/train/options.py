@@ -256,21 +256,21 @@ def check(options: TrainOptions, load: LoadOptions) -> None:
             of, instead = " of a whole model" * (name in ("offload", "storage")), ", or use `compile_network`"
             raise ValueError(f"`{name}` has no effect on training{of}: leave it out{instead * (name == 'compile')}")
     if load.dtype is not None and load.dtype not in PRECISIONS:
-        raise ValueError(f"got `dtype={load.dtype}`, wanted fp32, bf16 or fp16: what is trained is float32 in any case")
+        raise ValueError(f"got `dtype={load.dtype}`, expected fp32, bf16 or fp16: trained weights are always float32")
     if load.storage is not None and options.lora_kind == "dora":
         raise ValueError("`lora_kind=dora` measures weights, which `storage` rounds: leave one of them out")
     if options.min_timestep >= options.max_timestep:
-        raise ValueError(f"got timesteps from {options.min_timestep} to {options.max_timestep}, wanted one or more")
+        raise ValueError(f"got timesteps from {options.min_timestep} to {options.max_timestep}, expected one or more")
     if options.sample_every and options.sample_every % options.save_every:
-        raise ValueError(f"got `sample_every` {options.sample_every}, wanted a multiple of `save_every`")
+        raise ValueError(f"got `sample_every` {options.sample_every}, expected a multiple of `save_every`")
     if options.lora_rank is not None and options.stage != "diffusion":
         raise ValueError("`lora_rank` trains a LoRA for the diffusion model: leave out `stage`")
     if unknown := sorted(set(options.log_to) - {"tensorboard", "wandb"}):
-        raise ValueError(f"got `log_to` {unknown[0]!r}, wanted tensorboard or wandb")
+        raise ValueError(f"got `log_to` {unknown[0]!r}, expected tensorboard or wandb")
     if options.stage == "embedding" and not options.token:
         raise ValueError("`stage=embedding` learns a name in captions: give it as `token`, such as '<my-cat>'")
     if (options.data is None) == (options.renderer is None):
-        raise ValueError("wanted either `data=FOLDER` or `renderer=FILE.py`")
+        raise ValueError("expected either `data=FOLDER` or `renderer=FILE.py`")
     stage, fraction, has_lora = options.stage, options.held_out_fraction, options.lora_rank is not None
     has_class = options.class_data is not None or options.class_prompt is not None
     not_of_lcm = "lora_text caption_dropout masked min_snr weighting class_data class_prompt validation"
@@ -309,13 +309,13 @@ def check(options: TrainOptions, load: LoadOptions) -> None:
             if getattr(options, name) != defaults[name] and unused:
                 raise ValueError(f"`{name}` has no effect {when}: leave it out")
     if options.lora_alpha == 0:
-        raise ValueError("got `lora_alpha` 0, by which the LoRA would change nothing: wanted another number")
+        raise ValueError("got `lora_alpha` 0, by which the LoRA would change nothing: expected another number")
     if options.optimizer == "prodigy" and options.weighting == "learned":
         raise ValueError("`weighting=learned` has a rate of its own, which prodigy has not: take another `optimizer`")
     if options.min_snr is not None and options.weighting is not None:
-        raise ValueError(f"got `min_snr` and `weighting={options.weighting}`: wanted one of them")
+        raise ValueError(f"got `min_snr` and `weighting={options.weighting}`: expected one of them")
     if fraction is not None and not 0 < fraction < 1:
-        raise ValueError(f"got `validation` {options.validation}, wanted a folder, or a fraction between 0 and 1")
+        raise ValueError(f"got `validation` {options.validation}, expected a folder, or a fraction between 0 and 1")
     if fraction is not None and options.renderer is not None and options.scenes is None:
         raise ValueError("`validation` as a fraction needs finite data: give `scenes`, or a folder")
 
@@ -394,7 +394,7 @@ def with_config(options: TrainOptions, load: LoadOptions) -> tuple[TrainOptions,
         raise ValueError(f"{path}: is not a config.toml ({error})") from error
     for title, table in tables.items():
         if title not in ("train", "load") or not isinstance(table, dict):
-            raise ValueError(f"{path}: has {title!r:.50}, wanted the tables [train] and [load]")
+            raise ValueError(f"{path}: has {title!r:.50}, expected the tables [train] and [load]")
     return _filled(options, tables.get("train", {}), path), _filled(load, tables.get("load", {}), path)
 
 

@@ -257,7 +257,7 @@ def check_model(options: TrainOptions, model: Pipeline) -> None:
         raise ValueError(f"{title}: only text-to-image models with CLIP text encoders can be trained here")
     length = min(encoder.spec.length for encoder in encoders)
     if options.tokens is not None and (options.tokens > length or len(encoders) > 1):
-        raise ValueError(f"got `tokens` {options.tokens}, wanted 2 to {length}, the length of a single text encoder")
+        raise ValueError(f"got `tokens` {options.tokens}, expected 2 to {length}, the length of a single text encoder")
 
 
 def text_encoders(model: Pipeline) -> dict[str, nn.Module]:

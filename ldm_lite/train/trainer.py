@@ -82,7 +82,7 @@ class Trainer:
         self.steps, self.lr, self.ema_decay = options.steps or 0, options.lr or 0.0, options.ema_decay or 0.0
         if options.batch_size < distributed.world_size():
             processes = f"{distributed.world_size()} processes"
-            raise ValueError(f"got `batch_size` {options.batch_size} for {processes}: wanted one for each, or more")
+            raise ValueError(f"got `batch_size` {options.batch_size} for {processes}: expected one for each, or more")
         self.step = self.saved = 0  # steps done; steps done in the state on disk
         self.seconds = 0.0  # that they took, in all commands of the run
         for network in loss.networks.values():

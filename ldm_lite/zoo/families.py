@@ -104,7 +104,7 @@ def detect_family(shapes: Mapping[str, Shapes], metadata: Mapping[str, str], sgm
     contradictory metadata.
     """
     if metadata.get("family", "sd1") not in FAMILIES:
-        raise ValueError(f"the metadata name the family {metadata['family']!r}, wanted one of {', '.join(FAMILIES)}")
+        raise ValueError(f"the metadata name the family {metadata['family']!r}, expected one of {', '.join(FAMILIES)}")
     if "unet" not in shapes:
         check_complete(shapes, FAMILIES["sd1"].networks)
     if any(key in shapes["unet"] for key in DENOISERS):
@@ -281,7 +281,7 @@ def with_prediction(family: Family, name: str) -> Family:
         raise ValueError(f"{family.title} is a rectified flow, whose prediction is its own: leave out `prediction`")
     prediction: Any = PREDICTIONS.get(str(name))
     if prediction is None:
-        raise ValueError(f"unknown prediction type {name!r}: wanted eps, v or x0")
+        raise ValueError(f"unknown prediction type {name!r}: expected eps, v or x0")
     resolution = family.v_resolution if prediction == "v" and family.v_resolution is not None else family.resolution
     return replace(family, prediction=prediction, resolution=resolution, v_resolution=None)
 
@@ -344,7 +344,7 @@ FROM_FOLDERS = (  # what only the configuration files of a folder of diffusers t
 def check_metadata(metadata: Mapping[str, str]) -> Mapping[str, str]:
     """Check and return metadata from the user.  Raises ValueError for an unknown key."""
     if unknown := [name for name in metadata if name not in METADATA_KEYS]:
-        raise ValueError(f"got `metadata` {unknown[0]}, wanted one of {', '.join(METADATA_KEYS)}")
+        raise ValueError(f"got `metadata` {unknown[0]}, expected one of {', '.join(METADATA_KEYS)}")
     return metadata
 
 
@@ -427,7 +427,7 @@ def _noise_as_told(noise: object, metadata: Mapping[str, str]) -> Preserving:
     like = noise if isinstance(noise, Preserving) else sd1
     curve = metadata.get("beta_schedule", like.curve)
     if (number := metadata.get("num_timesteps", "1000")) != "1000":
-        raise ValueError(f"its num_timesteps cannot be {number}: wanted 1000")
+        raise ValueError(f"its num_timesteps cannot be {number}: expected 1000")
     if "trained_betas" in metadata:
         betas = parse_json(metadata["trained_betas"], "its trained_betas")
         numbers = isinstance(betas, list) and all(type(beta) in (int, float) for beta in betas)
@@ -437,7 +437,7 @@ def _noise_as_told(noise: object, metadata: Mapping[str, str]) -> Preserving:
     if curve == COSINE:
         return Preserving(curve=COSINE)
     if curve not in CURVES:
-        raise ValueError(f"its beta_schedule cannot be {curve}: wanted {', '.join(CURVES[:2])} or {COSINE}")
+        raise ValueError(f"its beta_schedule cannot be {curve}: expected {', '.join(CURVES[:2])} or {COSINE}")
     like = sd1 if like.curve == COSINE else like  # a cosine has neither a start nor an end
     start, end = metadata.get("beta_start", like.start), metadata.get("beta_end", like.end)
     return Preserving(float(start), float(end), curve)
@@ -470,7 +470,7 @@ def _check(family: Family) -> None:
         checks += _checks_of_heads(family.unet)
     for name, value, is_valid, wanted in checks:
         if not is_valid:
-            raise ValueError(f"its {name} cannot be {value}: wanted {wanted}")
+            raise ValueError(f"its {name} cannot be {value}: expected {wanted}")
 
 
 def _checks_of_text(name: str, text: Any) -> Iterator[Check]:

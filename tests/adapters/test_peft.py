@@ -172,32 +172,32 @@ def test_a_folder_without_its_configuration(tmp_path: Path, caplog: pytest.LogCa
     [
         ("[" * 100_000, r"adapter_config\.json: is nested too deeply"),
         ("{", r"adapter_config\.json: is not valid JSON"),
-        ([1], "holds list, wanted an object of settings"),
+        ([1], "holds list, expected an object of settings"),
         (
             {"peft_type": "ADALORA"},
             "its peft_type is 'ADALORA', which is not supported: LORA, LOHA, LOKR, OFT, BOFT, IA3 are",
         ),
         ({"peft_type": ["LORA"]}, r"its peft_type is \['LORA'\], which is not supported"),
-        ({"peft_type": "OFT", "coft": 1}, "its coft is 1, wanted true or false"),
-        ({"peft_type": "OFT", "num_cayley_neumann_terms": 1e9}, "its num_cayley_neumann_terms is .*, wanted a number"),
-        ({"peft_type": "IA3", "feedforward_modules": 3}, "its feedforward_modules is 3, wanted a list of names"),
+        ({"peft_type": "OFT", "coft": 1}, "its coft is 1, expected true or false"),
+        ({"peft_type": "OFT", "num_cayley_neumann_terms": 1e9}, "its num_cayley_neumann_terms is .*, expected a num"),
+        ({"peft_type": "IA3", "feedforward_modules": 3}, "its feedforward_modules is 3, expected a list of names"),
         ({"peft_type": "IA3", "feedforward_modules": "(a+)+$"}, "too complex"),
         ({"init_lora_weights": "pissa_niter_4"}, "its init_lora_weights is 'pissa_niter_4', which changes the base"),
         ({"init_lora_weights": "loftq"}, "which changes the base model too"),
         ({"target_parameters": ["a.b"]}, "its target_parameters is .*, which is not supported"),
         ({"layer_replication": [[0, 1]]}, "its layer_replication is .*, which is not supported"),
         ({"of_the_future": 1}, "its of_the_future is 1, which is not supported"),
-        ({"bias": "some"}, "its bias is 'some', wanted none, all, lora_only"),
+        ({"bias": "some"}, "its bias is 'some', expected none, all, lora_only"),
         ({"r": 4}, "has rank 2, but .*adapter_config.json.* says 4: they do not belong together"),
-        ({"r": "2"}, "its r is '2', wanted a whole number"),
-        ({"r": 0}, "its r is 0, wanted a whole number"),
-        ({"lora_alpha": None}, "its lora_alpha is None, wanted a number"),
-        ('{"lora_alpha": NaN}', "its lora_alpha is nan, wanted a number"),
-        ({"use_rslora": "yes"}, "its use_rslora is 'yes', wanted true or false"),
-        ({"alpha_pattern": [1]}, r"its alpha_pattern is \[1\], wanted an object of numbers"),
-        ({"alpha_pattern": {"fc1": "x"}}, "wanted an object of numbers"),
+        ({"r": "2"}, "its r is '2', expected a whole number"),
+        ({"r": 0}, "its r is 0, expected a whole number"),
+        ({"lora_alpha": None}, "its lora_alpha is None, expected a number"),
+        ('{"lora_alpha": NaN}', "its lora_alpha is nan, expected a number"),
+        ({"use_rslora": "yes"}, "its use_rslora is 'yes', expected true or false"),
+        ({"alpha_pattern": [1]}, r"its alpha_pattern is \[1\], expected an object of numbers"),
+        ({"alpha_pattern": {"fc1": "x"}}, "expected an object of numbers"),
         ({"alpha_pattern": {"(a+)+$": 1}}, "too complex"),
-        ({"rank_pattern": {"(": 1}}, "wanted the name of a module"),
+        ({"rank_pattern": {"(": 1}}, "expected the name of a module"),
         ({"rank_pattern": {f"a{i}": 1 for i in range(9)}}, "has 9 patterns for 2 tensors"),
     ],
 )
@@ -213,7 +213,7 @@ def test_configurations_that_are_refused(tmp_path: Path, config: object, message
         return
     save_file(keyed(FC1, "text_encoder."), tmp_path / "a.safetensors", metadata={"lora_adapter_metadata": text})
     with pytest.raises(
-        ValueError, match=message.split(", wanted an object with")[0].replace(r"adapter_config\.json", "")
+        ValueError, match=message.split(", expected an object with")[0].replace(r"adapter_config\.json", "")
     ):
         ldm_lite.open_lora(tmp_path / "a.safetensors")
 
@@ -225,9 +225,9 @@ KOHYA = {f"{NAME}.lora_down.weight": DOWN, f"{NAME}.lora_up.weight": UP}
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [
-        ({}, "holds no tensors, wanted a checkpoint"),
+        ({}, "holds no tensors, expected a checkpoint"),
         ({f"{NAME}.alpha": torch.tensor(1.0)}, "lacks its up and down weights"),
-        (KOHYA | {f"{NAME}.alpha": torch.ones(2)}, "its alpha has 2 elements, wanted one"),
+        (KOHYA | {f"{NAME}.alpha": torch.ones(2)}, "its alpha has 2 elements, expected one"),
         (KOHYA | {f"{NAME}.alpha": torch.tensor(float("nan"))}, "its part alpha holds NaN"),
         (KOHYA | {f"{NAME}.lora_up.weight": torch.ones(256, 3)}, r"do not fit together \(2 x 64, 256 x 3\)"),
         (KOHYA | {f"{NAME}.lora_up.weight": torch.ones(256)}, "do not fit together"),
@@ -235,17 +235,17 @@ KOHYA = {f"{NAME}.lora_down.weight": DOWN, f"{NAME}.lora_up.weight": UP}
         (KOHYA | {f"{NAME}.lora_mid.weight": torch.ones(2, 3, 3, 3)}, "do not fit together"),
         (
             {f"{NAME}.lora_down.weight": torch.ones(0, 64), f"{NAME}.lora_up.weight": torch.ones(256, 0)},
-            "its part down is 0 x 64, wanted a tensor",
+            "its part down is 0 x 64, expected a tensor",
         ),
         (KOHYA | {f"{NAME}.lora_up.weight": UP / 0}, "its part up holds NaN or infinity"),
-        (KOHYA | {f"{NAME}.lora_up.weight": UP.long()}, "its part up is int64, wanted floating point"),
-        (KOHYA | {f"{NAME}.lora_up.weight": UP > 0}, "its part up is bool, wanted floating point"),
+        (KOHYA | {f"{NAME}.lora_up.weight": UP.long()}, "its part up is int64, expected floating point"),
+        (KOHYA | {f"{NAME}.lora_up.weight": UP > 0}, "its part up is bool, expected floating point"),
         (KOHYA | {f"{NAME}.lora_A.weight": DOWN.clone()}, "holds the same weights twice, as .*lora_.* and .*lora_"),
         (KOHYA | {f"{NAME}.diff": UP @ DOWN}, "changes its weight twice"),
         (KOHYA | {f"{NAME}.scalar": torch.ones(1)}, f"holds 1 tensors of a kind that is not known .{NAME}.scalar"),
         (KOHYA | {f"{NAME}.reshape_weight": torch.ones(2)}, "holds weights of another shape"),
         (KOHYA | {f"{NAME}.bias_values": torch.ones(2)}, "holds a sparse bias, which is not supported"),
-        (KOHYA | {"bundle_emb.x.t5": torch.ones(1, 64)}, "holds bundle_emb.x.t5, wanted emb_params"),
+        (KOHYA | {"bundle_emb.x.t5": torch.ones(1, 64)}, "holds bundle_emb.x.t5, expected emb_params"),
     ],
 )
 def test_files_that_are_refused(tmp_path: Path, tensors: dict[str, Tensor], message: str) -> None:

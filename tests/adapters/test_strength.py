@@ -75,12 +75,12 @@ def test_the_extensions_older_syntax_is_read_in_tags() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a:lbw=SOME", "a: got lbw=SOME, wanted NONE, ALL, INS, IND, INALL, MIDD, OUTD, OUTS, OUTALL, or a number for"),
-        ("a:lbw=1,R,0", "a: got the weight 'R', wanted a number"),
-        ("a:te=much", "a: got the weight 'much', wanted a number"),
-        ("a:1:start=10", "a: start= is not supported, wanted FILE"),
-        ("a:1:2:3", "a: got the weights 1, 2, 3, wanted two at most"),
-        ("a:1:te=nan", "a: got the weight 'nan', wanted a number"),
+        ("a:lbw=SOME", "a: got lbw=SOME, expected NONE, ALL, INS, IND, INALL, MIDD, OUTD, OUTS, OUTALL, or a number"),
+        ("a:lbw=1,R,0", "a: got the weight 'R', expected a number"),
+        ("a:te=much", "a: got the weight 'much', expected a number"),
+        ("a:1:start=10", "a: start= is not supported, expected FILE"),
+        ("a:1:2:3", "a: got the weights 1, 2, 3, expected two at most"),
+        ("a:1:te=nan", "a: got the weight 'nan', expected a number"),
     ],
 )
 def test_what_is_not_understood_is_named(text: str, message: str) -> None:
@@ -146,12 +146,12 @@ def test_another_number_of_blocks_is_one_line(
     small_path: Path, pipe: Pipeline, file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = pipe.unet.input_blocks[0][0].weight.clone()
-    with pytest.raises(ValueError, match=r"got 3 weights of blocks \(lbw\), wanted 5 \(BASE, IN01, M00, OUT02"):
+    with pytest.raises(ValueError, match=r"got 3 weights of blocks \(lbw\), expected 5 \(BASE, IN01, M00, OUT02"):
         pipe.lora(file, "1:lbw=1,0,1")
     assert torch.equal(pipe.unet.input_blocks[0][0].weight, before)
     common = ["x", "--ckpt", str(small_path), "--device", "cpu", "--steps", "1", "--out", str(tmp_path / "a.png")]
     assert main([*common, "--lora", f"{file}:0.5:lbw=1,1"]) == 2
-    assert "a.safetensors: got 2 weights of blocks (lbw), wanted 5 (BASE" in capsys.readouterr().err
+    assert "a.safetensors: got 2 weights of blocks (lbw), expected 5 (BASE" in capsys.readouterr().err
     assert main([*common, "--H", "64", "--W", "64", "--lora", f"{file}:0.5:lbw=IND"]) == 0
     assert "lbw=IND does not list" in capsys.readouterr().err
 

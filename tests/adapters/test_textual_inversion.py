@@ -196,7 +196,7 @@ def test_damaged_files(
 def test_pictures_and_folders(load: Callable[[str], Pipeline], tmp_path: Path) -> None:
     Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
     refuse(load("sd2"), r"a\.png: is a picture: .* take its \.pt", tmp_path / "a.png")
-    refuse(load("sd2"), "is a folder, wanted a textual inversion: name its files", tmp_path)
+    refuse(load("sd2"), "is a folder, expected a textual inversion: name its files", tmp_path)
 
 
 class Evil:
@@ -220,12 +220,12 @@ def test_what_does_not_fit_is_one_line(
     for sources, message in (
         (
             [a1111(tmp_path / "w.pt", torch.ones(2, 96))],
-            "w.pt: is for another model: its vectors are 96 wide, wanted 64 ",
+            "w.pt: is for another model: its vectors are 96 wide, expected 64 ",
         ),
         ([tmp_path / "uneven.safetensors"], "clip_l and clip_g differ in their number of vectors: the file is damaged"),
         ([tmp_path / "two.safetensors"], r"holds 2 tensors \(has a\), which are not a textual inversion"),
         ([tmp_path / "conv.safetensors"], "which are not a textual inversion"),
-        ([kohya(tmp_path / "l.safetensors", torch.ones(76, 64))], "holds 76 vectors, wanted 1 to 75"),
+        ([kohya(tmp_path / "l.safetensors", torch.ones(76, 64))], "holds 76 vectors, expected 1 to 75"),
         (
             [
                 kohya(tmp_path / "a.safetensors", torch.ones(1, 64)),
@@ -236,10 +236,10 @@ def test_what_does_not_fit_is_one_line(
     ):
         refuse(load("sd2"), message, *sources)
     narrow = kohya(tmp_path / "a.safetensors", torch.ones(1, 64))
-    refuse(load("sdxl_base"), "its vectors are 64 wide, wanted 96 for its text encoder", narrow)
+    refuse(load("sdxl_base"), "its vectors are 64 wide, expected 96 for its text encoder", narrow)
     unread = replace(load("sd2"), tokenizer=None)
     refuse(unread, "reads no text with CLIP, which embeddings are made for: leave out `embedding`", narrow)
-    with pytest.raises(ValueError, match=r"is a textual inversion embedding \(for `embedding`\), wanted a latent diff"):
+    with pytest.raises(ValueError, match=r"is a textual inversion embedding \(for `embedding`\), expected a latent"):
         ldm_lite.load(a1111(tmp_path / "w.pt", torch.ones(2, 96)), device="cpu")
     read(load("sd2"), "an xl", tmp_path / "xl.safetensors")
     assert "xl.safetensors: this model does not use its vectors of width 96" in caplog.text

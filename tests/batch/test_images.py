@@ -126,18 +126,18 @@ def test_a_folder_instead_of_shards(tmp_path: Path, table: Write, batch: Batch) 
 
 BAD: dict[str, Any] = {
     "multiples of 8": {"prompt": "a", "width": 33},
-    "wanted at most 4194304": {"prompt": "a", "width": 8192, "height": 8192},
-    "got `height` 0, wanted 1 to": {"prompt": "a", "height": 0},
-    "got prompt 5, wanted a text": {"prompt": 5},
-    "got prompt ['a', 'b'], wanted a text": {"prompt": ["a", "b"]},
-    "got steps 1.5, wanted a whole number": {"prompt": "a", "steps": 1.5},
-    "got seed True, wanted a whole number": {"prompt": "a", "seed": True},
-    "got `seed` -1, wanted 0 to": {"prompt": "a", "seed": -1},
-    "got `scale` nan, wanted 0 to 100": '{"prompt": "a", "scale": NaN}',
-    "got scale 'high', wanted a number": {"prompt": "a", "scale": "high"},
-    "got `scale` 1e+38, wanted 0 to 100": {"prompt": "a", "scale": 1e38},
+    "expected at most 4194304": {"prompt": "a", "width": 8192, "height": 8192},
+    "got `height` 0, expected 1 to": {"prompt": "a", "height": 0},
+    "got prompt 5, expected a text": {"prompt": 5},
+    "got prompt ['a', 'b'], expected a text": {"prompt": ["a", "b"]},
+    "got steps 1.5, expected a whole number": {"prompt": "a", "steps": 1.5},
+    "got seed True, expected a whole number": {"prompt": "a", "seed": True},
+    "got `seed` -1, expected 0 to": {"prompt": "a", "seed": -1},
+    "got `scale` nan, expected 0 to 100": '{"prompt": "a", "scale": NaN}',
+    "got scale 'high', expected a number": {"prompt": "a", "scale": "high"},
+    "got `scale` 1e+38, expected 0 to 100": {"prompt": "a", "scale": 1e38},
     "has no prompt": {"seed": 1},
-    "characters, wanted at most": {"prompt": "a" * 200_000},
+    "characters, expected at most": {"prompt": "a" * 200_000},
     "unknown sampler": {"prompt": "a", "sampler": "best"},
     "none.png: No such file": {"prompt": "a", "init_image": "none.png"},
     "is not an image": {"prompt": "a", "init_image": "table.jsonl"},
@@ -146,7 +146,7 @@ BAD: dict[str, Any] = {
     "is not JSON": "{",
     "is not an object of JSON": "[1]",
     "got `steps` 2000": {"prompt": "a", "steps": 2000},
-    "got id [1], wanted a text": {"prompt": "a", "id": [1]},
+    "got id [1], expected a text": {"prompt": "a", "id": [1]},
 }
 
 
@@ -225,7 +225,7 @@ def test_shards_of_a_table_are_read_in_any_order(tmp_path: Path) -> None:
         rows = opened.rows(number)
         assert len(rows) == (1 if number == 4 else 2)
         for i, row in enumerate(rows, start=2 * number):
-            wanted = {7: "has 1 cells, wanted 2, those of the header", 8: {"prompt": "é", "seed": "7"}}
+            wanted = {7: "has 1 cells, expected 2, those of the header", 8: {"prompt": "é", "seed": "7"}}
             assert row == wanted.get(i, {"prompt": f'line {i}\nof two, "quoted"', "seed": str(i)})
 
 
@@ -255,9 +255,9 @@ def test_a_folder_whose_files_are_no_files_waits_for_nothing(tmp_path: Path) -> 
     (tmp_path / store.list_of(1)).write_bytes(b"[" * 10**5)
     assert not store.is_done(0)
     assert not store.is_done(1)
-    with pytest.raises(ValueError, match="is a pipe, wanted a regular file"):
+    with pytest.raises(ValueError, match="is a pipe, expected a regular file"):
         store.lines(0)
-    for content, message in ((b"[]", "holds a JSON list, wanted an object"), (b"[" * 10**5, "is nested too deeply")):
+    for content, message in ((b"[]", "holds a JSON list, expected an object"), (b"[" * 10**5, "is nested too deeply")):
         (tmp_path / "job.json").write_bytes(content)
         with pytest.raises(ValueError, match=rf"job\.json: {message}"):
             check_job(Folder(tmp_path), {"a": 1})
@@ -285,7 +285,7 @@ def test_broken_lines_are_rows(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "wanted"),
     [
-        ("t.json", "[]", "t.json: is no table of prompts, wanted .parquet, .jsonl, .csv or .txt"),
+        ("t.json", "[]", "t.json: is no table of prompts, expected .parquet, .jsonl, .csv or .txt"),
         ("t.jsonl", "\n\n", "t.jsonl: holds no prompt"),
         ("t.csv", "text,seed\na,1\n", "t.csv: has no column prompt: name the one with the prompts so"),
         ("t.csv", "", "t.csv: holds no prompt"),
@@ -304,16 +304,16 @@ def test_what_is_no_table(
 @pytest.mark.parametrize(
     ("more", "wanted"),
     [
-        (["--shard", "3/2"], "got --shard '3/2', wanted I/N with I from 1 to N"),
+        (["--shard", "3/2"], "got --shard '3/2', expected I/N with I from 1 to N"),
         (["--workers", "2"], "--workers is for the engine Ray: add --engine ray"),
-        (["--width", "33"], "wanted multiples of 8"),
+        (["--width", "33"], "expected multiples of 8"),
         (["--sampler", "best"], "unknown sampler 'best'"),
         (
             ["--manifest", "parquet"],
             'manifest.parquet needs pyarrow: pip install "ldm_lite[batch]", or take --manifest jsonl',
         ),
         (["--engine", "ray"], 'ray is not installed: pip install "ldm_lite[ray]"'),
-        (["--engine", "ray", "--workers", "2:1"], "got --workers '2:1', wanted a number from 1, or MIN:MAX"),
+        (["--engine", "ray", "--workers", "2:1"], "got --workers '2:1', expected a number from 1, or MIN:MAX"),
     ],
 )
 def test_bad_options_are_one_line_before_any_work(
@@ -430,7 +430,7 @@ def test_rows_with_loras_controls_and_second_passes(
     manifest = batch(table(rows), "--shard-size", 20, "--batch-size", 2)
     assert len(opened) == 1, "a network of controls is loaded once"
     assert "none.safetensors" in manifest[10]["error"]
-    assert "got lora 5, wanted a text" in manifest[11]["error"]
+    assert "got lora 5, expected a text" in manifest[11]["error"]
     about = json.loads(members(tmp_path / "out" / "00000.tar")["000000001.json"])
     assert about["lora"] == [f"{adapters}/a.safetensors:0.5"]
     monkeypatch.chdir(tmp_path)

@@ -45,17 +45,17 @@ def test_the_command(
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["--configs", "fast"], "unknown 'fast' in --configs: wanted some of original, "),
-        (["--sections", "all"], "got --sections 'all', wanted one of step, decode, image"),
-        (["--dtypes", "int8"], "got --dtypes 'int8', wanted one of fp32, fp16, bf16"),
-        (["--batches", "two"], "got --batches 'two', wanted whole numbers separated by commas"),
-        (["--batches", "0"], "got --batches 0, wanted 1 to 4096"),
-        (["--batches", "1,,2"], "got --batches '1,,2', wanted whole numbers separated by commas"),
-        (["--configs", ","], "got --configs ',', wanted names separated by commas"),
+        (["--configs", "fast"], "unknown 'fast' in --configs: expected some of original, "),
+        (["--sections", "all"], "got --sections 'all', expected one of step, decode, image"),
+        (["--dtypes", "int8"], "got --dtypes 'int8', expected one of fp32, fp16, bf16"),
+        (["--batches", "two"], "got --batches 'two', expected whole numbers separated by commas"),
+        (["--batches", "0"], "got --batches 0, expected 1 to 4096"),
+        (["--batches", "1,,2"], "got --batches '1,,2', expected whole numbers separated by commas"),
+        (["--configs", ","], "got --configs ',', expected names separated by commas"),
         (["--size", "sd9"], "unknown size 'sd9'"),
         (["--H", "65"], "got --height 65"),
         (["--sampler", "best"], "best"),
-        (["--configs", "max+fast"], "unknown 'max+fast' in --configs: wanted some of original, "),
+        (["--configs", "max+fast"], "unknown 'max+fast' in --configs: expected some of original, "),
     ],
 )
 def test_what_is_wrong_is_one_line(

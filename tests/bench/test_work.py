@@ -33,7 +33,7 @@ def test_a_random_checkpoint_is_one_from_a_file(small_path: str) -> None:
     for role, network in file.networks.items():
         other = ours.networks[role].state_dict()
         assert all(torch.equal(value, other[key]) for key, value in network.state_dict().items())
-    with pytest.raises(ValueError, match="unknown size 'sd9': wanted bundled, or one of sd1"):
+    with pytest.raises(ValueError, match="unknown size 'sd9': expected bundled, or one of sd1"):
         open_model("sd9", None)
 
 
@@ -121,7 +121,7 @@ def test_the_first_five_are_the_articles_and_a_plus_changes_one() -> None:
         CONFIGURATIONS["max"], title="ours, everything, pdl, cudnn", kernels="qkv,pdl", attention="cudnn"
     )
     for name in ("max+fast", "original+pdl", "+pdl"):
-        with pytest.raises(ValueError, match=r"unknown '.*\+.*' in `configs`: wanted some of original, .*\+pdl"):
+        with pytest.raises(ValueError, match=r"unknown '.*\+.*' in `configs`: expected some of original, .*\+pdl"):
             configuration(name)
 
 

@@ -70,8 +70,8 @@ def test_another_schedule_is_used(dtype: torch.dtype) -> None:
         ({"betas": -torch.linspace(1e-4, 2e-2, 1000)}, "no noise schedule"),
         ({"betas": torch.linspace(1e-4, 1.2, 1000)}, "no noise schedule"),
         ({"betas": torch.linspace(0, 2e-2, 1000)}, "no noise schedule"),
-        ({"betas": torch.linspace(1e-4, 2e-2, 999)}, r"have the shape \(999,\), wanted \(1000,\)"),
-        ({"betas": torch.tensor(0.1)}, r"have the shape \(\), wanted \(1000,\)"),
+        ({"betas": torch.linspace(1e-4, 2e-2, 999)}, r"have the shape \(999,\), expected \(1000,\)"),
+        ({"betas": torch.tensor(0.1)}, r"have the shape \(\), expected \(1000,\)"),
         ({"betas": torch.arange(1000)}, "betas is stored as int64"),
         ({"betas": torch.linspace(1e-4, 2e-2, 1000).to(torch.complex64)}, "betas is stored as complex64"),
         ({"alphas_cumprod": torch.linspace(0.1, 0.9, 1000)}, "no noise schedule"),
@@ -111,7 +111,7 @@ def test_odd_metadata_of_a_known_family_are_refused(tmp_path: Path, small_path: 
         with pytest.raises(ValueError, match=f"not describe a model: its {name.replace('beta_end', 'beta_start')} "):
             ldm_lite.load(small_path, device="cpu", metadata={name: value})
     save_file(load_file(small_path), tmp_path / "bad", metadata={**ABOUT, "scale_factor": "0"})
-    with pytest.raises(ValueError, match=r"its scale_factor cannot be 0.0: wanted more than 0"):
+    with pytest.raises(ValueError, match=r"its scale_factor cannot be 0.0: expected more than 0"):
         ldm_lite.load(tmp_path / "bad", device="cpu")
 
 
@@ -129,7 +129,7 @@ def test_weights_that_are_no_floating_point_numbers_are_refused(
     tensors[key] = torch.zeros(tensors[key].shape).to(dtype)
     torch.save(tensors, tmp_path / "odd.ckpt")
     name = str(dtype).removeprefix("torch.")
-    with pytest.raises(ValueError, match=rf"odd.ckpt: out.2.bias is stored as {name}, wanted floating-point numbers"):
+    with pytest.raises(ValueError, match=rf"odd.ckpt: out.2.bias is stored as {name}, expected floating-point numbers"):
         ldm_lite.load(tmp_path / "odd.ckpt", device="cpu", metadata=ABOUT)
 
 

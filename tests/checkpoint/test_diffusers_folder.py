@@ -155,7 +155,7 @@ def test_what_is_wrong_is_one_line(tmp_path: Path) -> None:
             ldm_lite.load(source, device="cpu", **arguments)
         assert "\n" not in str(caught.value)
 
-    refused("is a folder without weights, wanted a checkpoint, or a diffusers folder", tmp_path / "empty")
+    refused("is a folder without weights, expected a checkpoint, or a diffusers folder", tmp_path / "empty")
     refused("holds no unet, only vae", folder, unet=folder / "vae", metadata=about)
     refused("holds no unet, only text_encoder", folder, unet=folder / "text_encoder", metadata=about)
     refused("holds only unet: name what is missing with `vae=FILE` and `text_encoder=FILE`", unet, metadata=about)

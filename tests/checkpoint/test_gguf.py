@@ -402,16 +402,16 @@ def test_qwen25_has_the_names_of_llama_cpp_and_qwen_image_its_own(tmp_path: Path
 
 
 HOSTILE: dict[str, tuple[bytes, str]] = {
-    "version": (struct.pack("<IQQ", 1, 1, 0), "version 1, wanted 2 or 3"),
-    "many tensors": (struct.pack("<IQQ", 3, 2**40, 0), "wanted at most 65536"),
-    "many pairs": (struct.pack("<IQQ", 3, 1, 2**40), "wanted at most"),
+    "version": (struct.pack("<IQQ", 1, 1, 0), "version 1, expected 2 or 3"),
+    "many tensors": (struct.pack("<IQQ", 3, 2**40, 0), "expected at most 65536"),
+    "many pairs": (struct.pack("<IQQ", 3, 1, 2**40), "expected at most"),
     "long text": (struct.pack("<IQQQ", 3, 0, 1, 2**60), "a text of"),
     "ends early": (struct.pack("<IQQQ", 3, 0, 1, 100) + b"abc", "ends early"),
     "no header": (b"\3", "truncated or damaged"),
     "long array": (struct.pack("<IQQ", 3, 0, 1) + text("a") + struct.pack("<IIQ", 9, 4, 2**60), "an array of"),
     "nested array": (struct.pack("<IQQ", 3, 0, 1) + text("a") + struct.pack("<IIQ", 9, 9, 1), "an array of"),
     "unknown value": (struct.pack("<IQQ", 3, 0, 1) + text("a") + struct.pack("<I", 99), "unknown type 99"),
-    "alignment": (struct.pack("<IQQ", 3, 0, 1) + pair("general.alignment", 3), "wanted a power of 2"),
+    "alignment": (struct.pack("<IQQ", 3, 0, 1) + pair("general.alignment", 3), "expected a power of 2"),
     "format": (
         struct.pack("<IQQ", 3, 1, 0) + text("a") + struct.pack("<IQIQ", 1, 32, 99, 0),
         "the format 99, which is not read",
@@ -428,7 +428,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "offset": (struct.pack("<IQQ", 3, 1, 0) + text("a") + struct.pack("<IQIQ", 1, 1, 0, 2**40), "are missing"),
     "not utf-8": (struct.pack("<IQQQ", 3, 0, 1, 1) + b"\xff" + struct.pack("<II", 4, 1), "damaged"),
     "no tensors": (struct.pack("<IQQ", 3, 0, 0), "holds no tensors"),
-    "alignment 1": (struct.pack("<IQQ", 3, 0, 1) + pair("general.alignment", 1), "wanted a power of 2 from 8 on"),
+    "alignment 1": (struct.pack("<IQQ", 3, 0, 1) + pair("general.alignment", 1), "expected a power of 2 from 8 on"),
     "shape of a million sides": (
         struct.pack("<IQQ", 3, 1, 1)
         + pair("comfy.gguf.orig_shape.a", [2**31 - 1] * 10**6)
@@ -438,7 +438,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     ),
     "many numbers": (
         struct.pack("<IQQ", 3, 0, 5) + b"".join(pair(str(i), [1] * 2**19) for i in range(5)),
-        "an array of 524288 values of type 5, wanted at most 2097152 in all arrays",
+        "an array of 524288 values of type 5, expected at most 2097152 in all",
     ),
     "many texts": (
         struct.pack("<IQQ", 3, 0, 100) + (text("k") + struct.pack("<I", 8) + text("x" * 2**20)) * 100,

@@ -82,7 +82,7 @@ def test_ema_choices(tmp_path: Path, reference: ldm_lite.Pipeline, small_path: P
     assert_same(ldm_lite.load(path, device="cpu", ema="yes"), reference)
     with pytest.raises(ValueError, match="no complete EMA copy"):
         ldm_lite.load(small_path, device="cpu", ema="yes")
-    with pytest.raises(ValueError, match="wanted one of auto, yes, no, original"):
+    with pytest.raises(ValueError, match="expected one of auto, yes, no, original"):
         ldm_lite.load(path, device="cpu", ema="maybe")
 
 
@@ -152,7 +152,7 @@ def test_what_other_programs_wrote_into_a_file_changes_nothing(tmp_path: Path, s
     assert merged.family == plain.family
     assert np.array_equal(merged.schedule.alpha_bar, plain.schedule.alpha_bar)
     assert merged.schedule.spacing is None
-    with pytest.raises(ValueError, match=r"the metadata name the family 'SDXL 1\.0', wanted one of sd1"):
+    with pytest.raises(ValueError, match=r"the metadata name the family 'SDXL 1\.0', expected one of sd1"):
         ldm_lite.load(path, device="cpu", metadata={"family": "SDXL 1.0"})
 
 

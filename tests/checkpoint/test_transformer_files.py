@@ -93,13 +93,13 @@ def test_what_is_missing_or_does_not_fit_is_named(tmp_path: Path) -> None:
     for match, source, options in (
         ("name the file of CLIP-L and T5 XXL", unet, {"vae": vae}),
         ("no spiece.model or tokenizer.json of T5 beside .*: name it with `t5_vocab=FILE`", whole, {}),
-        ("T5's output is 48 wide, wanted 32", whole, {"text_encoder": t5, "t5_vocab": SPIECE}),
+        ("T5's output is 48 wide, expected 32", whole, {"text_encoder": t5, "t5_vocab": SPIECE}),
         ("holds no text encoder", unet, {"text_encoder": vae}),
     ):
         with pytest.raises(ValueError, match=match):
             ldm_lite.load(source, device="cpu", **options)
     with pytest.raises(
-        ValueError, match="got `height=72` and `width=64`, wanted multiples of 16: take `height=64` and `width=64`"
+        ValueError, match="got `height=72` and `width=64`, expected multiples of 16: take `height=64` and `width=64`"
     ):
         ldm_lite.load(whole, device="cpu", t5_vocab=SPIECE).latent_shape(72, 64)
     clip = {k: v for k, v in all_in_one(family, parts).items() if not k.startswith("vae.")}
@@ -175,7 +175,7 @@ def test_other_precisions_are_cast(dtype: torch.dtype, tmp_path: Path) -> None:
         ({"nothing.scale_weight": torch.ones(())}, "does not fit nothing.weight which it lacks"),
         (
             {"a.comfy_quant": torch.tensor(list(b'{"format": "nvfp4"}'), dtype=torch.uint8)},
-            "is quantised as nvfp4, wanted float8_e4m3fn or float8_e5m2",
+            "is quantised as nvfp4, expected float8_e4m3fn or float8_e5m2",
         ),
         ({"a.comfy_quant": torch.tensor(list(b"[1"), dtype=torch.uint8)}, "description of the quantisation is damaged"),
     ],

@@ -114,20 +114,20 @@ def test_an_unknown_flag_names_the_nearest(flag: str, wanted: str, capsys: pytes
 @pytest.mark.parametrize(
     ("argv", "wanted"),
     [
-        (["--steps", "x"], "got --steps 'x', wanted a whole number"),
-        (["--scale={0}"], "got --scale '{0}', wanted a number"),
+        (["--steps", "x"], "got --steps 'x', expected a whole number"),
+        (["--scale={0}"], "got --scale '{0}', expected a number"),
         (["--steps"], "--steps has no value behind it: give one"),
         (["--skip-save=1"], "--skip-save takes no value: leave out what is behind it"),
-        (["--ema", "maybe"], "got --ema 'maybe', wanted one of auto, yes, no, original"),
+        (["--ema", "maybe"], "got --ema 'maybe', expected one of auto, yes, no, original"),
         (["--precision", "half"], "--precision is full or autocast"),
-        (["--C", "four"], "got --C 'four', wanted a whole number"),
+        (["--C", "four"], "got --C 'four', expected a whole number"),
         (["--negative", "blue"], "unknown flag --negative: the nearest is --negative-prompt"),
         (["-steps", "5"], "unknown flag -steps: the nearest is --steps"),
         (["--t5", "file"], "unknown flag --t5"),  # nothing is near but the dashes
-        (["--scale", "-3"], f"got --scale -3.0, wanted 0 to 100 ({WHY_SCALES})"),
-        (["--scale", "1e9"], f"got --scale 1000000000.0, wanted 0 to 100 ({WHY_SCALES})"),
-        (["--scale", "-1e9"], f"got --scale -1000000000.0, wanted 0 to 100 ({WHY_SCALES})"),
-        (["--seed", "-2"], f"got --seed -2, wanted -1 to {2**63 - 1}"),
+        (["--scale", "-3"], f"got --scale -3.0, expected 0 to 100 ({WHY_SCALES})"),
+        (["--scale", "1e9"], f"got --scale 1000000000.0, expected 0 to 100 ({WHY_SCALES})"),
+        (["--scale", "-1e9"], f"got --scale -1000000000.0, expected 0 to 100 ({WHY_SCALES})"),
+        (["--seed", "-2"], f"got --seed -2, expected -1 to {2**63 - 1}"),
     ],
 )
 def test_what_is_wrong_with_a_flag_is_said_in_our_words(
@@ -153,7 +153,7 @@ def test_a_seed_of_minus_one_is_random() -> None:
 
 
 def test_python_refuses_what_is_no_choice_of_an_option() -> None:
-    with pytest.raises(ValueError, match=r"^got `resize` 'squash', wanted one of crop, fit, stretch$"):
+    with pytest.raises(ValueError, match=r"^got `resize` 'squash', expected one of crop, fit, stretch$"):
         Img2img("a", resize="squash")
 
 
@@ -171,7 +171,7 @@ def test_every_number_has_a_range(group: type[CheckedOptions], capsys: pytest.Ca
         for value in (least - 1, most + 1, math.nan, math.inf, -math.inf, 10**400):
             if not (value == 10**400 and most == math.inf):
                 with pytest.raises(
-                    (ValueError, TypeError), match=rf"^got `{each.name}` .*, wanted "
+                    (ValueError, TypeError), match=rf"^got `{each.name}` .*, expected "
                 ):  # NaN is no whole number
                     group(**{each.name: value})
     name = next(each.name for each in numbers if each.metadata["within"] != FINITE)
@@ -208,7 +208,7 @@ def test_words_beside_the_prompt_and_empty_values(capsys: pytest.CaptureFixture[
         ("try `prediction='v'`", "try --prediction v"),
         ("take `vae_tiling=True`", "take --vae-tiling"),
         ("add `metadata=family=sdxl_turbo`", "add --metadata family=sdxl_turbo"),
-        ("got `steps` 0, wanted 1 to 1000", "got --steps 0, wanted 1 to 1000"),
+        ("got `steps` 0, expected 1 to 1000", "got --steps 0, expected 1 to 1000"),
         ("run `git lfs pull`; log in with `hf auth login`", "run `git lfs pull`; log in with `hf auth login`"),
         ("run `python -m ldm_lite.export`", "run `python -m ldm_lite.export`"),
         ("out`put and `", "out`put and `"),
@@ -222,12 +222,12 @@ def test_messages_of_python_become_those_of_the_command_line(message: str, wante
 def test_what_a_message_quotes_is_cut_in_the_middle(capsys: pytest.CaptureFixture[str]) -> None:
     def body() -> None:
         logging.getLogger("ldm_lite").warning("%s: is odd", "x" * 10**6)
-        raise ValueError(f"got `sampler` {'y' * 10**6}, wanted ddim")
+        raise ValueError(f"got `sampler` {'y' * 10**6}, expected ddim")
 
     assert console.run(body) == 2
     logged, error = capsys.readouterr().err.splitlines()
     assert re.fullmatch(r"warning: x+ \.\.\. x+: is odd", logged)
-    assert re.fullmatch(r"error: got --sampler y+ \.\.\. y+, wanted ddim", error)
+    assert re.fullmatch(r"error: got --sampler y+ \.\.\. y+, expected ddim", error)
     assert len(logged) < 2100
     assert len(error) < 2100
 
@@ -377,7 +377,7 @@ def test_each_group_of_options_is_a_topic_of_the_help(capsys: pytest.CaptureFixt
         assert flag in capsys.readouterr().out
     with pytest.raises(SystemExit, match="2"):
         txt2img.main(["--help", "weather"])
-    assert capsys.readouterr().err.startswith("error: unknown topic 'weather': wanted one of txt2img, ")
+    assert capsys.readouterr().err.startswith("error: unknown topic 'weather': expected one of txt2img, ")
 
 
 def test_a_group_without_common_flags_is_shown_whole(capsys: pytest.CaptureFixture[str]) -> None:

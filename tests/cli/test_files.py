@@ -26,10 +26,10 @@ def test_what_is_not_a_regular_file_is_refused_at_once(tmp_path: Path) -> None:
     server.bind(str(tmp_path / "socket"))
     (tmp_path / "link").symlink_to("pipe")
     for path, kind in ((tmp_path, "folder"), (tmp_path / "pipe", "pipe"), (tmp_path / "link", "pipe")):
-        with pytest.raises(ValueError, match=f"is a {kind}, wanted a regular file"):
+        with pytest.raises(ValueError, match=f"is a {kind}, expected a regular file"):
             open_file(path)
     for name, kind in (("/dev/zero", "device"), ("/dev/urandom", "device"), (str(tmp_path / "socket"), "socket")):
-        with pytest.raises(ValueError, match=f"{name}: is a {kind}, wanted a regular file"):
+        with pytest.raises(ValueError, match=f"{name}: is a {kind}, expected a regular file"):
             read_text(name)
     server.close()
 
@@ -50,7 +50,7 @@ def test_a_pipe_that_replaces_the_file_does_not_hang(tmp_path: Path, monkeypatch
     thread = threading.Thread(target=attempt, daemon=True)
     thread.start()
     thread.join(5)
-    assert [str(error) for error in raised] == [f"{tmp_path / 'pipe'}: is a pipe, wanted a regular file"]
+    assert [str(error) for error in raised] == [f"{tmp_path / 'pipe'}: is a pipe, expected a regular file"]
 
 
 def test_nothing_waits_to_append_either(tmp_path: Path) -> None:
@@ -60,7 +60,7 @@ def test_nothing_waits_to_append_either(tmp_path: Path) -> None:
         file.write(b"two")
     assert (tmp_path / "log").read_bytes() == b"onetwo"
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(ValueError, match="is a pipe, wanted a regular file"):
+    with pytest.raises(ValueError, match="is a pipe, expected a regular file"):
         open(tmp_path / "pipe", "ab", opener=regular).close()
 
 
@@ -71,8 +71,8 @@ def test_json_is_a_value_or_an_error_of_one_line(tmp_path: Path) -> None:
         (b'{"a":' * 10**5, "a.json: is nested too deeply"),
         (b"[1", "a.json: is not valid JSON"),
         (b"9" * 5000, "a.json: is not valid JSON"),
-        (b"[]", "a.json: holds a JSON list, wanted an object"),
-        (b"null", "a.json: holds a JSON NoneType, wanted an object"),
+        (b"[]", "a.json: holds a JSON list, expected an object"),
+        (b"null", "a.json: holds a JSON NoneType, expected an object"),
     ):
         path.write_bytes(content)
         with pytest.raises(ValueError, match=f"{tmp_path}/{message}"):
@@ -86,21 +86,21 @@ def test_files_of_the_system_that_have_no_bytes_or_wait_for_them_are_refused(mon
     def waits(*arguments: int) -> bytes:
         raise BlockingIOError
 
-    with pytest.raises(ValueError, match="/proc/self/pagemap: is a device, wanted a regular file"):
+    with pytest.raises(ValueError, match="/proc/self/pagemap: is a device, expected a regular file"):
         open_file("/proc/self/pagemap")
     monkeypatch.setattr(os, "pread", waits)  # as /proc/kmsg does, which only root may open
-    with pytest.raises(ValueError, match="/proc/self/maps: is a device, wanted a regular file"):
+    with pytest.raises(ValueError, match="/proc/self/maps: is a device, expected a regular file"):
         read_text("/proc/self/maps")
 
 
 def test_sizes_encodings_and_names(tmp_path: Path) -> None:
     (tmp_path / "ten").write_bytes(bytes(10))
     assert len(read_bytes(tmp_path / "ten", 10)) == 10
-    with pytest.raises(ValueError, match="ten: is too large, wanted at most 9 bytes"):
+    with pytest.raises(ValueError, match="ten: is too large, expected at most 9 bytes"):
         read_bytes(tmp_path / "ten", 9)
     with open(tmp_path / "sparse", "wb") as file:
         file.truncate(10**12)
-    with pytest.raises(ValueError, match="sparse: is too large, wanted at most 16 MiB"):
+    with pytest.raises(ValueError, match="sparse: is too large, expected at most 16 MiB"):
         read_text(tmp_path / "sparse")
     (tmp_path / "latin").write_bytes("café".encode("latin-1"))
     with pytest.raises(ValueError, match=r"latin: is not text in UTF-8 \(unexpected end of data at byte 3\)"):

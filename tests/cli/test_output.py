@@ -56,8 +56,8 @@ def test_a_folder_is_listed_once(out: str, tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("out", "message"),
     [
-        ("photo.jpg", "wanted a folder or a name that ends in .png: images are PNG files"),
-        (".png", "wanted a folder or a name that ends in .png"),
+        ("photo.jpg", "expected a folder or a name ending in .png: images are PNG files"),
+        (".png", "expected a folder or a name ending in .png"),
         ("file", "cannot write to .*file: take another `out`"),
         ("taken", "cannot write to .*samples: take another `out`"),
         ("link", "cannot write to .*link: take another `out`"),

@@ -27,9 +27,9 @@ def test_unused_slots_and_the_whole_image_as_crop() -> None:
 @pytest.mark.parametrize(
     ("boxes", "message"),
     [
-        ([Box(0, 0, 0, 1, 1)] * 31, "got 31 boxes, wanted 30 or fewer"),
-        ([Box(8191, 0, 0, 1, 1)], "class 8191 of a box, wanted 0 to 8190"),
-        ([Box(1, 0.5, 0, 0.25, 1)], "wanted left < right"),
+        ([Box(0, 0, 0, 1, 1)] * 31, "got 31 boxes, expected 30 or fewer"),
+        ([Box(8191, 0, 0, 1, 1)], "class 8191 of a box, expected 0 to 8190"),
+        ([Box(1, 0.5, 0, 0.25, 1)], "expected left < right"),
         ([Box(1, 0, 0, 64, 64)], "in 0 to 1"),
     ],
 )
@@ -48,5 +48,5 @@ def test_read(tmp_path: Path) -> None:
 def test_a_file_without_a_list_of_boxes_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "boxes.json"
     path.write_text(text)
-    with pytest.raises(ValueError, match=r"boxes\.json: is not a list of boxes .* wanted \["):
+    with pytest.raises(ValueError, match=r"boxes\.json: is not a list of boxes .* expected \["):
         read(path)

@@ -37,7 +37,7 @@ def test_a_flat_image_has_no_edges_and_a_step_has_one() -> None:
 
 
 def test_thresholds_in_the_wrong_order_are_refused() -> None:
-    with pytest.raises(ValueError, match="got canny thresholds 200 and 100, wanted the lower one first"):
+    with pytest.raises(ValueError, match="got canny thresholds 200 and 100, expected the lower one first"):
         canny(np.zeros((4, 4, 3), np.uint8), "canny:200:100")
 
 

@@ -78,7 +78,7 @@ def test_preprocessing_is_for_all_or_for_each() -> None:
 
 
 def test_preprocessing_that_does_not_exist_or_fit_is_refused(pipe: Pipeline) -> None:
-    for wrong, message in (("cany", "got `preprocess` 'cany', wanted none, canny"), ("none,none,none", "got 3 ways")):
+    for wrong, message in (("cany", "got `preprocess` 'cany', expected none, canny"), ("none,none,none", "got 3 ways")):
         with pytest.raises(ValueError, match=message):
             pipe.txt2img("a cat", control=["a:b", "c:d"], preprocess=wrong)
     with pytest.raises(ValueError, match="got `preprocess`, but no `control`"):

@@ -98,7 +98,7 @@ def test_a_net_with_other_heads_than_its_unet_is_refused(pipe: Pipeline, folder:
     pipe.txt2img("a cat", steps=1, control=[spec(folder, "sdxl")])
     for wrong in ({"attention_head_dim": 8}, {"norm_num_groups": 16}):
         config.write_text(json.dumps(wrong))
-        with pytest.raises(ValueError, match=f"sdxl: its {next(iter(wrong))} .*(but its UNet has 4|wanted 32)"):
+        with pytest.raises(ValueError, match=f"sdxl: its {next(iter(wrong))} .*(but its UNet has 4|expected 32)"):
             pipe.txt2img("a cat", steps=1, control=[spec(folder, "sdxl")])
     config.write_text(before)
 

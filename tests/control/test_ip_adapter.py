@@ -218,7 +218,7 @@ def test_a_folder_of_the_image_encoder_tells_its_heads(pipe: Pipeline, folder: P
     assert torch.equal(runs[toy.SEER.heads], latents(pipe, **control(folder, "mlp.safetensors")))
     assert not torch.equal(*runs.values())
     (tmp_path / "config.json").write_text('{"num_attention_heads": 7}')
-    with pytest.raises(ValueError, match=r"its num_attention_heads cannot be 7: wanted a divisor of 128"):
+    with pytest.raises(ValueError, match=r"its num_attention_heads cannot be 7: expected a divisor of 128"):
         latents(pipe, **given)
 
 

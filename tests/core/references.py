@@ -32,5 +32,5 @@ def manifest(name: str) -> dict[str, Any]:
 def error(ours: Tensor | ArrayLike, theirs: ArrayLike) -> float:
     """|ours - theirs| / |theirs|, in float64."""
     ours, theirs = np.asarray(ours, dtype=np.float64), np.asarray(theirs, dtype=np.float64)
-    assert ours.shape == theirs.shape, f"got {ours.shape}, wanted {theirs.shape}"
+    assert ours.shape == theirs.shape, f"got {ours.shape}, expected {theirs.shape}"
     return float(np.linalg.norm(ours - theirs) / np.linalg.norm(theirs))

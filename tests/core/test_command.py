@@ -75,13 +75,13 @@ def test_features_have_flags(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--steps", "0"], "got 0 steps, wanted 1 to 1000"),
+        (["--steps", "0"], "got 0 steps, expected 1 to 1000"),
         (["--sampler", "dimm"], "unknown sampler 'dimm': did you mean ddim"),
         (["--ckpt", "none.ckpt"], "No such file or directory: 'none.ckpt'"),
         (["--image", "none.png"], "No such file or directory: 'none.png'"),
         (["--out", "none/out.png"], "No such file or directory"),
-        (["--width", "65"], "wanted multiples of 8"),
-        (["--dtype", "fp8"], "got dtype 'fp8', wanted one of fp32, fp16, bf16"),
+        (["--width", "65"], "expected multiples of 8"),
+        (["--dtype", "fp8"], "got dtype 'fp8', expected one of fp32, fp16, bf16"),
         (["--device", "abacus"], "abacus"),
         (["--seed", "99999999999999999999"], "99999999999999999999|[Oo]verflow"),
     ],

@@ -59,10 +59,10 @@ def test_a_feature_is_imported_when_it_is_needed(small: Pipeline, monkeypatch: p
 
 def test_an_unknown_option_is_an_error_with_the_nearest_name(small: Pipeline) -> None:
     with pytest.raises(
-        TypeError, match="no argument 'sampeler': did you mean sampler\\? wanted some of prompt, negati"
+        TypeError, match="no argument 'sampeler': did you mean sampler\\? expected some of prompt, negati"
     ):
         small.txt2img("a cat", sampeler="ddim")
-    with pytest.raises(TypeError, match="no argument 'x': wanted some of"):
+    with pytest.raises(TypeError, match="no argument 'x': expected some of"):
         small.txt2img("a cat", x=1)
 
 
@@ -243,7 +243,7 @@ def test_conditionings_of_different_shapes_are_an_error(small: Pipeline) -> None
         shorter = {"context": inputs.branches[1].conditioning["context"][:, :5]}
         return inputs._replace(branches=(inputs.branches[0], Branch(shorter)))
 
-    with pytest.raises(ValueError, match=r"got context of shapes \(1, 77, 64\) and \(1, 5, 64\), wanted the same"):
+    with pytest.raises(ValueError, match=r"got context of shapes \(1, 77, 64\) and \(1, 5, 64\), expected the same"):
         change_inputs(small, change)
 
 
@@ -367,7 +367,7 @@ def test_what_is_no_feature_is_refused() -> None:
         type("Other", (Feature,), {}),
         type("Other", (Feature,), {"__annotations__": {"other": int}, "other": 0, "stage": "guidence"}),
     ):
-        with pytest.raises(ValueError, match="Other: wanted a Feature with options, and a stage of model, text"):
+        with pytest.raises(ValueError, match="Other: expected a Feature with options, and a stage of model, text"):
             register_feature(kind)
     assert "other" not in FEATURES
 

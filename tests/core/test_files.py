@@ -93,7 +93,7 @@ def test_half_precision_and_dtypes(tmp_path: Path, wanted: Tensor) -> None:
     assert float((latents(pipe) - wanted).norm() / wanted.norm()) < 5e-3
     for dtype in ("fp16", torch.float16):
         assert load(path, device="cpu", metadata=FACTS, dtype=dtype).unet.out[0].weight.dtype == torch.float16
-    with pytest.raises(ValueError, match="got dtype 'fp8', wanted one of fp32, fp16, bf16"):
+    with pytest.raises(ValueError, match="got dtype 'fp8', expected one of fp32, fp16, bf16"):
         load(path, dtype="fp8")
 
 

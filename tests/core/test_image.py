@@ -75,7 +75,7 @@ def test_what_is_no_image_is_one_line(tmp_path: Path) -> None:
     noise_image().save(whole)
     (tmp_path / "part.png").write_bytes(whole.read_bytes()[:40])
     for name in ("text.png", "vector.eps"):
-        with pytest.raises(ValueError, match=f"{name}: is not an image that can be read, wanted PNG, JPEG") as raised:
+        with pytest.raises(ValueError, match=f"{name}: is not an image that can be read, expected PNG, JPEG") as raised:
             open_image(tmp_path / name)
         assert "\n" not in str(raised.value)
     with pytest.raises((ValueError, OSError)):
@@ -83,7 +83,7 @@ def test_what_is_no_image_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"none\.png"):
         open_image(tmp_path / "none.png")
     for source in (None, 3, b"bytes"):
-        with pytest.raises(ValueError, match="as an image, wanted a path, PIL, an array or a tensor"):
+        with pytest.raises(ValueError, match="as an image, expected a path, PIL, an array or a tensor"):
             open_image(source)
 
 
@@ -100,7 +100,7 @@ def test_16_bits_of_grey_are_not_clipped(tmp_path: Path) -> None:
     assert np.abs(np.asarray(image)[..., 0] - ramp / 257).max() <= 1
     assert 0.49 < np.asarray(mask).mean() / 255 < 0.51
     for mode in ("I", "F"):
-        with pytest.raises(ValueError, match="as an image, wanted a path, PIL, an array or a tensor"):
+        with pytest.raises(ValueError, match="as an image, expected a path, PIL, an array or a tensor"):
             open_image(Image.new(mode, (4, 4)))
 
 
@@ -108,8 +108,8 @@ def test_tensors_and_arrays_that_are_no_pixels() -> None:
     pixels = torch.zeros(3, 4, 4)
     assert open_image(pixels).size == (4, 4)
     for wrong in (pixels.to(torch.uint8), pixels + 2, pixels / 0, pixels[0], pixels.permute(1, 2, 0)[:, :, None]):
-        with pytest.raises(ValueError, match=r"got Tensor as an image, wanted .*\(3,H,W\) in \[-1,1\]"):
+        with pytest.raises(ValueError, match=r"got Tensor as an image, expected .*\(3,H,W\) in \[-1,1\]"):
             open_image(wrong)
     for array in (np.zeros((4, 4, 3)), np.zeros((4, 4, 7), np.uint8), np.zeros((4, 4), np.int64)):
-        with pytest.raises(ValueError, match="got ndarray as an image, wanted"):
+        with pytest.raises(ValueError, match="got ndarray as an image, expected"):
             open_image(array)

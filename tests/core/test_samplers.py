@@ -187,7 +187,7 @@ def test_guidance_is_that_of_the_paper() -> None:
 def test_noise_of_another_shape_is_refused() -> None:
     inputs = Inputs(toy, (Branch({"shift": torch.zeros(2, 1, 1, 1)}),))
     x = torch.from_numpy(NOISES[0]).float()
-    with pytest.raises(ValueError, match=r"got noise of shape \(1, 2, 3, 3\) from `draw`, wanted \(2, 2, 3, 3\)"):
+    with pytest.raises(ValueError, match=r"got noise of shape \(1, 2, 3, 3\) from `draw`, expected \(2, 2, 3, 3\)"):
         list(run_plan(x, make_plan("euler_a", SD, 3), lambda call: inputs, lambda: x[:1]))
 
 
@@ -206,9 +206,9 @@ def test_names_of_samplers() -> None:
     ("arguments", "message"),
     [
         ({"name": "dimm", "steps": 5}, "unknown sampler 'dimm': did you mean ddim"),
-        ({"name": "ddim", "steps": 0}, "got 0 steps, wanted 1 to 1000"),
-        ({"name": "ddim", "steps": 1001}, "got 1001 steps, wanted 1 to 1000"),
-        ({"name": "euler", "steps": 5, "eta": 0.5}, "got eta 0.5 for euler, wanted 0 to 1, with one of ddim, euler_a"),
+        ({"name": "ddim", "steps": 0}, "got 0 steps, expected 1 to 1000"),
+        ({"name": "ddim", "steps": 1001}, "got 1001 steps, expected 1 to 1000"),
+        ({"name": "euler", "steps": 5, "eta": 0.5}, "got eta 0.5 for euler, expected 0 to 1, with one of ddim"),
         ({"name": "ddim", "steps": 5, "eta": 1.5}, "got eta 1.5 for ddim"),
         ({"name": "ddim", "steps": 5, "spacing": "none"}, "unknown spacing 'none'"),
     ],
@@ -276,7 +276,7 @@ def test_a_sampler_of_ones_own_joins_by_its_name(tables: None) -> None:
 
     assert make_plan("halved", SD, 3).num_steps == 6
     assert make_plan("Halved linspace", SD, 3).t[0] == 999
-    with pytest.raises(ValueError, match="sampler plain: wanted \\(schedule, steps, spacing="):
+    with pytest.raises(ValueError, match="sampler plain: expected \\(schedule, steps, spacing="):
 
         @sampler
         def plain(schedule: Schedule, steps: int) -> Plan:
@@ -293,7 +293,7 @@ def test_a_spacing_must_fall_in_as_many_steps(pipe: ldm_lite.core.Pipeline) -> N
         [900, 500, 100, 0],
     ]
     for levels in wrong:
-        with pytest.raises(ValueError, match="wanted 4 Levels for 3 steps, the noisiest first"):
+        with pytest.raises(ValueError, match="expected 4 Levels for 3 steps, the noisiest first"):
             make_plan("euler", pipe.schedule, 3, spacing=lambda schedule, steps, levels=levels: levels)
     for last in (-2, 99):
         with pytest.raises(ValueError, match=f"got the last {last} of 3 steps"):

@@ -113,7 +113,7 @@ def test_spacings_are_those_of_their_sources() -> None:
 
 
 def test_an_unknown_spacing_is_one_line() -> None:
-    with pytest.raises(ValueError, match="unknown spacing 'cosine': wanted one of leading, trailing"):
+    with pytest.raises(ValueError, match="unknown spacing 'cosine': expected one of leading, trailing"):
         levels_of("cosine", SD, 4)
 
 
@@ -141,12 +141,12 @@ def test_zero_terminal_snr_needs_v_prediction() -> None:
 
 @pytest.mark.parametrize("prediction", ["epsilon", "V", "v_prediction", "x0"])
 def test_an_unknown_prediction_is_refused(prediction: Any) -> None:
-    with pytest.raises(ValueError, match=f"got prediction '{prediction}', wanted eps or v"):
+    with pytest.raises(ValueError, match=f"got prediction '{prediction}', expected eps or v"):
         Schedule(scaled_linear_betas(0.9, 0.1, 3), prediction)
 
 
 def test_what_a_row_keeps_is_eps_or_x0() -> None:
     schedule = Schedule([0.9, 0.5, 0.1], "v")  # type: ignore[arg-type]  # a list is taken too
     for keep in ("v", "epsilon"):
-        with pytest.raises(ValueError, match=f"got keep='{keep}', wanted eps or x0"):
+        with pytest.raises(ValueError, match=f"got keep='{keep}', expected eps or x0"):
             schedule.to_kept(keep, schedule.at(1))

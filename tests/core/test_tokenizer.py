@@ -74,7 +74,7 @@ def test_what_does_not_fit_is_told(text: str, dropped: str) -> None:
 
 
 def test_errors_are_one_line() -> None:
-    with pytest.raises(ValueError, match=r"got a text with a lone surrogate, 'a \\ud800', wanted valid Unicode"):
+    with pytest.raises(ValueError, match=r"got a text with a lone surrogate, 'a \\ud800', expected valid Unicode"):
         CLIPTokenizer()(["a \ud800"])
-    with pytest.raises(ValueError, match="got a text of 20,001 characters, wanted at most 20,000"):
+    with pytest.raises(ValueError, match="got a text of 20,001 characters, expected at most 20,000"):
         CLIPTokenizer()(["x" * 20_001])

@@ -306,7 +306,7 @@ def test_spacings_of_flows_are_refused_elsewhere(sd: Pipeline, spacing: str) -> 
 
 def test_what_is_refused(sd3: Pipeline) -> None:
     for shift in (0.0, -1.0, float("nan")):
-        with pytest.raises(ValueError, match="wanted a number above 0"):
+        with pytest.raises(ValueError, match="expected a number above 0"):
             flowing(sd3, shift)
     with pytest.raises(ValueError, match="`churn` is not defined for rectified flow"):
         sd3.plan("euler", 4, churn=1.0)
@@ -317,7 +317,7 @@ def test_a_shift_is_undone_by_its_inverse() -> None:
 
 
 def test_a_range_of_noise_levels_ends_at_1(sd3: Pipeline) -> None:
-    with pytest.raises(ValueError, match=r"got sigmas from 0\.1 to 10, wanted a range above 0, at most 1"):
+    with pytest.raises(ValueError, match=r"got sigmas from 0\.1 to 10, expected a range above 0, at most 1"):
         sd3.plan("euler", 5, spacing="karras:sigma_min=0.1:sigma_max=10")
 
 

@@ -109,12 +109,12 @@ def test_settings_behind_a_sampler_are_those_of_its_own_spacing(sd: Pipeline) ->
     assert sd.plan("heun:discard", 5).t.tolist() == sd.plan("heun", 5, spacing="linspace:discard").t.tolist()
     assert sd.plan("heun:discard", 5).t.tolist() != sd.plan("heun", 5).t.tolist()
     for name in ("euler:rho=5", "ddim:eta=1", "euler:"):
-        with pytest.raises(ValueError, match=r"rho|eta|wanted"):
+        with pytest.raises(ValueError, match=r"rho|eta|expected"):
             sd.plan(name, 5)
 
 
 def test_a_name_like_nothing_lists_all(sd: Pipeline) -> None:
-    with pytest.raises(ValueError, match=r"unknown sampler '###': wanted one of ddim, plms, euler, .*ddpm, "):
+    with pytest.raises(ValueError, match=r"unknown sampler '###': expected one of ddim, plms, euler, .*ddpm, "):
         sd.plan("###", 10)
 
 
@@ -129,20 +129,20 @@ def test_the_named_spacing_is_used_unless_another_is_given(sd: Pipeline) -> None
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"steps": 0}, "got `steps` 0, wanted 1 to 1000"),
-        ({"steps": 1001}, "got `steps` 1001, wanted 1 to 1000"),
-        ({"spacing": "cubic"}, "unknown spacing 'cubic': wanted one of leading"),
+        ({"steps": 0}, "got `steps` 0, expected 1 to 1000"),
+        ({"steps": 1001}, "got `steps` 1001, expected 1 to 1000"),
+        ({"spacing": "cubic"}, "unknown spacing 'cubic': expected one of leading"),
         ({"name": "plms", "eta": 0.5}, "got eta 0.5, but plms has none: leave it out, or take one of ddim, euler_a"),
-        ({"eta": 1.5}, "got `eta` 1.5, wanted 0 to 1"),
-        ({"eta": float("nan")}, "got `eta` nan, wanted 0 to 1"),
+        ({"eta": 1.5}, "got `eta` 1.5, expected 0 to 1"),
+        ({"eta": float("nan")}, "got `eta` nan, expected 0 to 1"),
         ({"churn": 2.0}, "got churn 2.0, but ddim has none: leave it out, or take one of euler, heun, dpm2"),
-        ({"name": "euler", "churn": 11.0}, "got churn 11.0, wanted 0 to 10"),
+        ({"name": "euler", "churn": 11.0}, "got churn 11.0, expected 0 to 10"),
         (
             {"spacing": lambda schedule, steps: [schedule.at(900)]},
-            "wanted two or more Levels of it, the noisiest first",
+            "expected two or more Levels of it, the noisiest first",
         ),
-        ({"spacing": lambda schedule, steps: list(range(11))}, "wanted two or more Levels of it, the noisiest first"),
-        ({"spacing": lambda schedule, steps: [CLEAN, schedule.at(9)]}, "wanted two or more Levels of it, the noisiest"),
+        ({"spacing": lambda schedule, steps: list(range(11))}, "expected two or more Levels of it, the noisiest first"),
+        ({"spacing": lambda schedule, steps: [CLEAN, schedule.at(9)]}, "expected two or more Levels of it"),
     ],
 )
 def test_a_plan_says_what_it_wants(sd: Pipeline, arguments: dict[str, Any], message: str) -> None:

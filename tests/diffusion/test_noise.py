@@ -139,11 +139,11 @@ def test_variations_share_a_seed(pipe: Pipeline) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"noise": "dice"}, "got `noise` 'dice', wanted one of own, a1111, diffusers, comfy"),
-        ({"noise": 3}, "got int as `noise`, wanted a tensor"),
+        ({"noise": "dice"}, "got `noise` 'dice', expected one of own, a1111, diffusers, comfy"),
+        ({"noise": 3}, "got int as `noise`, expected a tensor"),
         ({"variation_seed": 3}, "belong together"),
         ({"variation_strength": 0.3}, "belong together"),
-        ({"variation_seed": 3, "variation_strength": 1.5}, "wanted 0 to 1"),
+        ({"variation_seed": 3, "variation_strength": 1.5}, "expected 0 to 1"),
         ({"noise": "comfy", "ensd": 1}, "comfy has no variation seeds and no ENSD"),
         ({"noise": "a1111", "compat": True}, "leave other noise out, or `compat`"),
     ],

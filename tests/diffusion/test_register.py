@@ -170,10 +170,10 @@ def anything(*args: Any, **kwargs: Any) -> Plan:
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (no_spacing, r"sampler no_spacing\(schedule, steps\): got an unexpected keyword argument 'spacing'; wanted \("),
-        (required_spacing, r"sampler required_spacing\(schedule, steps, spacing\): `spacing` has no default; wanted"),
-        (more, r"sampler more\(schedule, steps, order, spacing\): missing a required argument: 'order'; wanted"),
-        (anything, r"sampler anything\(args, kwargs\): `spacing` has no default; wanted"),
+        (no_spacing, r"sampler no_spacing\(schedule, steps\): got an unexpected keyword argument 'spacing'; expected"),
+        (required_spacing, r"sampler required_spacing\(schedule, steps, spacing\): `spacing` has no default; expected"),
+        (more, r"sampler more\(schedule, steps, order, spacing\): missing a required argument: 'order'; expected"),
+        (anything, r"sampler anything\(args, kwargs\): `spacing` has no default; expected"),
     ],
 )
 def test_a_function_that_is_no_sampler_is_refused(sd: Pipeline, function: Any, message: str) -> None:
@@ -251,7 +251,7 @@ def quadratic(schedule: Any, steps: int) -> list[Any]:
 def test_a_spacing_of_your_own(sd: Pipeline) -> None:
     wanted = [level.t for level in quadratic(sd.schedule, 7)[:-1]]
     assert sd.plan("heun", 7, spacing=quadratic).t[::2].tolist() == wanted
-    with pytest.raises(ValueError, match="unknown spacing 'quadratic': wanted one of leading"):
+    with pytest.raises(ValueError, match="unknown spacing 'quadratic': expected one of leading"):
         sd.plan("heun", 7, spacing="quadratic")
     SPACINGS["quadratic"] = quadratic
     assert sd.plan("heun", 7, spacing="quadratic").t[::2].tolist() == wanted
@@ -259,7 +259,7 @@ def test_a_spacing_of_your_own(sd: Pipeline) -> None:
     assert sd.plan("ddim", 7, spacing="quadratic", last=3).t.tolist() == wanted[-3:]
     SPACINGS["Even-ly"] = SPACINGS["linspace"]
     assert resolved(sd, "dpmpp_2m even ly", "dpmpp_2m", "linspace")
-    with pytest.raises(ValueError, match=r"wanted one of leading, .*quadratic, Even-ly"):
+    with pytest.raises(ValueError, match=r"expected one of leading, .*quadratic, Even-ly"):
         sd.plan("heun", 7, spacing="cubic")
 
 

@@ -443,7 +443,7 @@ def test_the_last_steps_begin_where_the_whole_would_be(sd: Pipeline, sampler: st
         assert np.array_equal(part.level[0], whole.level[first])
         assert part.end == whole.end
     for last in (0, 21):
-        with pytest.raises(ValueError, match=f"got the last {last} of 20 steps, wanted 1 to 20"):
+        with pytest.raises(ValueError, match=f"got the last {last} of 20 steps, expected 1 to 20"):
             sd.plan(sampler, 20, last=last)
 
 

@@ -152,8 +152,8 @@ def test_what_texts_of_all_versions_mean(name: str, settings: Mapping[str, str],
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
-        ("Euler b", {}, "unknown sampler 'Euler b': wanted one of DPM"),
-        ("Euler", {"Schedule type": "Cubic"}, "unknown schedule type 'cubic': wanted one of Uniform"),
+        ("Euler b", {}, "unknown sampler 'Euler b': expected one of DPM"),
+        ("Euler", {"Schedule type": "Cubic"}, "unknown schedule type 'cubic': expected one of Uniform"),
         ("", {}, "unknown sampler ''"),
         ("LCM", {"Schedule type": "Turbo"}, "unknown schedule type 'Turbo' of LCM"),
     ],
@@ -206,7 +206,7 @@ SENSELESS += " beta_sigma:alpha=1e9"
 
 @pytest.mark.parametrize("spacing", SENSELESS.split())
 def test_settings_that_make_no_sense_are_one_line(sd: Pipeline, spacing: str) -> None:
-    with pytest.raises(ValueError, match=r"wanted|settings"):
+    with pytest.raises(ValueError, match=r"expected|settings"):
         levels_of(spacing, sd.schedule, 10)
 
 

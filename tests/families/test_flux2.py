@@ -156,7 +156,7 @@ def test_references_are_reduced_and_cut() -> None:
     large = fitted(Image.new("RGB", (3000, 1500)), 16)
     assert large.size == (1440, 720)
     assert large.width * large.height <= MOST
-    with pytest.raises(ValueError, match="got a reference of 90 x 9 pixels, wanted 16 or more a side"):
+    with pytest.raises(ValueError, match="got a reference of 90 x 9 pixels, expected 16 or more a side"):
         fitted(Image.new("RGB", (90, 9)), 16)
 
 
@@ -181,8 +181,8 @@ def test_what_does_not_fit_is_named(files: dict[str, Any], folder: Path, tmp_pat
     plain = tmp_path / "tokenizer.json"
     toy_flux2.toy_z_image.tokenizer().save(str(plain))
     for changes, message in (
-        ({"text_encoder": str(save(folder / "few.safetensors", few))}, "has 20 layers, wanted more than 27"),
-        ({"tokenizer": str(plain)}, "lacks <think>: wanted Qwen3's tokenizer.json"),
+        ({"text_encoder": str(save(folder / "few.safetensors", few))}, "has 20 layers, expected more than 27"),
+        ({"tokenizer": str(plain)}, "lacks <think>: expected Qwen3's tokenizer.json"),
     ):
         with pytest.raises(ValueError, match=message):
             load(files, **changes)

@@ -279,7 +279,7 @@ def test_what_does_not_fit_is_named(files: dict[str, Any], tmp_path: Path) -> No
             "reads text with Qwen2.5-VL 7B: name the file of Qwen2.5-VL 7B with `text_encoder=FILE`",
         ),
         ({"vae": None}, "is Qwen-Image without its autoencoder"),
-        ({"vae": str(save(tmp_path / "narrow.safetensors", narrow))}, "its latents have 8 channels, wanted 16"),
+        ({"vae": str(save(tmp_path / "narrow.safetensors", narrow))}, "its latents have 8 channels, expected 16"),
     ):
         with pytest.raises(ValueError, match=message):
             load(files, **changes)

@@ -163,7 +163,7 @@ def test_references_have_1024_x_1024_pixels() -> None:
     """Sizes of diffusers' calculate_dimensions."""
     for size, wanted in (((48, 96), (736, 1440)), ((4000, 3000), (1184, 896)), ((100, 100), (1024, 1024))):
         assert fitted(Image.new("RGB", size), 16).size == wanted
-    with pytest.raises(ValueError, match="got a reference of 9000 x 1 pixels, wanted a side at most 100 times"):
+    with pytest.raises(ValueError, match="got a reference of 9000 x 1 pixels, expected a side at most 100 times"):
         fitted(Image.new("RGB", (9000, 1)), 16)
 
 
@@ -292,7 +292,7 @@ def test_what_does_not_fit_is_named(files: dict[str, Any], tmp_path: Path) -> No
     folder = Path(files["vae"]).parent
     toy_qwen_image.toy_z_image.write_tokenizer(tmp_path)
     blind = load(files, "first", tokenizer=str(tmp_path / "tokenizer.json"))
-    with pytest.raises(ValueError, match=r"lacks <\|image_pad\|>: wanted the tokenizer.json of Qwen2.5-VL"):
+    with pytest.raises(ValueError, match=r"lacks <\|image_pad\|>: expected the tokenizer.json of Qwen2.5-VL"):
         blind.txt2img("a", reference=PICTURES[:1], steps=1, height=32, width=48)
     with pytest.raises(ValueError, match=r"this one lacks the part that reads them, visual\.\*: name a whole file"):
         load(files, "first", text_encoder=str(save(folder / "text.safetensors", text)))

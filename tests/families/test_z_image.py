@@ -240,7 +240,7 @@ def test_what_is_missing_or_does_not_fit_is_named(files: dict[str, Any], folder:
     other.write_text("{}")
     for change, message in (
         ({"text_encoder": str(t5)}, r"t5.safetensors: is T5 XXL, but .* reads text with Qwen3 4B"),
-        ({"text_encoder": str(wide), "tokenizer": str(folder)}, "Qwen3's output is 48 wide, wanted 32"),
+        ({"text_encoder": str(wide), "tokenizer": str(folder)}, "Qwen3's output is 48 wide, expected 32"),
         ({"text_encoder": str(few)}, "tokenizer.json: has 268 tokens, but .* only 200"),
         ({"vae": None}, "without its autoencoder: name its file with `vae=FILE`"),
         ({"vae": str(wrong)}, "latents have 4 channels, but those of the autoencoder 8"),

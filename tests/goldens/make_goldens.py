@@ -416,7 +416,7 @@ def made_with(originals: Path) -> str:
 def write(path: Path, arrays: Arrays, dtype: torch.dtype, about: str, **others: NDArray[Any]) -> None:
     """Write the arrays, other ones, and what they were made with, and say how large the file is."""
     for name, value in arrays.items():
-        assert value.dtype == dtype, f"{name} is {value.dtype}, wanted {dtype}"
+        assert value.dtype == dtype, f"{name} is {value.dtype}, expected {dtype}"
         assert torch.isfinite(value).all(), f"{name} is not finite"
     np.savez_compressed(
         path, made_with=np.array(about), **others, **{name: value.numpy() for name, value in arrays.items()}

@@ -95,7 +95,7 @@ def test_the_pooled_output_is_read_at_the_first_end_whatever_the_padding_and_add
 def test_clip_skip_counts_from_the_layer_it_was_trained_with() -> None:
     network, one_less = open_clip(), open_clip(skip=2)
     assert torch.equal(network(IDS, 2), one_less(IDS))
-    with pytest.raises(ValueError, match="got clip skip 3, wanted 1 to 2"):
+    with pytest.raises(ValueError, match="got clip skip 3, expected 1 to 2"):
         network(IDS, 3)
 
 

@@ -186,7 +186,7 @@ def test_works_at_any_even_size() -> None:
 
 def test_an_image_larger_than_the_table_of_positions_is_refused() -> None:
     x, t, context, y = toy_flow.inputs(toy_flow.SD3, h=14)
-    with pytest.raises(ValueError, match="got latents of 14 by 10, wanted at most 12 by 12"):
+    with pytest.raises(ValueError, match="got latents of 14 by 10, expected at most 12 by 12"):
         MMDiT(toy_flow.SD3)(x, t, context, y)
 
 
@@ -197,11 +197,11 @@ def test_an_image_larger_than_the_table_of_positions_is_refused() -> None:
             "flux_dev",
             "double_blocks.0.img_attn.norm.key_norm.scale",
             (100,),
-            "the width is 3072, wanted a multiple of 100",
+            "the width is 3072, expected a multiple of 100",
         ),
-        ("flux_dev", "img_in.weight", (3072, 66), "the width of an image token is 66, wanted a multiple of 4"),
-        ("flux_dev", "double_blocks.99999.x", (1,), "wanted all from 0 on, and at most 100"),
-        ("sd3_medium", "x_embedder.proj.weight", (1500, 16, 2, 2), "the width is 1500, wanted a multiple of 64"),
+        ("flux_dev", "img_in.weight", (3072, 66), "the width of an image token is 66, expected a multiple of 4"),
+        ("flux_dev", "double_blocks.99999.x", (1,), "expected all from 0 on, at most 100"),
+        ("sd3_medium", "x_embedder.proj.weight", (1500, 16, 2, 2), "the width is 1500, expected a multiple of 64"),
         ("sd3_medium", "pos_embed", (36864, 1536), "pos_embed has the shape"),
     ],
 )

@@ -184,7 +184,7 @@ def test_a_registered_function_is_used_by_its_name(unet: nn.Module, monkeypatch:
     assert "average" in available(CPU, torch.float32)
     use(unet, "average")
     assert {layer.attention for layer in layers(unet).values()} == {average}
-    with pytest.raises(ValueError, match=r"unknown attention 'other': wanted one of sdpa, .*, average, mha"):
+    with pytest.raises(ValueError, match=r"unknown attention 'other': expected one of sdpa, .*, average, mha"):
         use(unet, "other")
     for name in ("average", "sdpa", "mha", "sliced:9"):
         with pytest.raises(ValueError, match=f"attention '{name}' exists already"):

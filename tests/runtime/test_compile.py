@@ -536,7 +536,7 @@ def test_a_step_of_more_than_the_network_runs_as_it_is(tiny: nn.Module, caplog: 
 
 def test_tiers(tiny: nn.Module) -> None:
     assert compiled_step("off", tiny) is compiled_step("auto", tiny) is denoise_step  # auto never compiles on a CPU
-    with pytest.raises(ValueError, match="unknown compile tier 'fast': wanted one of off, auto"):
+    with pytest.raises(ValueError, match="unknown compile tier 'fast': expected one of off, auto"):
         compiled_step("fast", tiny)
 
 

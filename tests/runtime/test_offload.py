@@ -376,6 +376,6 @@ def test_a_deleted_pipeline_returns_its_memory(small_path: Path) -> None:
 def test_unknown_names() -> None:
     networks = {"unet": nn.Linear(2, 2)}
     for names in ({"offload": "disk", "storage": None}, {"offload": None, "storage": "fp4"}):
-        with pytest.raises(ValueError, match=r"unknown (offload 'disk'|storage 'fp4'): wanted one of"):
+        with pytest.raises(ValueError, match=r"unknown (offload 'disk'|storage 'fp4'): expected one of"):
             offload.Offloader(networks, torch.device("cpu"), **names)
     assert STORAGES.keys() == {"fp8", "int8"}

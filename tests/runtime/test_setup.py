@@ -113,7 +113,7 @@ def test_networks_may_compute_in_dtypes_of_their_own() -> None:
     assert pick_dtypes("fp16", cpu, roles, ("vae",)) == {"unet": fp16, "vae": fp32, "text_encoder": fp16}
     assert pick_dtypes("fp16,vae=fp16", cpu, roles, ("vae",)) == dict.fromkeys(roles, fp16)
     assert pick_dtypes(torch.bfloat16, cpu, roles, ("vae",)) == dict.fromkeys(roles, torch.bfloat16)
-    with pytest.raises(ValueError, match="got dtype 'decoder=fp32', wanted one of unet, vae, text_encoder"):
+    with pytest.raises(ValueError, match="got dtype 'decoder=fp32', expected one of unet, vae, text_encoder"):
         pick_dtypes("fp16,decoder=fp32", cpu, roles)
     with pytest.raises(ValueError, match="unknown dtype 'fp8'"):
         pick_dtypes("fp32,vae=fp8", cpu, roles)
@@ -137,7 +137,7 @@ def test_matmul_precision(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32) == ("high", True)
         set_matmul_precision("highest")
         assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32) == ("highest", False)
-        with pytest.raises(ValueError, match="got matmul precision 'fast', wanted highest"):
+        with pytest.raises(ValueError, match="got matmul precision 'fast', expected highest"):
             set_matmul_precision("fast")
     finally:
         torch.set_float32_matmul_precision(before)
@@ -189,6 +189,6 @@ def test_weights_that_move_are_not_joined(small_path: Path, monkeypatch: pytest.
 
 
 def test_unknown_kernels_are_named(small_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"got `kernels` 'fast', wanted all, plain, or some of qkv, pdl"):
+    with pytest.raises(ValueError, match=r"got `kernels` 'fast', expected all, plain, or some of qkv, pdl"):
         ldm_lite.load(small_path, device="cpu", kernels="qkv,fast")
     assert setup.choose_kernels("all", torch.device("cpu")) == set(setup.KERNELS)

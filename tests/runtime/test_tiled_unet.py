@@ -44,5 +44,5 @@ def test_a_pointwise_network_is_the_same_in_tiles(size: tuple[int, int]) -> None
 
 
 def test_too_small_a_tile_is_refused() -> None:
-    with pytest.raises(ValueError, match="got a tile of 4, wanted 8 or more"):
+    with pytest.raises(ValueError, match="got a tile of 4, expected 8 or more"):
         TiledUNet(Pointwise(), 4)

@@ -59,7 +59,7 @@ def test_tags_weigh_networks_and_blocks() -> None:
     prompt, found = _loras("a <lora:one:0.5:lbw=OUTD>car<lyco:two:te=0.5:unet=1> <lora:three>")
     assert prompt == "a car "
     assert found == (("one", Strength(0.5, 0.5, "OUTD")), ("two", Strength(0.5, 1)), ("three", Strength()))
-    with pytest.raises(ValueError, match="the LoRA 'one': got the weight 'much', wanted a number"):
+    with pytest.raises(ValueError, match="the LoRA 'one': got the weight 'much', expected a number"):
         _loras("<lora:one:much>")
     with pytest.raises(ValueError, match="hypernetworks are not supported"):
         _loras("a cat <hypernet:three:0.5>")
@@ -148,11 +148,11 @@ def test_controlnets_as_the_extension_has_them(server: Running, folder: Path, sm
     ("unit", "message"),
     [
         ({"model": "edges"}, "a ControlNet has no image"),
-        ({"model": "none", "image": "photo"}, "unknown ControlNet 'none': wanted one of edges"),
+        ({"model": "none", "image": "photo"}, "unknown ControlNet 'none': expected one of edges"),
         ({"model": "../edges", "image": "photo"}, "unknown ControlNet"),
         ({"model": "edges", "image": "photo", "module": "openpose"}, "unknown ControlNet module 'openpose'"),
         ({"model": "edges", "image": "photo", "control_mode": 1}, "got control_mode 1"),
-        ({"model": "edges", "image": "photo", "guidance_start": 2}, "wanted it to start before it ends"),
+        ({"model": "edges", "image": "photo", "guidance_start": 2}, "expected it to start before it ends"),
         ({"model": "edges", "image": "photo", "weight": "much"}, "weight: Input should be a valid number"),
         ({"model": "edges", "image": "/etc/passwd"}, "is not base64"),
     ],

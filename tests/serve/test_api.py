@@ -144,8 +144,8 @@ def test_a_plot_ends_with_the_first_error(server: Running, open_stream: Callable
     stream = open_stream(steps=1000)  # behind which the plot waits
     plot = open_stream(x={"option": "seed", "values": "1-4"})
     plot.until(lambda kind, content: kind == "progress" and content["state"] == "queued")
-    server.engine.cancel(server.engine.queue[2], ValueError("got `steps`, wanted none"))
-    error = {"message": "got `steps`, wanted none", "param": "steps", "status": 422}
+    server.engine.cancel(server.engine.queue[2], ValueError("got `steps`, expected none"))
+    error = {"message": "got `steps`, expected none", "param": "steps", "status": 422}
     assert plot.until(lambda kind, _: kind == "error") == error
     server.ask(f"/api/images/{stream.key}/interrupt", {})
     stream.until(lambda kind, _: kind == "done")

@@ -23,7 +23,7 @@ def test_the_key_is_a_text_or_in_a_file(tmp_path: Path) -> None:
     assert key_of(ServeOptions(api_key=f"@{tmp_path / 'key'}")) == "a-long-enough-key"
     assert key_of(ServeOptions()) is None
     for key in ("short", "ein-schlüssel-mit-umlaut"):
-        with pytest.raises(ValueError, match="wanted 8 or more of ASCII"):
+        with pytest.raises(ValueError, match="expected 8 or more of ASCII"):
             key_of(ServeOptions(api_key=key))
     with pytest.raises(FileNotFoundError):
         key_of(ServeOptions(api_key="@/none"))

@@ -51,10 +51,10 @@ def test_values_become_options(engine: Any) -> None:
 @pytest.mark.parametrize(
     ("given", "field", "message"),
     [
-        ({"steps": "1e3"}, "steps", "wanted a whole number"),
-        ({"steps": "0"}, "steps", "wanted 1 to 1000"),
+        ({"steps": "1e3"}, "steps", "expected a whole number"),
+        ({"steps": "0"}, "steps", "expected 1 to 1000"),
         ({"scale": "inf"}, "scale", "finite number"),
-        ({"seed": "99999999999999999999"}, "seed", "wanted a whole number"),
+        ({"seed": "99999999999999999999"}, "seed", "expected a whole number"),
         ({"batch_size": "two"}, "batch_size", "'two'"),
         ({"stepz": "2"}, "stepz", "unknown field"),
         ({"from_file": "/etc/passwd"}, "from_file", "unknown field"),
@@ -74,7 +74,7 @@ def test_values_become_options(engine: Any) -> None:
         ({"x": {"option": "lora_weight", "values": "1, 2"}}, "x", "no LoRA is chosen"),
         ({"y": {"option": "steps", "values": ""}}, "y", "no values"),
         ({"hires": "0.5"}, "hires", "`hires`"),
-        ({"hires_upscaler": ["Latent"]}, "hires_upscaler", "wanted a text"),
+        ({"hires_upscaler": ["Latent"]}, "hires_upscaler", "expected a text"),
         ({"prompt": "a" * 5000, "x": {"option": "replace", "values": "a," + "b" * 5000}}, "x", "5000 places"),
     ],
 )

@@ -430,7 +430,7 @@ def test_forms_that_are_none_and_uploads_stay_in_memory(server: Running, monkeyp
 
 def test_a_body_that_is_too_large_gets_413(server: Running) -> None:
     status, message = server.refused(TXT2IMG, b" " * (2**20 + 1))
-    assert (status, message) == (413, "the request is too large, wanted at most 1 MiB")
+    assert (status, message) == (413, "the request is too large, expected at most 1 MiB")
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
     connection.request("POST", TXT2IMG, iter([b" " * 2**19] * 4), encode_chunked=True)  # without a length
     assert connection.getresponse().status == 413

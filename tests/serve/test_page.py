@@ -272,8 +272,8 @@ def test_errors_are_beside_the_field_that_caused_them(visit: Open) -> None:
     page.fill("#f-prompt", "a cat")
     assert page.text_content("#e-prompt") == ""  # gone as soon as it is changed
     for name, value, message in (
-        ("steps", "0", "got steps 0, wanted 1 to 1000"),
-        ("seed", "1.5", "got seed '1.5', wanted a whole number"),
+        ("steps", "0", "got steps 0, expected 1 to 1000"),
+        ("seed", "1.5", "got seed '1.5', expected a whole number"),
         ("width", "4096", "pixels"),
         ("freeu", "much", "got freeu 'much'"),  # in a part that is folded
     ):
@@ -398,7 +398,7 @@ def test_a_plot(visit: Open) -> None:
     prompts = [result(page, i).info["parameters"].splitlines()[0] for i in range(6, 0, -1)]
     assert prompts == ["a cat"] * 3 + ["a dog"] * 3
     page.fill("#f-x_values", "1, x")
-    assert make(page) == "got scale 'x', wanted a finite number, or a range such as 1-5"
+    assert make(page) == "got scale 'x', expected a finite number, or a range such as 1-5"
     assert page.text_content("#e-x") != ""
 
 

@@ -126,7 +126,7 @@ def test_pictures_may_be_long_at_any_depth() -> None:
     long = "A" * 200_000
     unit = {"controlnet": {"args": [{"image": {"image": long, "mask": long}}]}}
     assert validated(http.Body, {"init_images": [long], "alwayson_scripts": unit})
-    with pytest.raises(Refused, match="prompt: wanted at most 65536 characters"):
+    with pytest.raises(Refused, match="prompt: expected at most 65536 characters"):
         validated(http.Body, {"prompt": long})
 
 
@@ -232,7 +232,7 @@ def test_a_large_picture_is_reduced_when_it_is_read() -> None:
         assert image.size == (200, 200)
         image = open_bytes(picture(300, mode=mode), "image", 100 * 100)
         assert image.size == (200, 200)
-    with pytest.raises(ValueError, match="wanted at most"):
+    with pytest.raises(ValueError, match="expected at most"):
         open_bytes(picture(500), "image", 100 * 100)
 
 
@@ -301,9 +301,9 @@ def test_a_thread_is_its_clients_until_it_ends(running: Running, monkeypatch: py
 def test_many_controlnets_are_refused_before_their_images_are_read(running: Running) -> None:
     units = [{"image": "no image"}] * 11
     status, message = running.refused(TXT2IMG, SMALL | {"alwayson_scripts": {"controlnet": {"args": units}}})
-    assert (status, message) == (422, "got 11 ControlNets, wanted fewer than 10 (`max_branches`)")
+    assert (status, message) == (422, "got 11 ControlNets, expected fewer than 10 (`max_branches`)")
     status, message = running.refused(TXT2IMG, SMALL | {"alwayson_scripts": {"controlnet": {"args": True}}})
-    assert (status, message) == (422, "got bool as args of controlnet, wanted a list of ControlNets")
+    assert (status, message) == (422, "got bool as args of controlnet, expected a list of ControlNets")
 
 
 def test_what_is_queued_too_late_is_given_up(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,19 +330,19 @@ def test_what_is_queued_too_late_is_given_up(running: Running, monkeypatch: pyte
     ("more", "message"),
     [
         ({"prompt": " AND ".join("x" * 400)}, r"got 401 branches in each step, for 400 parts .* \(`max_branches`\)"),
-        ({"prompt": " AND ".join("x" * 10)}, r"got 11 branches .* wanted at most 10 \(`max_branches`\)"),
+        ({"prompt": " AND ".join("x" * 10)}, r"got 11 branches .* expected at most 10 \(`max_branches`\)"),
         ({"hires": 2.0, "hires_prompt": " AND ".join("x" * 400)}, "got 401 branches"),
         (
             {"prompt": " AND ".join("x" * 400), "regions": ";".join(["all"] * 400), "prompt_syntax": "plain"},
             "got 401 branches",
         ),
-        ({"prompt": "BREAK " * 3000}, "got about 3240 chunks of 75 tokens in a text of the prompt, wanted at most 300"),
+        ({"prompt": "BREAK " * 3000}, "got about 3240 chunks of 75 tokens in a text of the prompt, expected at most"),
         ({"prompt": "{" + "{a|b}" * 30 + "}", "dynamic": "all", "prompt_syntax": "plain"}, "makes more than 10000"),
-        ({"prompt": "{" + "{a|b}" * 6 + "}", "dynamic": "all"}, "got 64 images, wanted at most 16"),
-        ({"n_iter": 10**9}, "got 1000000000 images, wanted at most 16"),
+        ({"prompt": "{" + "{a|b}" * 6 + "}", "dynamic": "all"}, "got 64 images, expected at most 16"),
+        ({"n_iter": 10**9}, "got 1000000000 images, expected at most 16"),
         (
             {"width": 1024, "height": 1024, "steps": 150, "batch_size": 16},
-            r"got 16 images x 2 branches x 1024 x 1024 pixels x 150 steps, 5,033 millions, wanted .* \(`max_work`\)",
+            r"got 16 images x 2 branches x 1024 x 1024 pixels x 150 steps, 5,033 millions, expected .* \(`max_work`\)",
         ),
         ({"width": 512, "height": 512, "hires": 2.0, "steps": 150, "batch_size": 8}, r"and 1024 x 1024 x 150, 3,146"),
         ({"width": 8, "height": 65536}, "16384 a side"),
@@ -379,7 +379,7 @@ def test_the_size_of_a_picture_that_is_made_larger_is_known_before(library: Any,
     kind = InpaintOptions if "extend" in more else Img2imgOptions
     task = "inpaint" if "extend" in more else "img2img"
     options = kind(prompt="x", init_img=(Image.new("RGB", (64, 64)),), **more)
-    with pytest.raises(ValueError, match="pixels, wanted at most"):
+    with pytest.raises(ValueError, match="pixels, expected at most"):
         engine_of(library).submit(task, options)
 
 
@@ -394,7 +394,7 @@ def test_images_of_many_branches_share_no_batch(library: Any) -> None:
 
 
 def test_too_many_loras(library: Any, running: Running) -> None:
-    assert "got 40 LoRAs, wanted at most 32" in running.refused(TXT2IMG, SMALL | {"prompt": "<lora:a:1>" * 40})[1]
+    assert "got 40 LoRAs, expected at most 32" in running.refused(TXT2IMG, SMALL | {"prompt": "<lora:a:1>" * 40})[1]
 
 
 # ---- clients --------------------------------------------------------------------------------------------------------

@@ -204,12 +204,12 @@ def test_a_cancelled_request_leaves_the_queue_and_stops_what_runs(engine: Any) -
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"width": 256}, "got 256 x 32 pixels, wanted at most 4096 of an image"),
-        ({"width": 4096, "height": None}, "got 4096 x 64 pixels, wanted at most 4096 of an image"),
-        ({"steps": 11}, "got `steps` 11, wanted at most 10"),
-        ({"batch_size": 3, "n_iter": 2}, "got 6 images, wanted at most 4 in a request"),
+        ({"width": 256}, "got 256 x 32 pixels, expected at most 4096 of an image"),
+        ({"width": 4096, "height": None}, "got 4096 x 64 pixels, expected at most 4096 of an image"),
+        ({"steps": 11}, "got `steps` 11, expected at most 10"),
+        ({"batch_size": 3, "n_iter": 2}, "got 6 images, expected at most 4 in a request"),
         ({"sampler": "nope"}, "unknown sampler"),
-        ({"width": 33}, "wanted multiples of 8"),
+        ({"width": 33}, "expected multiples of 8"),
     ],
 )
 def test_limits_of_a_request(library: Any, wrong: dict[str, Any], message: str) -> None:
@@ -293,7 +293,7 @@ def test_a_model_that_cannot_be_loaded_ends_its_request_alone(small_path: Path, 
         finished(broken)
     assert finished(fine)
     engine.close()
-    with pytest.raises(ValueError, match=r"got `loras` .* wanted a folder"):
+    with pytest.raises(ValueError, match=r"got `loras` .* expected a folder"):
         library_of(loras=str(tmp_path / "none"))
 
 
@@ -327,7 +327,7 @@ def write_lora(path: Path) -> None:
 def test_loras_are_merged_for_the_requests_that_name_them(library: Any, small_path: Path, tmp_path: Path) -> None:
     write_lora(tmp_path / "ones.safetensors")
     engine = engine_of(library_of(small_path, loras=str(tmp_path)), loras=str(tmp_path))
-    with pytest.raises(ValueError, match="unknown LoRA 'twos': wanted one of ones"):
+    with pytest.raises(ValueError, match="unknown LoRA 'twos': expected one of ones"):
         submit(engine, "txt2img", options(), loras=(("twos", 1.0),))
     given: list[Any] = [(), (("ones", 0.5),), (), (("ones", 0.5),), (("ones", 1.0),)]
     tickets = [submit(engine, "txt2img", options(), loras=each) for each in given]

@@ -88,10 +88,10 @@ def test_a_second_pass_is_that_of_python(
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"hr_upscaler": "R-ESRGAN 4x+"}, "unknown hr_upscaler 'R-ESRGAN 4x+': wanted one of Latent"),
+        ({"hr_upscaler": "R-ESRGAN 4x+"}, "unknown hr_upscaler 'R-ESRGAN 4x+': expected one of Latent"),
         ({"hr_resize_x": 64, "hr_resize_y": 48}, "64x48, have not the shape of 32x32: give only one"),
-        ({"hr_scale": 8}, "got 256 x 256 pixels, wanted at most 16384"),
-        ({"hr_second_pass_steps": 21}, "got `hires_steps` 21, wanted at most 20"),
+        ({"hr_scale": 8}, "got 256 x 256 pixels, expected at most 16384"),
+        ({"hr_second_pass_steps": 21}, "got `hires_steps` 21, expected at most 20"),
         ({"hr_checkpoint_name": "another"}, "hr_checkpoint_name is not supported"),
         ({"denoising_strength": 0}, "hires_strength"),
     ],
@@ -142,7 +142,7 @@ def test_extras_enlarge_as_python(server: Any, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"upscaler_1": "4x"}, "unknown upscaler '4x': wanted one of x2net"),
+        ({"upscaler_1": "4x"}, "unknown upscaler '4x': expected one of x2net"),
         ({"upscaler_1": "x2net", "upscaling_resize": 8, "image": b64(photo(100, 100))}, "got 800 x 800 pixels"),
         ({"upscaler_1": "x2net", "upscaling_resize": 9}, "upscaling_resize: Input should be less than or equal to 8"),
         ({"upscaler_1": "x2net", "gfpgan_visibility": 1}, "gfpgan_visibility is not supported"),
@@ -157,4 +157,4 @@ def test_wrong_extras_are_one_line(server: Any, given: dict[str, Any], message: 
 
 def test_no_picture_is_none_to_enlarge(server: Any) -> None:
     status, message = server.refused("/sdapi/v1/extra-batch-images", {"imageList": []})
-    assert (status, message) == (422, "got 0 images, wanted 1 to 16")
+    assert (status, message) == (422, "got 0 images, expected 1 to 16")

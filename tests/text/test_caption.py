@@ -23,5 +23,5 @@ def test_a_plain_prompt_stays_as_it_is_but_for_its_case() -> None:
 @pytest.mark.slow
 def test_longer_texts_are_refused() -> None:
     for text in ("a" * 10**8, "a " * 10**7):
-        with pytest.raises(ValueError, match="wanted at most 2,000"):
+        with pytest.raises(ValueError, match="expected at most 2,000"):
             clean(text)

@@ -52,7 +52,7 @@ def test_texts_of_every_shape_end_soon(name: str, sd: Pipeline, bundled: Pipelin
     text = SHAPES[name]
     for pipe in (sd, bundled):
         pipe.encode_prompt(text)
-    refused = pytest.raises(ValueError, match=r"wanted at most 100|more than 100 brackets")
+    refused = pytest.raises(ValueError, match=r"expected at most 100|more than 100 brackets")
     with contextlib.nullcontext() if name in ("a word", "a long gap", "entities") else refused:
         sd.encode_prompt(text, prompt_syntax="a1111")
 
@@ -68,7 +68,7 @@ def test_texts_for_other_encoders_end_soon(name: str) -> None:
 def test_longer_texts_are_refused(small_path: Path) -> None:
     pipe: Pipeline = ldm_lite.load(small_path, device="cpu")
     for text in ("a" * 10**8, "a " * 10**7):
-        wanted = f"got a text of {len(text):,} characters, wanted at most 20,000"
+        wanted = f"got a text of {len(text):,} characters, expected at most 20,000"
         for syntax in ("plain", "a1111"):
             with pytest.raises(ValueError, match=wanted):
                 pipe.txt2img(text, prompt_syntax=syntax)
@@ -85,7 +85,7 @@ def test_weights_are_finite(sd: Pipeline) -> None:
     assert torch.equal(contexts[0], contexts[1])
     assert not torch.equal(contexts[0], contexts[2])
     for text in (f"(a:{'9' * 400})", "((((a:1000):1000):1000):1000)"):
-        with pytest.raises(ValueError, match=r"got a prompt with the weight .*, wanted at most 1000000"):
+        with pytest.raises(ValueError, match=r"got a prompt with the weight .*, expected at most 1000000"):
             sd.encode_prompt(text, prompt_syntax="a1111")
 
 
@@ -98,7 +98,7 @@ def test_files_of_prompts_are_regular_and_their_lines_limited(
     (tmp_path / "noise").write_bytes(bytes(range(256)) * 100)
     (tmp_path / "huge").touch()
     os.truncate(tmp_path / "huge", 2**28 + 1)
-    cases = {"pipe": "is a pipe", "line": "characters, wanted at most 20,000", "noise": "is not text in UTF-8"}
+    cases = {"pipe": "is a pipe", "line": "characters, expected at most 20,000", "noise": "is not text in UTF-8"}
     cases |= {"huge": "is too large", "/dev/urandom": "is a device", "/dev/zero": "is a device"}
     for name, wanted in cases.items():
         argv = ["--from-file", str(tmp_path / name), *(["--init-img", str(tmp_path)] if command is img2img else [])]
@@ -126,5 +126,5 @@ def test_other_texts_and_numbers_are_regular_files(tmp_path: Path) -> None:
         open_folder(tmp_path, 8)
     (tmp_path / "b.jsonl").unlink()
     (tmp_path / "a.txt").write_text("a" * 20_001)
-    with pytest.raises(ValueError, match=r"a\.png: its caption has 20,001 characters, wanted at most 20,000"):
+    with pytest.raises(ValueError, match=r"a\.png: its caption has 20,001 characters, expected at most 20,000"):
         open_folder(tmp_path, 8)

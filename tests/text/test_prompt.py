@@ -124,11 +124,11 @@ def test_clip_skip_is_the_norm_of_an_earlier_layer(bundled: Pipeline) -> None:
     for skip in (1, 2, 3):
         want = encoder.final_layer_norm(outputs[-skip])
         assert torch.equal(bundled.encode_prompt("a red apple", clip_skip=skip).context, want)
-    for skip, message in ((0, "got `clip_skip` 0, wanted 1 to"), (4, "got clip skip 4, wanted 1 to 3")):
+    for skip, message in ((0, "got `clip_skip` 0, expected 1 to"), (4, "got clip skip 4, expected 1 to 3")):
         with pytest.raises(ValueError, match=message):
             bundled.encode_prompt("a red apple", clip_skip=skip)
 
 
 def test_an_unknown_syntax(bundled: Pipeline) -> None:
-    with pytest.raises(ValueError, match="got `prompt_syntax` 'x', wanted one of plain, a1111"):
+    with pytest.raises(ValueError, match="got `prompt_syntax` 'x', expected one of plain, a1111"):
         bundled.encode_prompt("a", prompt_syntax="x")

@@ -126,11 +126,11 @@ def test_what_was_kept_and_dropped_is_the_whole_text(tokenizer: Any) -> None:
 @pytest.mark.parametrize(
     ("texts", "message"),
     [
-        ("a cat", r"got a single string, wanted a list of strings: pass \[text\]"),
+        ("a cat", r"got a single string, expected a list of strings: pass \[text\]"),
         (["a cat", None], "got NoneType among the texts"),
         ([b"a cat"], "got bytes among the texts"),
         ([["a cat"]], "got list among the texts"),
-        (["a \ud800 cat"], r"got a lone surrogate, '\\ud800', at character 2, wanted valid Unicode"),
+        (["a \ud800 cat"], r"got a lone surrogate, '\\ud800', at character 2, expected valid Unicode"),
     ],
 )
 def test_errors_are_one_line(tokenizer: Any, texts: list[str], message: str) -> None:
@@ -146,7 +146,7 @@ def test_dropped_raises_as_a_call_does(tokenizer: Any) -> None:
 
 
 def test_no_room_for_start_and_end_is_an_error(tokenizer: Any) -> None:
-    with pytest.raises(ValueError, match="got length 1, wanted at least 2"):
+    with pytest.raises(ValueError, match="got length 1, expected at least 2"):
         replace(tokenizer, length=1)
 
 
@@ -271,5 +271,5 @@ def test_hostile_vocabularies_are_refused_at_once(tmp_path: Path, capfd: pytest.
 
 
 def test_t5_has_no_vocabulary_of_its_own() -> None:
-    with pytest.raises(ValueError, match=r"wanted the path of a spiece.model"):
+    with pytest.raises(ValueError, match=r"expected the path of a spiece.model"):
         T5Tokenizer()

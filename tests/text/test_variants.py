@@ -67,11 +67,11 @@ def test_ordinary_text_stays(text: str, made: str) -> None:
         ("a {b|c", "has an opening brace without its closing one"),
         ("a b}", "has a closing brace without its opening one"),
         ("{3-1$$a|b}", "takes 3-1 variants"),
-        ("__none__", "holds no line for the wildcard __none__, wanted none.txt"),
-        ("__../secret__", "wanted a name inside"),
-        ("__/etc/passwd__", "wanted a name inside"),
+        ("__none__", "holds no line for the wildcard __none__, expected none.txt"),
+        ("__../secret__", "expected a name inside"),
+        ("__/etc/passwd__", "expected a name inside"),
         ("__loop__", "does a wildcard hold itself"),
-        ("{" * 21 + "}" * 21, "deep, wanted at most"),
+        ("{" * 21 + "}" * 21, "deep, expected at most"),
     ],
 )
 def test_errors_are_one_line(sd: Pipeline, text: str, message: str, folder: Path) -> None:
@@ -137,7 +137,7 @@ def test_lines_of_a_wildcard_are_limited(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr("ldm_lite.text.variants.MOST_BYTES", 1000)
     with pytest.raises(ValueError, match=r"b\.txt: is too large"):
         Prompts(tmp_path).lines("*")
-    with pytest.raises(ValueError, match=r"^got the wildcard __y{40}\.\.\., wanted at most 100 characters$"):
+    with pytest.raises(ValueError, match=r"^got the wildcard __y{40}\.\.\., expected at most 100 characters$"):
         Prompts(tmp_path).lines("y" * 20_000)
 
 

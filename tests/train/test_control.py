@@ -70,7 +70,7 @@ def test_its_file_is_read_as_a_controlnet(
     assert theirs.abs().max() > 0
     assert toy.relative_error(ours, theirs.double().numpy()) < 5e-3  # the file is in float16
     (data / "0.hint.png").unlink()
-    with pytest.raises(ValueError, match=r"0\.png: has no image for the ControlNet: wanted 0\.hint\.png beside it"):
+    with pytest.raises(ValueError, match=r"0\.png: has no image for the ControlNet: expected 0\.hint\.png beside it"):
         train(options(data, tmp_path / "no", steps=1, stage="control"), load_options(small_path))
 
 

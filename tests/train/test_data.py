@@ -130,8 +130,8 @@ def test_images_of_the_class_need_not_have_the_name(tmp_path: Path, folder: Path
         ({"a.png": b"x", "a.txt": b"x"}, "a.tar, a: is not an image that can be read"),
         ({"a.png": b"IMAGE", "a.txt": b" "}, "a.tar, a: its caption is empty"),
         ({"a.png": b"IMAGE", "a.json": b"{"}, "a.tar, a: its .json cannot be read"),
-        ({"a.png": b"IMAGE", "a.json": b'["text"]'}, "a.tar, a: wanted a JSON object with a caption called text"),
-        ({"a.png": b"IMAGE", "a.json": b'{"text": 1}'}, "a.tar, a: wanted a JSON object with a caption called text"),
+        ({"a.png": b"IMAGE", "a.json": b'["text"]'}, "a.tar, a: expected a JSON object with a caption called text"),
+        ({"a.png": b"IMAGE", "a.json": b'{"text": 1}'}, "a.tar, a: expected a JSON object with a caption called text"),
     ],
 )
 def test_mistakes_in_tars_are_one_line(tmp_path: Path, folder: Path, files: dict[str, bytes], message: str) -> None:
@@ -334,20 +334,20 @@ CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "another autoencoder": (lambda p: change(p, vae="0"), "was encoded by another autoencoder than this model's"),
     "another text encoder": (lambda p: change(p, text_encoder="0"), "was encoded by another text encoder"),
     "no text": (lambda p: change(p, context=None), "holds no text embeddings"),
-    "another format": (lambda p: change(p, format="2"), "wanted an index of encoded examples with the format"),
+    "another format": (lambda p: change(p, format="2"), "expected an index of encoded examples with the format"),
     "no examples": (lambda p: change(p, examples=0), "its examples cannot be 0"),
     "a text as shape": (lambda p: change(p, moments="8"), "its moments cannot be '8'"),
     "a huge shape": (lambda p: change(p, context=[2**31, 5]), "its context cannot be"),
     "no index": (lambda p: (p / "index.json").write_text("["), "index.json: is not valid JSON"),
     "half a file": (lambda p: cut(p / "00000" / "moments.npy"), "moments.npy: is damaged"),
-    "another shape": (lambda p: np.save(p / "00000" / "moments.npy", np.zeros(3)), "wanted float16 of shape"),
+    "another shape": (lambda p: np.save(p / "00000" / "moments.npy", np.zeros(3)), "expected float16 of shape"),
     "an object": (
         lambda p: np.save(p / "00000" / "moments.npy", np.array([{}], object), allow_pickle=True),
         "is damaged",
     ),
     "no number": (lambda p: fill(p / "00000" / "moments.npy"), "is not finite: encode it again"),
     "no line": (lambda p: (p / "00000" / "captions.jsonl").write_text('"a"\n'), "has 1 lines, not a shard's"),
-    "a number": (lambda p: (p / "00000" / "captions.jsonl").write_text("1\n" * 4), "wanted a JSON string in each"),
+    "a number": (lambda p: (p / "00000" / "captions.jsonl").write_text("1\n" * 4), "expected a JSON string in each"),
 }
 
 

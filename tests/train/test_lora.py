@@ -158,7 +158,7 @@ def test_the_loss_falls(tmp_path: Path, folder: Path, small_path: Path) -> None:
 
 
 def test_a_rank_below_1_is_refused(tmp_path: Path, folder: Path, small_path: Path) -> None:
-    with pytest.raises(ValueError, match="got a LoRA rank of 0, wanted 1 or more"):
+    with pytest.raises(ValueError, match="got a LoRA rank of 0, expected 1 or more"):
         LoRA({}, rank=0)
-    with pytest.raises(ValueError, match=r"got `?lora_rank`? 0, wanted 1 to 4096"):
+    with pytest.raises(ValueError, match=r"got `?lora_rank`? 0, expected 1 to 4096"):
         train(options(folder, tmp_path / "a", lora_rank=0), load_options(small_path))

@@ -187,7 +187,7 @@ def test_the_decoder_alone(renderer: Path, tmp_path: Path, small_path: Path) -> 
     ("arguments", "message"),
     [
         (("autoencoder", "--renderer", "none.py"), "none.py: is not a Python file"),
-        (("autoencoder", "--batch-size", "0"), "got --batch-size 0, wanted 1 to"),
+        (("autoencoder", "--batch-size", "0"), "got --batch-size 0, expected 1 to"),
         (("new", "--vae", "none.safetensors"), "none.safetensors: no such file"),
         (("text", "--ckpt", "none.safetensors"), "none.safetensors: no such file"),
     ],

@@ -65,7 +65,7 @@ def test_what_is_held_out_is_not_learned(tmp_path: Path, folder: Path, small_pat
         train(options(folder, tmp_path / "parts", minutes=0.0, resume=i > 0, **extra), load_options(small_path))
     assert validations(tmp_path / "whole") == validations(tmp_path / "parts")
     assert len(validations(tmp_path / "whole")) == 4
-    with pytest.raises(ValueError, match="wanted a folder, or a fraction between 0 and 1"):
+    with pytest.raises(ValueError, match="expected a folder, or a fraction between 0 and 1"):
         train(options(folder, tmp_path / "no", validation="1.5"), load_options(small_path))
 
 
@@ -146,7 +146,7 @@ def test_masks_beside_images_and_in_their_alpha(tmp_path: Path) -> None:
     assert b[0, :, 4].tolist()[::7] == [255, 0]
     assert c.min() == 255
     Image.fromarray(half[:4]).save(tmp_path / "a.mask.png")
-    with pytest.raises(ValueError, match=r"a\.mask\.png: is 16 x 4, wanted the size of its image, 16 x 16"):
+    with pytest.raises(ValueError, match=r"a\.mask\.png: is 16 x 4, expected the size of its image, 16 x 16"):
         masked.example(0)
 
 

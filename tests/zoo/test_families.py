@@ -153,10 +153,10 @@ def test_sizes_and_scores_as_options_are_those_of_diffusers(load: Load) -> None:
         (
             "sdxl_base",
             ["--original-size", "96"],
-            "got --original-size '96', wanted HxW, height first, 1024x768 for instance",
+            "got --original-size '96', expected HxW, height first, 1024x768 for instance",
         ),
-        ("sdxl_base", ["--target-size", "0x96"], "got --target-size '0x96', wanted HxW"),
-        ("sdxl_base", ["--crop-top-left", "-1,0"], "got --crop-top-left '-1,0', wanted Y,X, 0,128 for instance"),
+        ("sdxl_base", ["--target-size", "0x96"], "got --target-size '0x96', expected HxW"),
+        ("sdxl_base", ["--crop-top-left", "-1,0"], "got --crop-top-left '-1,0', expected Y,X, 0,128 for instance"),
     ],
 )
 def test_unused_sizes_are_one_line(
@@ -312,13 +312,15 @@ def test_miniatures_are_detected_by_their_metadata() -> None:
 def test_metadata_keys() -> None:
     for family in FAMILIES.values():
         assert set(metadata(family)) <= set(check_metadata(metadata(family)))
-    with pytest.raises(ValueError, match="got `metadata` guidence, wanted one of unet_num_heads, "):
+    with pytest.raises(ValueError, match="got `metadata` guidence, expected one of unet_num_heads, "):
         check_metadata({"family": "sd1", "guidence": "5"})
 
 
 def test_an_unknown_family_in_the_metadata_is_one_line() -> None:
     unet = {key: tuple(s) for key, s in MANIFESTS["unet_sdxl_base"]["shapes"].items()}
-    with pytest.raises(ValueError, match=r"the metadata name the family 'sdxl_turb', wanted one of sd1, .*sdxl_turbo"):
+    with pytest.raises(
+        ValueError, match=r"the metadata name the family 'sdxl_turb', expected one of sd1, .*sdxl_turbo"
+    ):
         detect_family({"unet": unet}, {"family": "sdxl_turb"}, sgm=True)
 
 
@@ -405,7 +407,7 @@ def test_img2img_with_a_refiner_by_one_flag(
     assert "Refiner: sdxl_refiner, Refiner from step: 2" in told  # the first of two is the third of four
     with pytest.raises(SystemExit, match="2"):
         command.main([*arguments, "--refiner-start", "1.5"])
-    assert "got --refiner-start 1.5, wanted 0 to 1" in capsys.readouterr().err
+    assert "got --refiner-start 1.5, expected 0 to 1" in capsys.readouterr().err
 
 
 def test_options_without_a_refiner_or_embedding_are_one_line(
@@ -486,7 +488,7 @@ def test_an_image_embedding_is_read(
         assert message in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         command(tmp_path, files("sd2_unclip_h"), "--image_embedding", str(tmp_path / "image.npy"), "--noise_level=1000")
-    assert "got --noise-level 1000, wanted 0 to 999" in capsys.readouterr().err
+    assert "got --noise-level 1000, expected 0 to 999" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -264,7 +264,7 @@ export async function request() {
   const name = task(), body = { task: name, model: value("model"), loras };
   for (const box of $$(".field[data-tasks]:not([hidden])").filter(isChanged)) {
     const element = input(box.dataset.name);
-    if (element.validity.badInput) throw Object.assign(new Error("wanted a number"), { param: element.name });
+    if (element.validity.badInput) throw Object.assign(new Error("expected a number"), { param: element.name });
     body[element.name] = read(element);
   }
   if (name !== "txt2img") body.init_img = await source.sent();
