@@ -185,7 +185,8 @@ def demand(options: Txt2imgOptions, steps: int) -> Demand:
     images = int(_BY_OPTIONS[type(options)].count(options))
     options, _ = check(options)
     syntax, steps = options.prompt_syntax, options.steps or steps
-    prompts = [*read_prompts(options), options.negative_prompt, options.hires_prompt, options.hires_negative_prompt]
+    hires = options.hires_prompt, options.hires_negative_prompt
+    prompts = [*read_prompts(options), *options.negative_prompts, *hires]
     joined = "a1111" if options.regions is not None else syntax  # regions are of the parts that AND joins
     parts = [parts_of(prompt, joined) for prompt in set(prompts) if prompt]
     texts = {until.text for part in itertools.chain(*parts) for until in until_of(part.text, syntax, Calls(steps))}
@@ -265,7 +266,7 @@ class _Rows:
         """
         negative = [row.negative_prompt for row in rows]
         said = next((text for text in negative if text), negative[0])
-        texts, model = replace(job.texts, prompts=[row.prompt for row in rows], negative_prompt=said), job.model
+        texts, model = replace(job.texts, prompts=[row.prompt for row in rows], negative_prompts=(said,)), job.model
         if self.length is None:
             return texts
         factor = model.vae.spec.factor
@@ -274,7 +275,7 @@ class _Rows:
         with model.phase(*model.family.texts):
             cond = _encoded(model, texts.prompts, options)
             if not texts.is_guided:
-                return replace(texts, cond=cond, negative_prompt=None)  # of which it is said that it is not read
+                return replace(texts, cond=cond, negative_prompts=(None,))  # of which it is said that it is not read
             negative = negative[:1] if len(set(negative)) == 1 else negative
             return replace(texts, cond=cond, uncond=_encoded(model, negative, replace(options, negative=True)))
 

@@ -106,7 +106,7 @@ class Txt2img(Conditioned, Run, total=False):
     variation_strength: float
     fixed_code: bool
     brownian: bool
-    negative_prompt: str | None
+    negative_prompt: str | Sequence[str] | None
     seed: int | Sequence[int]
     height: int | None
     width: int | None

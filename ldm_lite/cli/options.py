@@ -135,7 +135,10 @@ def _typed(name: str, value: Any, kinds: Sequence[Any]) -> Any:
     single = isinstance(value, (str, bytes)) or not hasattr(value, "__iter__") or getattr(value, "ndim", 1) == 0
     if several and not single:
         return tuple(_typed(name, item, (kind,)) for item in value)
+    is_flag = isinstance(value, bool) or str(getattr(value, "dtype", "")) in ("bool", "torch.bool")
     try:
+        if is_flag and kind is not bool:  # which is a whole number to Python
+            raise TypeError
         if kind is int:
             return operator.index(value)
         if kind is bool and single and value in (True, False):

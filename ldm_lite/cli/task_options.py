@@ -343,7 +343,9 @@ class Txt2imgOptions(
         positional=True,
         common=True,
     )
-    negative_prompt: str | None = option(None, "what to avoid; for SDXL, '' differs from none", common=True)
+    negative_prompt: str | Sequence[str] | None = option(
+        None, "what to avoid; for SDXL, '' differs from none", common=True
+    )
     seed: int | Sequence[int] = option(
         42,
         "seed of the first image; image k has seed + k, whatever the batch size; -1 is a random one",
@@ -383,6 +385,12 @@ class Txt2imgOptions(
     def repeats(self) -> int:
         """How many times the job runs."""
         return (self.original_counts[1] if self.compat else 1) if self.n_iter is None else self.n_iter
+
+    @property
+    def negative_prompts(self) -> tuple[str | None, ...]:
+        """The negative prompts, which the images take in turn: a single one, or one for each prompt or image."""
+        texts: Any = self.negative_prompt
+        return texts if isinstance(texts, tuple) else (texts,)
 
     def seeds_of(self, number: int, num_prompts: int) -> tuple[int, int]:
         """Return the seed and the variation seed, 0 without, of the image with a number, counted from 0.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
@@ -77,14 +77,15 @@ class EditedTexts(PromptEncoder):
         """Return all texts that are read over the steps."""
         prompts = set(self.prompts if self.cond is None else ())
         parts = {part.text for prompt in prompts for part in parts_of(prompt, "a1111")}
-        return {until.text for text in (*parts, *self._negative()) for until in self._until(text)}
+        negative = self.negative_prompts if self._reads_negative else ()
+        return {until.text for text in (*parts, *negative) for until in self._until(text)}
 
     def source(self, job: Any, items: Sequence[Item]) -> InputSource:
         """Return the inputs of every call for items whose prompts' parts have the same weights."""
         prompts = [self._prompt(item) for item in items]
         parts = [[Part("", 1.0)] if self.cond is not None else parts_of(prompt, "a1111") for prompt in prompts]
         columns = [[self._until(part.text) for part in column] for column in zip(*parts, strict=True)]
-        columns.append([self._until(next(self._negative(), None))] * len(items))
+        columns.append([self._until(self.negative_of(item) if self._reads_negative else None) for item in items])
         changes = {until.last + 1 for column in columns for image in column for until in image[:-1]}
         if reads_step_alone(job.guidance):  # once a step, whatever the text is then
             job = replace(job, guidance=functools.cache(job.guidance))
@@ -109,10 +110,10 @@ class EditedTexts(PromptEncoder):
     def _prompt(self, item: Item) -> str:
         return self.prompts[item.number % len(self.prompts)]
 
-    def _negative(self) -> Iterator[str | None]:
-        """The negative prompt, if it is read."""
-        if self.is_guided and self.uncond is None:
-            yield self.negative_prompt
+    @property
+    def _reads_negative(self) -> bool:
+        """Whether the negative prompts are read."""
+        return self.is_guided and self.uncond is None
 
     def _until(self, text: str | None) -> list[Until]:
         if text not in self._schedules:

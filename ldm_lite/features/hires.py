@@ -75,7 +75,7 @@ class Hires(Feature):
         if options.hires_prompt is not None:
             texts = dataclasses.replace(texts, prompts=[options.hires_prompt] * len(job.texts.prompts))
         if options.hires_negative_prompt is not None:
-            texts = dataclasses.replace(texts, negative_prompt=options.hires_negative_prompt)
+            texts = dataclasses.replace(texts, negative_prompts=(options.hires_negative_prompt,))
         second = task.job(larger, plan, texts, without=self)
         if isinstance(job.texts, EditedTexts) and isinstance(second.texts, EditedTexts):  # they count on
             calls = dataclasses.replace(second.texts.calls, before=job.texts.calls.total)

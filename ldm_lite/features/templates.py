@@ -17,7 +17,10 @@ class Templates(Feature):
         if options.compat or options.cond is not None:
             raise ValueError("`compat` and `cond` take prompts as they are: leave out `dynamic` and `wildcards`")
         prompts = Prompts(None if options.wildcards is None else Path(options.wildcards).expanduser())
+        negative = options.negative_prompts
         if options.dynamic == "all":
+            if len(negative) > 1:
+                raise ValueError("`dynamic` all makes more prompts than there are negative ones: give a single one")
             templates = read_prompts(dataclasses.replace(options, batch_size=1, n_iter=1))
             texts = [prompt for template in templates for prompt in prompts.all(template)] * options.repeats
         else:
@@ -25,4 +28,6 @@ class Templates(Feature):
             first = options.seed
             seeds = range(first, first + len(templates)) if isinstance(first, int) else first
             texts = [prompts.one(template, seed) for template, seed in zip(templates, seeds, strict=False)]
+        if len(negative) > 1:
+            options = dataclasses.replace(options, negative_prompt=negative * (len(texts) // len(negative)))
         return dataclasses.replace(options, prompt=texts, n_iter=1, dynamic=None, wildcards=None)

@@ -164,7 +164,7 @@ def read(values: Mapping[str, Any], engine: Engine) -> Work:
     with about("x" if x is not None else "y"):
         for axis in (x, y):
             if axis is not None and axis.option == xy.REPLACE:  # a request of a few KiB made texts of GiB
-                texts = (str(options.prompt or ""), options.negative_prompt or "")
+                texts = [str(text or "") for text in (options.prompt, *options.negative_prompts)]
                 count, most = sum(text.count(axis.values[0]) for text in texts), max(map(len, axis.values))
                 if count * most > MOST_REPLACED:
                     raise ValueError(f"got {count} places for replace, and a value of {most} characters: shorten it")

@@ -144,7 +144,7 @@ class Library:
     def embeddings_in(self, options: Txt2imgOptions, model: str | None) -> tuple[str, ...]:
         """Return the textual inversions that a request's prompts name, as NAME=FILE, of those that fit its model."""
         prompts = [options.prompt] if isinstance(options.prompt, str) else options.prompt or []
-        texts = (*prompts, options.negative_prompt, options.hires_prompt, options.hires_negative_prompt)
+        texts = (*prompts, *options.negative_prompts, options.hires_prompt, options.hires_negative_prompt)
         text, widths = " ".join(text for text in texts if text).lower(), self.facts(model).widths
         return tuple(
             f"{name}={path}"

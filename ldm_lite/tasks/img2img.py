@@ -26,7 +26,7 @@ from ldm_lite.tasks.image_inputs import (
     size_of,
     sources,
 )
-from ldm_lite.tasks.job import Job, OnStep, Part, Result, Task, check_seeds, read_prompts, results
+from ldm_lite.tasks.job import Job, OnStep, Part, Result, Task, check_counts, read_prompts, results
 
 log = logging.getLogger("ldm_lite")
 
@@ -66,7 +66,7 @@ def prepare(model: Model, options: Img2imgOptions, further: Sequence[core.Featur
     if options.compat and instructed:
         raise ValueError("`compat` is the original img2img script, which has no InstructPix2Pix: leave it out")
     images = sources(options.init_img, "init_img")
-    check_seeds(task, len(images))
+    check_counts(task, len(images))
     strength = (1.0 if model.family.task in EDITING else 0.75) if options.strength is None else options.strength
     start = begin(model, options, strength)
     image_scale = (1.5 if options.image_scale is None else options.image_scale) if instructed else None

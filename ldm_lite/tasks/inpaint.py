@@ -47,7 +47,7 @@ from ldm_lite.tasks.image_inputs import (
     size_of,
     sources,
 )
-from ldm_lite.tasks.job import Job, OnStep, Part, Result, Task, check_seeds, plan_of, read_prompts, results
+from ldm_lite.tasks.job import Job, OnStep, Part, Result, Task, check_counts, plan_of, read_prompts, results
 from ldm_lite.tasks.masked_area import Area, area_of, covering, fill, fitted
 
 log = logging.getLogger("ldm_lite")
@@ -75,7 +75,7 @@ def prepare(model: Model, options: InpaintOptions, further: Sequence[core.Featur
     assert isinstance(task.options, InpaintOptions)
     model, options = task.model, task.options
     images = pairs(options)
-    check_seeds(task, len(images))
+    check_counts(task, len(images))
     strength = 1.0 if options.strength is None else options.strength
     if not options.compat:
         start = begin(model, options, strength)

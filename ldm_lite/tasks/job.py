@@ -108,9 +108,17 @@ def prepare(
     return Task(*changed(model, options, features, further), prompts)
 
 
-def check_seeds(task: Task, num_images: int = 1) -> None:
-    """Raises ValueError for a list of seeds that has not one for each image; num_images are those to start from."""
+def check_counts(task: Task, num_images: int = 1) -> None:
+    """Raises ValueError for a list of seeds or negative prompts of another length; num_images are those to start from.
+
+    Seeds are one for each image, negative prompts one for each image or prompt.
+    """
     options, count = task.options, len(task.prompts) * task.options.repeats * num_images
+    if (texts := len(options.negative_prompts)) not in (1, len(task.prompts), count):
+        raise ValueError(
+            f"got {texts} negative prompts for {len(task.prompts)} prompt{'s' * (len(task.prompts) != 1)} and {count} "
+            f"image{'s' * (count != 1)}, expected one, or one for each"
+        )
     if not isinstance(options.seed, int) and len(options.seed) != count:
         raise ValueError(f"got {len(options.seed)} seeds for {count} images, expected one, or one for each")
 
@@ -132,9 +140,11 @@ def read_prompts(options: Txt2imgOptions, model: Model | None = None) -> list[st
         prompts = [""] * count
     else:
         raise ValueError('no prompt: give one, for instance "a red apple on a blue background"')
-    for text in (*prompts, options.negative_prompt or ""):
-        check_length(text)
-        if options.prompt_syntax == "a1111":
+    if not options.negative_prompts:
+        raise ValueError("got an empty list of negative prompts, expected one or more")
+    for text in (*prompts, *options.negative_prompts):
+        check_length(text or "")
+        if text is not None and options.prompt_syntax == "a1111":
             parse(text)  # which refuses some weights
     return prompts
 
@@ -196,9 +206,14 @@ class Task:
     def items(self, place: int = 0) -> list[Item]:
         """Return the images of the place-th input, counted from 0."""
         options, count = self.options, len(self.prompts)
-        size, negative = options.repeats * count, options.negative_prompt or ""
+        size, negative = options.repeats * count, options.negative_prompts
         return [
-            Item(number, self.prompts[number % count], negative, options.seeds_of(number, count)[0])
+            Item(
+                number,
+                self.prompts[number % count],
+                negative[number % len(negative)] or "",
+                options.seeds_of(number, count)[0],
+            )
             for number in range(place * size, (place + 1) * size)
         ]
 
@@ -218,7 +233,7 @@ class Task:
         options = self.options
         has_guidance = guidance_of(self, self.plan) != 1 or self.image_scale not in (None, 1)
         ready = as_conditioning(options.cond), as_conditioning(options.uncond)
-        return PromptEncoder(self.model, self.prompts, options.negative_prompt, options, *ready, has_guidance)
+        return PromptEncoder(self.model, self.prompts, options.negative_prompts, options, *ready, has_guidance)
 
     def job(
         self,
@@ -294,7 +309,8 @@ class Job(CoreJob):
         settings = {"Seed": item.seed, "Size": f"{width}x{height}", **self.settings_for(item)}
         first = ("Steps", "Sampler", "Schedule type", "CFG scale", "Seed", "Size", "Model")  # as in A1111
         text = {name: settings[name] for name in (*first, *settings) if settings.get(name) is not None}
-        negative = item.negative or self.task.options.negative_prompt  # an empty one is written, none is not
+        given = self.task.options.negative_prompts
+        negative = item.negative or given[item.number % len(given)]  # an empty one is written, none is not
         key = self.keys.get(item.number, "")
         return Result(pixels, item.prompt, item.seed, parameters(item.prompt, negative, text), self.truncated, key)
 

@@ -35,7 +35,7 @@ class PromptEncoder:
 
     model: Model
     prompts: Sequence[str]  # of one repetition; that of an item is at its number, counted round
-    negative_prompt: str | None
+    negative_prompts: Sequence[str | None]  # which the items take in turn, by their numbers
     options: Txt2imgOptions
     cond: Parts | None = None  # precomputed conditioning in place of the prompts
     uncond: Parts | None = None
@@ -55,14 +55,18 @@ class PromptEncoder:
     def is_guided(self) -> bool:
         """Whether the negative prompt is read.  Logs that a given one is not."""
         guided = not self.model.family.distilled and (self.has_guidance or self.has_parts)
-        if not guided and not self.is_refiner and (self.uncond is not None or self.negative_prompt):
+        if not guided and not self.is_refiner and (self.uncond is not None or any(self.negative_prompts)):
             warn_of_unused(self.model)
         return guided
 
     def texts(self) -> set[str | None]:
         """Return all texts that are read."""
-        negative = [self.negative_prompt] if self.is_guided and self.uncond is None else []
+        negative = self.negative_prompts if self.is_guided and self.uncond is None else ()
         return {*(self.prompts if self.cond is None else ()), *negative}
+
+    def negative_of(self, item: Item) -> str | None:
+        """Return the negative prompt of an item."""
+        return self.negative_prompts[item.number % len(self.negative_prompts)]
 
     @cached_property
     def read_as(self) -> PromptOptions:
@@ -87,7 +91,7 @@ class PromptEncoder:
         """Return the inputs of every call for some items, before features change the guidance."""
         prompts = [self.prompts[item.number % len(self.prompts)] for item in items]
         cond = self.encoded(job, items, prompts, negative=False)
-        negative = [self.negative_prompt] * len(items)
+        negative = [self.negative_of(item) for item in items]
         uncond = self.encoded(job, items, negative, negative=True) if self.is_guided else None
         return self.guided(job, items, [cond], uncond)
 

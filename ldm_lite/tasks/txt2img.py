@@ -7,7 +7,7 @@ from ldm_lite.checkpoint.model import Model
 from ldm_lite.cli.task_options import Txt2imgOptions
 from ldm_lite.core import features as core
 from ldm_lite.tasks import job
-from ldm_lite.tasks.job import OnStep, Part, Result, Task, check_seeds, plan_of, read_prompts, results
+from ldm_lite.tasks.job import OnStep, Part, Result, Task, check_counts, plan_of, read_prompts, results
 
 
 def txt2img(model: Model, options: Txt2imgOptions, on_step: OnStep | None = None) -> Iterator[Result]:
@@ -27,7 +27,7 @@ def count(options: Txt2imgOptions) -> int:
 def prepare(model: Model, options: Txt2imgOptions, further: Sequence[core.Feature] = ()) -> Task:
     """Return the task, whose images start from noise.  Raises ValueError as txt2img does."""
     task = job.prepare(model, options, "txt2img", further)
-    check_seeds(task)
+    check_counts(task)
     model, options, side = task.model, task.options, task.model.family.resolution
     shape = model.latent_shape(options.height or side, options.width or side)
     task = replace(task, plan=plan_of(model.sized(shape), options))

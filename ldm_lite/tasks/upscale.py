@@ -20,7 +20,7 @@ from ldm_lite.runtime.tiled_unet import TiledUNet
 from ldm_lite.tasks import job
 from ldm_lite.tasks.features import Feature
 from ldm_lite.tasks.image_inputs import NamedImage, Source, open_source, sources
-from ldm_lite.tasks.job import Job, OnStep, Part, Result, Task, check_seeds, plan_of, results
+from ldm_lite.tasks.job import Job, OnStep, Part, Result, Task, check_counts, plan_of, results
 
 OWN_STREAM = 2**63  # added to an image's seed for the noise on the image, which has its own generator
 
@@ -58,7 +58,7 @@ def enlarge(
     """
     single = replace(options, prompt=options.prompt or "", batch_size=1, n_iter=1)
     task = job.prepare(model, single, "upscale", further, check)
-    check_seeds(task, len(images))
+    check_counts(task, len(images))
     levels = model.family.unet.num_classes
     if levels is not None and options.noise_level >= levels:
         raise ValueError(f"got `noise_level` {options.noise_level}, expected 0 to {levels - 1} for {model.name}")
