@@ -58,7 +58,7 @@ __all__ = [
     "State",
     "check_checkpoint",
     "contents",
-    "demand",
+    "estimate_cost",
     "load_model",
     "lora_weight",
     "merge_loras",
@@ -168,7 +168,7 @@ def text_length(model: Pipeline, texts: Sequence[str | None], syntax: str) -> in
 # ---- runs of a task -------------------------------------------------------------------------------------------------
 
 
-class Demand(NamedTuple):
+class Cost(NamedTuple):
     """What options ask for."""
 
     images: int
@@ -177,7 +177,7 @@ class Demand(NamedTuple):
     chunks: int  # that all texts have which are read over the steps, at most
 
 
-def demand(options: Txt2imgOptions, steps: int) -> Demand:
+def estimate_cost(options: Txt2imgOptions, steps: int) -> Cost:
     """Return what a task's options ask for, before anything is made; steps are those of the model without options.
 
     Raises ValueError for options that are wrong whatever the model.
@@ -191,7 +191,7 @@ def demand(options: Txt2imgOptions, steps: int) -> Demand:
     parts = [parts_of(prompt, joined) for prompt in set(prompts) if prompt]
     texts = {until.text for part in itertools.chain(*parts) for until in until_of(part.text, syntax, Calls(steps))}
     sizes = [len(text.encode(errors="replace")) // 75 + text.count(BREAK) + 1 for text in texts if text] or [1]
-    return Demand(images, max(map(len, parts), default=1), max(sizes), sum(sizes))
+    return Cost(images, max(map(len, parts), default=1), max(sizes), sum(sizes))
 
 
 def prepare(model: Pipeline, options: Txt2imgOptions, first: int = 0) -> "Iterator[Sample]":
@@ -340,7 +340,7 @@ class Sample:
         """The settings in the text of its PNG, by name."""
         return self.job.settings_for(self.item)
 
-    def goes_with(self, other: "Sample") -> bool:
+    def can_batch_with(self, other: "Sample") -> bool:
         """Whether both can be in one batch: of one model, with the same steps, guidance and shapes."""
         if self._rows is not None:
             return self._rows is other._rows and self.size == other.size

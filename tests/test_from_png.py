@@ -68,7 +68,7 @@ def test_a_picture_of_the_web_ui(tmp_path: Path, pipe: Pipeline, caplog: pytest.
     )
     assert result.image.size == (64, 80)
     first, second = (record.getMessage() for record in caplog.records if record.levelno == logging.WARNING)
-    assert first == f"{path}: its ADetailer prompt, Lora hashes, <lora:fruit:0.8> are not heeded"
+    assert first == f"{path}: ignored settings: ADetailer prompt, Lora hashes, <lora:fruit:0.8>"
     assert second == f"{path}: was made with fruit (45dee52b12), not {pipe.name}"
     # all that was given overrides it, also with the value that is the default
     given = {"prompt": "x", "negative_prompt": "", "steps": 5, "sampler": "euler", "scale": 7.0, "width": 48}
@@ -229,7 +229,7 @@ def test_the_command(pipe: Pipeline, small_path: Path, tmp_path: Path, capsys: p
         assert "a cat\nSteps: 4, Sampler: UniPC, Schedule type: Automatic" in image.info["parameters"]
         assert "Seed: 5" in image.info["parameters"]
     printed = capsys.readouterr().err
-    assert printed.count("its Hires steps are not heeded") == 1
+    assert printed.count("ignored settings: Hires steps") == 1
     assert "RNG" not in printed
     with pytest.raises(ValueError, match="`from_png` is an option of txt2img"):
         pipe.img2img("a", Image.new("RGB", (64, 64)), from_png=path)

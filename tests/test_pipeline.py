@@ -17,7 +17,7 @@ from ldm_lite import Pipeline
 from ldm_lite.core.vae import AutoencoderKL
 from ldm_lite.models.clip import CLIP_L, CLIPTextEncoder
 from ldm_lite.models.unet import UNet
-from ldm_lite.zoo.families import FAMILIES, as_told, detect_family
+from ldm_lite.zoo.families import FAMILIES, apply_user_metadata, detect_family
 from ldm_lite.zoo.family import KL_F8
 
 DATA = Path(__file__).parent / "data"
@@ -140,9 +140,9 @@ def test_a_family_that_fits_nothing_is_refused() -> None:
     """Of networks that are known, and what the user tells of them is not the row's."""
     sd1, lcm, told = FAMILIES["sd1"], {"family": "lcm"}, {"resolution": "768", "steps": "8"}
     with pytest.raises(ValueError, match="got `metadata` family=lcm, whose networks are others than this file's"):
-        as_told(sd1, sd1, lcm)
-    assert as_told(sd1, sd1, {"family": "sd1"}) == sd1
-    assert as_told(sd1, sd1, told) == replace(sd1, resolution=768, steps=8)
+        apply_user_metadata(sd1, sd1, lcm)
+    assert apply_user_metadata(sd1, sd1, {"family": "sd1"}) == sd1
+    assert apply_user_metadata(sd1, sd1, told) == replace(sd1, resolution=768, steps=8)
 
 
 def test_metadata_as_an_argument(tmp_path: Path, small_path: Path) -> None:

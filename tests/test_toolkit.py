@@ -54,14 +54,14 @@ def test_samples_of_two_requests_in_one_batch(model: ldm_lite.Pipeline) -> None:
     two = Txt2imgOptions("a cat", seed=5, batch_size=2, **SMALL)
     other = Txt2imgOptions("a dog", negative_prompt="red", seed=9, **SMALL)
     samples = [*toolkit.prepare(model, two), *toolkit.prepare(model, other)]
-    assert toolkit.demand(two, 50).images == 2
+    assert toolkit.estimate_cost(two, 50).images == 2
     assert [(sample.number, sample.size) for sample in samples] == [(0, (32, 32)), (1, (32, 32)), (0, (32, 32))]
-    assert all(samples[0].goes_with(sample) for sample in samples)
+    assert all(samples[0].can_batch_with(sample) for sample in samples)
     wanted = model.txt2img("a cat", seed=5, batch_size=2, output="numpy", **SMALL)
     wanted += model.txt2img("a dog", negative_prompt="red", seed=9, output="numpy", **SMALL)
     assert_close(run(samples), wanted)
     [slower] = toolkit.prepare(model, Txt2imgOptions("a cat", **{**SMALL, "steps": 4}))
-    assert not samples[0].goes_with(slower)
+    assert not samples[0].can_batch_with(slower)
 
 
 def test_samples_from_a_number_on(model: ldm_lite.Pipeline) -> None:

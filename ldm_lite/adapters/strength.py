@@ -54,7 +54,7 @@ class Strength:
         return f"{text}:lbw={blocks}" if self.blocks is not None else text
 
     def by_block(self, networks: Mapping[str, nn.Module]) -> dict[str, float]:
-        """Return the factor of each block by its name; nothing if there are none to heed.
+        """Return the factor of each block by its name; nothing without `lbw`.
 
         Raises ValueError if there is no UNet with blocks, or not one number for each.
         """

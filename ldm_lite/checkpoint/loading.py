@@ -40,7 +40,7 @@ from ldm_lite.text.tokenizer import CLIPTokenizer, OpenCLIPTokenizer, TextTokeni
 from ldm_lite.zoo.families import (
     DENOISERS,
     ONLY_OF_UNKNOWN,
-    as_told,
+    apply_user_metadata,
     check_complete,
     check_metadata,
     detect_family,
@@ -102,7 +102,7 @@ def load_model(options: LoadOptions, kind: type[M], check: Callable[[M], None] |
         is_told = "family" in (metadata if hint.lacks else options.added_metadata)
         has_word = re.search(rf"(?<!\d){hint.word}(?!\d)", title.lower()) is not None  # not as part of a number
         if has_word != hint.lacks and not is_told:
-            log.warning("%s", hint.text(family.title))
+            log.warning("%s: %s", title, hint.text(family.title))
             break
 
     # The model without weights, of which everything can be checked but they.
@@ -200,7 +200,7 @@ def recognise(opened: Tensors, options: LoadOptions) -> Recognised:
         family = detect_family(shapes, metadata, sgm)
         if told:
             untitled = {key: text for key, text in metadata.items() if key not in ONLY_OF_UNKNOWN}
-            family = as_told(family, detect_family(shapes, untitled, sgm), told)
+            family = apply_user_metadata(family, detect_family(shapes, untitled, sgm), told)
         check_complete(parts, family.networks, family)
         if "unet" in replaced and "vae" not in replaced and "unet" in networks:
             _check_latents(networks, family)
@@ -283,7 +283,7 @@ def tokenizers_of(
     for role, spec in family.texts.items():
         if type(spec).__name__ in ("CLIPTextSpec", "OpenCLIPTextSpec") and spec.vocab_size > num_known(spec.vocab_size):
             log.warning(
-                "%s: has tokens after CLIP's, which no prompt reaches: give their vectors with `embedding`",
+                "%s: has added tokens that no prompt can produce: give their vectors with `embedding`",
                 parts[role].path,
             )
     return tokenizer, t5

@@ -32,7 +32,7 @@ class CascadeOptions(CheckedOptions):
     height: int = option(64, "pixels of the first stage, a multiple of 8", "--H", within=(8, MOST_PX))
     width: int = option(64, "pixels of the first stage, a multiple of 8", "--W", within=(8, MOST_PX))
     batch_size: int = option(1, "images at a time", "--n_samples", within=(1, 4096), common=True)
-    n_iter: int = option(1, "repeat the whole job with new seeds", within=(1, MOST), common=True)
+    n_iter: int = option(1, "number of batches, each with new seeds", within=(1, MOST), common=True)
 
 
 @dataclass(frozen=True)

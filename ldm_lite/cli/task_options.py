@@ -344,7 +344,7 @@ class Txt2imgOptions(
         common=True,
     )
     negative_prompt: str | Sequence[str] | None = option(
-        None, "what to avoid; for SDXL, '' differs from none", common=True
+        None, "what to avoid (SDXL: '' encodes an empty prompt; leaving it out uses zeros)", common=True
     )
     seed: int | Sequence[int] = option(
         42,
@@ -366,7 +366,9 @@ class Txt2imgOptions(
         within=(1, 4096),
         common=True,
     )
-    n_iter: int | None = option(None, "repeat the whole job with new seeds (default: 1)", within=(1, MOST), common=True)
+    n_iter: int | None = option(
+        None, "number of batches, each with new seeds: A1111's batch count (default: 1)", within=(1, MOST), common=True
+    )
     seamless: str | None = option(
         None, "make images whose opposite edges fit together: x (left and right), y or xy", png="Tiling"
     )

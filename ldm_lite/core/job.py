@@ -48,7 +48,7 @@ class Job:
     noise_source: Callable[[Job, Sequence[Item]], Draw]  # first what it begins with, then the noise of rows
     finish: Callable[[Item, Tensor], Tensor] = lambda item, pixels: pixels  # of a result's pixels (3,H,W)
     wrappers: tuple[Callable[[InputSource, Job], InputSource], ...] = ()  # around what `encode` returns, outermost last
-    key: Callable[[Item], Hashable] = lambda item: None  # items of unlike keys do not share a batch
+    key: Callable[[Item], Hashable] = lambda item: None  # items with different keys do not share a batch
     solve: Callable[..., Iterator[State]] = run_plan
 
     def changing_inputs(self, change: Callable[[Inputs, Call, Job], Inputs]) -> Job:

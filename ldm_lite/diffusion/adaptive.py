@@ -24,7 +24,7 @@ from ldm_lite.diffusion.names import register
 RELATIVE, ABSOLUTE, FIRST, ACCEPTED = 0.05, 0.0078, 0.05, 0.81  # tolerances; first step; k-diffusion's defaults
 MOST_TRIES = 1000
 
-Run = Callable[..., Any]  # (plan, latents, share of the way) -> [eps of its first call, of its second, the end]
+Run = Callable[..., Any]  # (plan, latents, fraction of the range) -> [eps of its first call, of its second, the end]
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +37,7 @@ class Adaptive:
     eta: float
 
     def solve(self, x: Tensor, run: Run, draw: Callable[[], Tensor]) -> Iterator[tuple[Tensor, float]]:
-        """Yield the latents (1,C,h,w) after each step that was accepted, and the share of the way that is done.
+        """Yield the latents (1,C,h,w) after each step that was accepted, and the fraction of the range covered.
 
         Raises ValueError if the steps become too small.
         """
@@ -97,7 +97,7 @@ def each_image(noised: Tensor, source: InputSource, plan: AdaptivePlan, draw: Dr
 def _one_image(
     x: Tensor, k: int, source: InputSource, plan: AdaptivePlan, draw: Draw, drawn: list[Tensor]
 ) -> Iterator[tuple[Tensor, Tensor, float]]:
-    """Yield the latents (1,C,h,w) of image k after each of its steps, x0 before it, and the share of the way done."""
+    """Yield the latents (1,C,h,w) of image k after each of its steps, x0 before it, and the fraction covered."""
     states, calls, rows = list[State](), itertools.count(), plan.num_steps  # calls of all tries
 
     @functools.cache

@@ -56,7 +56,7 @@ TYPES = {  # schedule type -> spacing; Turbo is Forge's
     "Turbo": "turbo",
 }
 _RANGED = {"karras", "exponential", "polyexponential", "sgm_uniform", "kl_optimal", "normal", "beta_sigma"}
-SETTINGS = {  # key in a picture's text -> (setting of a spacing, the spacings that heed it)
+SETTINGS = {  # key in a picture's text -> (setting of a spacing, the spacings that have it)
     "Schedule rho": ("rho", {"karras", "polyexponential"}),
     "Schedule min sigma": ("sigma_min", _RANGED),
     "Schedule max sigma": ("sigma_max", _RANGED),

@@ -25,7 +25,7 @@ HD = replace(
     steps=40,
     scale=3.0,
     with_loras=None,
-    hints=(Hint("flash", "chroma_flash", like="HD and Base"),),
+    hints=(Hint("flash", "chroma_flash"),),
 )
 ROWS = {
     "chroma": HD,

@@ -73,7 +73,7 @@ DEV = replace(
     vae_overflows=True,
     scale=2.5,
     with_loras=widened,
-    hints=(Hint("kontext", "flux_kontext", like="dev"),),
+    hints=(Hint("kontext", "flux_kontext"),),
 )
 CONTROL = replace(
     DEV,
@@ -81,7 +81,7 @@ CONTROL = replace(
     unet=RELEASED["flux_control"],
     task="control_image",
     scale=10.0,
-    hints=(Hint("canny", "flux_canny", like="Depth"),),
+    hints=(Hint("canny", "flux_canny"),),
 )
 ROWS = {
     "flux_dev": DEV,

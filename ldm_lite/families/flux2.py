@@ -61,7 +61,7 @@ KLEIN = replace(
     steps=4,
     scale=1.0,
     references=References(fitted),
-    hints=(Hint("base", "flux2_klein_base", like="its base"),),
+    hints=(Hint("base", "flux2_klein_base"),),
 )
 ROWS = {
     "flux2_klein": KLEIN,

@@ -64,9 +64,9 @@ QWEN_IMAGE = replace(
     scale=4.0,
     norm_patch=2,
     hints=(
-        Hint("2511", "qwen_image_edit_2511", like="Qwen-Image"),
-        Hint("2509", "qwen_image_edit_2509", like="Qwen-Image"),
-        Hint("edit", "qwen_image_edit", like="Qwen-Image"),
+        Hint("2511", "qwen_image_edit_2511"),
+        Hint("2509", "qwen_image_edit_2509"),
+        Hint("edit", "qwen_image_edit"),
     ),
 )
 EDIT = replace(

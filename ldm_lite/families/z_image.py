@@ -41,7 +41,7 @@ ROWS = {
         noise=Flow("1 - s", "flow", shift=3.0),
         steps=8,
         scale=1.0,
-        hints=(Hint("turbo", "z_image", like="Z-Image", lacks=True),),
+        hints=(Hint("turbo", "z_image", lacks=True),),
     ),
     "z_image": PLAIN,
 }

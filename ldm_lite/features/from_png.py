@@ -62,7 +62,7 @@ def name_of(picture: Any) -> str:
 def with_picture(options: Txt2imgOptions) -> Txt2imgOptions:
     """Return options with what their `from_png` says in place of those that were not given.
 
-    One warning names what is not heeded.  Raises ValueError, with the key, for a picture without a text or with a wrong
+    One warning names what is ignored.  Raises ValueError, with the key, for a picture without a text or with a wrong
     value; OSError.
     """
     text, name = read_parameters(options.from_png), name_of(options.from_png)
@@ -74,15 +74,15 @@ def with_picture(options: Txt2imgOptions) -> Txt2imgOptions:
         raise ValueError(f"{name}: {error}") from error
     if left:
         ignored = ", ".join(setting[:60] for setting in left[:40])
-        log.warning("%s: its %s are not heeded", name, ignored)
+        log.warning("%s: ignored settings: %s", name, ignored)
     unset = {option: value for option, value in values.items() if option not in explicit}
     return dataclasses.replace(options, **unset, from_png=None)
 
 
 def _values(text: Parameters, ours: bool, explicit: set[str]) -> tuple[dict[str, Any], list[str]]:
-    """Return the options that a text names, and the keys of the text that none of them heeds."""
+    """Return the options that a text names, and the keys of the text that none of them uses."""
     values: dict[str, Any] = {}
-    settings, heeded = text.settings, {*LINES}
+    settings, used = text.settings, {*LINES}
     if not explicit & {"prompt", "from_file", "cond"}:
         values["prompt"] = text.prompt if ours else _NETWORK.sub("", text.prompt)
     values["negative_prompt"] = text.negative_prompt
@@ -90,35 +90,35 @@ def _values(text: Parameters, ours: bool, explicit: set[str]) -> tuple[dict[str,
         values["prompt_syntax"] = "a1111"
     networks = [] if ours or "prompt" in explicit else _NETWORK.findall(text.prompt)
     if not explicit & {"sampler", "plan"} and "Sampler" in settings:
-        values["sampler"], values["spacing"], used = _sampler(settings, ours)
-        heeded |= used
+        values["sampler"], values["spacing"], of_sampler = _sampler(settings, ours)
+        used |= of_sampler
     if "sampler" in explicit or "plan" in explicit:
-        heeded |= {"Sampler", "Schedule type", DISCARD, *SETTINGS}
+        used |= {"Sampler", "Schedule type", DISCARD, *SETTINGS}
     if not explicit & {"noise", "compat"}:
         values["noise"] = _program(settings, ours)
         if not ours and is_brownian(values.get("sampler", "")):
             values["brownian"] = True
-        heeded.add("RNG")
+        used.add("RNG")
     if "Size" in settings:
         values["width"], values["height"] = _sides(settings["Size"])
-        heeded.add("Size")
+        used.add("Size")
     fields = {
         field.metadata["png"]: field.name for field in dataclasses.fields(Txt2imgOptions) if field.metadata["png"]
     }
     for key, name in (fields | PLAIN).items():
         if (
             key not in settings
-            or not _is_heeded(name, values, explicit)
+            or not _has_effect(name, values, explicit)
             or (name.startswith("hires_") and "Hires upscale" not in settings)
         ):
             continue
-        heeded.add(key)
+        used.add(key)
         if name not in explicit:
             values[name] = _hires(name, settings, explicit, ours) or _converted(key, name, settings[key])
     if "control" in explicit:
-        heeded.add("Control")
+        used.add("Control")
     if "refiner" in explicit:
-        heeded |= {"Refiner", "Refiner from step", "Refiner switch at"}
+        used |= {"Refiner", "Refiner from step", "Refiner switch at"}
         if "Refiner switch at" in settings:
             values["refiner_start"] = _converted("Refiner switch at", "refiner_start", settings["Refiner switch at"])
         elif "Refiner from step" in settings and {"steps"} & set(values):
@@ -126,7 +126,7 @@ def _values(text: Parameters, ours: bool, explicit: set[str]) -> tuple[dict[str,
             values["refiner_start"] = min(1.0, first / values["steps"])
     if explicit & {"plan"}:
         values = {name: value for name, value in values.items() if name not in ("steps", "eta", "churn")}
-    return values, [key for key in settings if key not in heeded] + networks
+    return values, [key for key in settings if key not in used] + networks
 
 
 def _hires(name: str, settings: Mapping[str, str], explicit: set[str], ours: bool) -> str | None:
@@ -141,7 +141,7 @@ def _hires(name: str, settings: Mapping[str, str], explicit: set[str], ours: boo
     return "Latent"  # not used beside a network
 
 
-def _is_heeded(name: str, values: Mapping[str, Any], explicit: set[str]) -> bool:
+def _has_effect(name: str, values: Mapping[str, Any], explicit: set[str]) -> bool:
     """Whether an option has a meaning beside the others."""
     if name in ("eta", "churn") and "sampler" in values:
         return has(resolve(values["sampler"])[0], name)
@@ -149,7 +149,7 @@ def _is_heeded(name: str, values: Mapping[str, Any], explicit: set[str]) -> bool
 
 
 def _sampler(settings: Mapping[str, str], ours: bool) -> tuple[str, str | None, set[str]]:
-    """Return the sampler and the spacing of a text, and the keys that they heed."""
+    """Return the sampler and the spacing of a text, and the keys that they use."""
     name, kind = settings["Sampler"], settings.get("Schedule type")
     used = {"Sampler", "Schedule type"}
     try:

@@ -34,7 +34,7 @@ from ldm_lite.core.unet import GEGLU
 from ldm_lite.core.vae import Decoder, Encoder
 from ldm_lite.runtime import tiling
 from ldm_lite.runtime.memory import MappedPages
-from ldm_lite.runtime.patching import is_as_written, kernel, patch, runs_as_written
+from ldm_lite.runtime.patching import is_layer_unmodified, is_unmodified, kernel, patch
 from ldm_lite.runtime.timing import fastest
 
 _is_last = functools.partial(Tensor.is_contiguous, memory_format=torch.channels_last)
@@ -198,7 +198,7 @@ def _by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 @kernel
 def _geglu(layer: GEGLU, x: Tensor) -> Tensor:
     proj: Any = layer.proj
-    is_plain = type(proj) is nn.Linear and is_as_written(proj) and x.is_contiguous()
+    is_plain = type(proj) is nn.Linear and is_layer_unmodified(proj) and x.is_contiguous()
     if not _suits(x, *HALF) or not is_plain or x.numel() * len(proj.weight) < MIN_PRODUCT:
         return GEGLU.forward(layer, x)
     channels = x.shape[-1]
@@ -458,6 +458,6 @@ def blocked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 @kernel
 def _in_strips(coder: Any, x: Tensor) -> Tensor:
     """Run an Encoder or Decoder: a large image strip by strip, if no part is replaced or hooked and relies on calls."""
-    if not _suits(x) or not runs_as_written(coder):
+    if not _suits(x) or not is_unmodified(coder):
         return type(coder).forward(coder, x)
     return tiling.Strips().decode(coder, x) if type(coder) is Decoder else tiling.Strips().encode(coder, x)

@@ -23,7 +23,7 @@ from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 from ldm_lite.diffusion.guidance import STATELESS
 from ldm_lite.runtime import attention
 from ldm_lite.runtime.blocks import BlockLinear
-from ldm_lite.runtime.patching import is_as_written, patch_of
+from ldm_lite.runtime.patching import is_layer_unmodified, patch_of
 from ldm_lite.runtime.timing import CAPTURES, measured_convolutions
 
 log = logging.getLogger("ldm_lite")
@@ -95,7 +95,7 @@ class Graphs:
                 for stale in [stale for stale, captured in graphs.items() if captured.is_stale]:
                     del graphs[stale]
                 graphs[key] = self._capture(model, args)
-                graphs[key].goes_with(weights)
+                graphs[key].watch(weights)
                 if len(graphs) > MOST_GRAPHS:
                     graphs.popitem(last=False)
             graphs.move_to_end(key)
@@ -179,7 +179,7 @@ class Captured:
         self._held: list[tuple[Any, int]] = [(lambda: None, 0)] * len(self._buffers)
         self.is_stale = False  # one of the weights is gone
 
-    def goes_with(self, weights: Sequence[Tensor]) -> None:
+    def watch(self, weights: Sequence[Tensor]) -> None:
         """Become stale when one of the weights is deleted, whose id another one may have then."""
 
         def forget(_: object) -> None:
@@ -207,8 +207,8 @@ def code_of(network: nn.Module) -> tuple[tuple[object, ...], list[Tensor]] | Non
     """Return what a network runs beside its classes' code, the kernels and attention functions of its modules, and its
     weights.
 
-    None if it does anything that a graph would not repeat: hooks, forwards or attention of somebody else's, and weights
-    in blocks, to which LoRAs are added in Python.
+    None if it does anything that a graph would not repeat: hooks, other forwards, custom attention, and weights in
+    blocks, to which LoRAs are added in Python.
     """
     code: list[object] = [type(network)]
     weights: list[Tensor] = []
@@ -223,7 +223,7 @@ def code_of(network: nn.Module) -> tuple[tuple[object, ...], list[Tensor]] | Non
         function, forward = attributes.get("attention"), attributes.get("forward")
         if function is not None and not attention.is_stateless(function):
             return None
-        if forward is not None and not is_as_written(module):
+        if forward is not None and not is_layer_unmodified(module):
             return None
         if function is not None or forward is not None:
             code.append((place, type(module), function, patch_of(module)))

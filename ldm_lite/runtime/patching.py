@@ -75,12 +75,12 @@ def unpatched(module: nn.Module) -> Iterator[None]:
             module.forward = forward
 
 
-def runs_as_written(network: nn.Module) -> bool:
+def is_unmodified(network: nn.Module) -> bool:
     """Whether every module runs its class's forward, or a kernel in place of it, and none has hooks."""
-    return all(is_as_written(module) for module in network.modules())
+    return all(is_layer_unmodified(module) for module in network.modules())
 
 
-def is_as_written(module: nn.Module) -> bool:
+def is_layer_unmodified(module: nn.Module) -> bool:
     """Whether a module runs its class's forward, or a kernel in place of it, and has no hooks; its parts may differ."""
     if module._forward_pre_hooks or module._forward_hooks:
         return False

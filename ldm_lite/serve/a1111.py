@@ -2,7 +2,7 @@
 
 Under /controlnet is that of its extension for ControlNets.  Settings, progress and interrupt are each client's own.
 A field that would change the image and that ldm_lite does not have is refused unless it is at its neutral value; other
-fields that are not heeded are named in the answer's info, under "ignored".
+fields that are ignored are named in the answer's info, under "ignored".
 """
 
 import functools

@@ -157,7 +157,7 @@ def router(engine: Engine) -> APIRouter:
 
     @routes.post("/settings", openapi_extra=PictureRequest.docs())
     async def settings(request: Request) -> dict[str, Any]:
-        """The fields that the text of a picture (PNG, JPEG, WebP; of A1111 too) names, and what is not heeded."""
+        """The fields that the text of a picture (PNG, JPEG, WebP; of A1111 too) names, and what is ignored."""
         asked = await read_json(request, PictureRequest)
         image = await reading(request, open_base64, asked.image, "the picture", engine.limits.max_pixels)
         values, text, remarks = form.settings(image)

@@ -152,7 +152,7 @@ class _Guard:
             await self.app(scope, receive, sending)
         finally:
             if scope["type"] == "http":
-                path = getattr(scope.get("route"), "path", "other")  # paths that there are not count as one
+                path = getattr(scope.get("route"), "path", "other")  # unknown paths count as `other`
                 seconds = time.perf_counter() - start
                 self.answers.labels(path, str(status)).inc()
                 self.seconds.labels(path).observe(seconds)

@@ -242,7 +242,7 @@ def _picture(values: Mapping[str, Any], name: str, what: str, engine: Engine) ->
 
 
 def settings(image: Image.Image) -> tuple[dict[str, Any], str, list[str]]:
-    """Return the values of the form that a picture's text names, the text, and remarks on what is not heeded.
+    """Return the values of the form that a picture's text names, the text, and remarks on what is ignored.
 
     What the text does not mention, and would mention if it were used, has its default.  Raises ValueError, one line,
     for a picture without such a text, and for a wrong value in it.
@@ -256,7 +256,7 @@ def settings(image: Image.Image) -> tuple[dict[str, Any], str, list[str]]:
     with _warnings() as remarks:
         options = with_picture(Txt2imgOptions(from_png=bare))
     if "Tiling" in text.settings:
-        remarks.append("the server makes no seamless images: its Tiling is not heeded")
+        remarks.append("the server makes no seamless images: ignored Tiling")
     always, named = ("sampler", "spacing", "steps", "scale", "width", "height", "eta"), given(options)
     values: dict[str, Any] = {
         name: getattr(options, name) if name in named else field.default

@@ -167,7 +167,7 @@ class Library:
             raise TimeoutError("nobody waits for the image any more")
 
     def check(self, name: str | None, loras: Loras) -> str:
-        """Return the name of a model, by default the default's.  Raises ValueError for names that there are not."""
+        """Return the name of a model, by default the default's.  Raises ValueError for unknown names."""
         if len(loras) > MOST_LORAS:
             raise ValueError(f"got {len(loras)} LoRAs, expected at most {MOST_LORAS}")
         for lora, _ in loras:

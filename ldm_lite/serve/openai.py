@@ -1,6 +1,6 @@
 """OpenAI's API for images: /v1/images/generations, /v1/images/edits, /v1/models.
 
-Its own fields are heeded where they have a meaning here.  Beside them go seed, steps, scale, sampler, negative_prompt
+Its own fields are used where they have a meaning here.  Beside them go seed, steps, scale, sampler, negative_prompt
 and strength, which its Python client sends from extra_body.
 """
 

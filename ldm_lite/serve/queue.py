@@ -23,7 +23,7 @@ from ldm_lite.cli.task_options import Txt2imgOptions
 from ldm_lite.image import to_image
 from ldm_lite.serve.library import Library, Loras
 from ldm_lite.serve.options import LimitOptions
-from ldm_lite.toolkit import Batch, Sample, State, demand, prepare
+from ldm_lite.toolkit import Batch, Sample, State, estimate_cost, prepare
 
 log = logging.getLogger("ldm_lite")
 
@@ -296,7 +296,7 @@ class Engine:
         for name in ("steps", "hires_steps"):
             if (getattr(options, name) or 0) > limits.max_steps:
                 raise ValueError(f"got `{name}` {getattr(options, name)}, expected at most {limits.max_steps}")
-        asked = demand(options, facts.steps)  # which may read files: after the check that there are none
+        asked = estimate_cost(options, facts.steps)  # which may read files: after the check that there are none
         ticket.count = asked.images
         self._check_count(ticket.count)
         for number, most, what in zip((asked.longest, asked.chunks), MOST_CHUNKS, ("a text", "all texts"), strict=True):
@@ -506,7 +506,7 @@ class Engine:
                 return None
             if not (sample := ticket.prepared[0].sample).is_second:
                 self.check_work(ticket, *sample.size)
-            if not units or units[0].sample.goes_with(ticket.prepared[0].sample):
+            if not units or units[0].sample.can_batch_with(ticket.prepared[0].sample):
                 return ticket.prepared.popleft()
         except Exception as error:
             self.cancel(ticket, error)
@@ -609,7 +609,7 @@ def _free(ticket: Ticket) -> None:
 
 
 def _are_alike(first: Ticket, second: Ticket) -> bool:
-    """Whether two tickets ask for the same apart from prompts, seeds and images: a quick test before goes_with."""
+    """Whether two tickets ask for the same apart from prompts, seeds and images: a quick test before can_batch_with."""
     if first is second or second.call or type(first.options) is not type(second.options):
         return False
     if (first.model, first.loras, first.branches) != (second.model, second.loras, second.branches):

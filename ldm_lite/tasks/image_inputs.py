@@ -196,10 +196,9 @@ def _begin_as_the_original(model: Model, options: ImageOptions, strength: float)
 class FromImage:
     """Job.begin: an image's latents with the noise of a level.
 
-    With a mask, the latents are put back where it is 0 before every call, with the noise of its level, and at the end
-    without noise, whatever the sampler ends at: diffusers' StableDiffusionInpaintPipeline, for ordinary networks.  With
-    `fresh` noise they are put back before every step, and the end is the sampler's: `mask` and `x0` of the original
-    samplers.
+    With a mask, the latents are restored where it is 0, with the noise of its level before every call, and without
+    noise after the last: diffusers' StableDiffusionInpaintPipeline, for ordinary networks.  With `fresh` noise they are
+    restored before every step, and the end is the sampler's: `mask` and `x0` of the original samplers.
     """
 
     init: Tensor  # (1 or B,C,h,w) in the UNet's scale

@@ -97,7 +97,7 @@ def edit_size(size: tuple[int, int], resolution: int) -> tuple[int, int]:
 
 
 def kontext_size(size: tuple[int, int]) -> tuple[int, int]:
-    """Return the (width, height) of those that FLUX.1 Kontext was trained on whose proportions are nearest."""
+    """Return the (width, height) with the nearest aspect ratio that FLUX.1 Kontext was trained on."""
     return min(KONTEXT, key=lambda side: abs(side[0] / side[1] - size[0] / size[1]))
 
 

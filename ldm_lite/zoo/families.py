@@ -363,7 +363,7 @@ def stored_facts(metadata: Mapping[str, str]) -> dict[str, str]:
     return others | {name: text for name, text in ours.items() if name in METADATA_KEYS}
 
 
-def as_told(family: Family, fitting: Family, told: Mapping[str, str]) -> Family:
+def apply_user_metadata(family: Family, fitting: Family, told: Mapping[str, str]) -> Family:
     """Return a family with what the user tells of it, even where the row of a known UNet has values of its own.
 
     `fitting` is what the name of a family alone made of the file.  Raises ValueError if it made another one, and for
@@ -389,17 +389,19 @@ def _with_facts(row: Family, metadata: Mapping[str, str]) -> Family:
         values: dict[str, Any] = {
             field: kind(metadata[name]) for name, (field, kind) in FACTS.items() if name in metadata
         }
-        texts = [_text_as_told(role, spec, metadata) for role, spec in row.texts.items()]
+        texts = [_text_from_metadata(role, spec, metadata) for role, spec in row.texts.items()]
         family = replace(row, text_encoders=tuple(texts), **values)
         if isinstance(row.unet, UNetSpec):
-            family = replace(family, unet=_unet_as_told(row.unet, metadata), noise=_noise_as_told(row.noise, metadata))
+            family = replace(
+                family, unet=_unet_from_metadata(row.unet, metadata), noise=_noise_from_metadata(row.noise, metadata)
+            )
         _check(family)
     except ValueError as error:
         raise ValueError(f"the metadata does not describe a model: {error}") from error
     return family
 
 
-def _text_as_told(role: str, spec: Any, metadata: Mapping[str, str]) -> Any:
+def _text_from_metadata(role: str, spec: Any, metadata: Mapping[str, str]) -> Any:
     """Return a text encoder's spec with the heads, and the activation or the layers left out, that metadata tell."""
     if not hasattr(spec, "skip"):  # neither CLIP's nor OpenCLIP's
         return spec
@@ -412,7 +414,7 @@ def _text_as_told(role: str, spec: Any, metadata: Mapping[str, str]) -> Any:
     return replace(spec, **told)
 
 
-def _unet_as_told(unet: UNetSpec, metadata: Mapping[str, str]) -> UNetSpec:
+def _unet_from_metadata(unet: UNetSpec, metadata: Mapping[str, str]) -> UNetSpec:
     """Return a UNet's spec with the number of heads, or else the width of one, that metadata tell."""
     if "unet_num_heads" in metadata:
         return replace(unet, num_heads=int(metadata["unet_num_heads"]), head_dim=None)
@@ -421,7 +423,7 @@ def _unet_as_told(unet: UNetSpec, metadata: Mapping[str, str]) -> UNetSpec:
     return unet
 
 
-def _noise_as_told(noise: object, metadata: Mapping[str, str]) -> Preserving:
+def _noise_from_metadata(noise: object, metadata: Mapping[str, str]) -> Preserving:
     """Return the noise process that metadata tell, from the row's, or Stable Diffusion 1's, for what they leave out."""
     sd1: Any = FAMILIES["sd1"].noise
     like = noise if isinstance(noise, Preserving) else sd1

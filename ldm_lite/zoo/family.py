@@ -147,15 +147,15 @@ class Hint(NamedTuple):
 
     word: str
     family: str
-    like: str = ""  # what it is not told from
     lacks: bool = False
 
     def text(self, title: str) -> str:
         """What is said of a file that was taken for the family of this title."""
-        untold = "which weights cannot tell" + (f" from {self.like}" if self.like else "")
-        if self.lacks:
-            return f"taken for {title}, {untold}: else add `metadata=family={self.family}`"
-        return f"its name says {self.word.title()}, {untold}: if it is, add `metadata=family={self.family}`"
+        why = f"lacks {self.word!r}" if self.lacks else f"suggests {self.word.title()}"
+        return (
+            f"taken for {title}, but its name {why}: weights of {self.family} have the same shapes; "
+            f"if it is that, add `metadata=family={self.family}`"
+        )
 
 
 class References(NamedTuple):

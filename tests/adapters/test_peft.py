@@ -66,7 +66,7 @@ def check(pipe: Pipeline, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["unet", "text", "only", "biased"])
 def test_a_folder_of_peft(tmp_path: Path, small: Pipeline, name: str) -> None:
-    """Alpha, patterns, rsLoRA, biases, embeddings and modules_to_save are heeded; removal restores every bit."""
+    """Alpha, patterns, rsLoRA, biases, embeddings and modules_to_save are used; removal restores every bit."""
     before = [value.clone() for network in small.networks.values() for value in network.parameters()]
     path = folder(tmp_path / "adapter", filled(about(name)["shapes"]), about(name)["config"])
     with small.lora(path):

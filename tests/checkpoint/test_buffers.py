@@ -106,7 +106,7 @@ def test_an_odd_scale_factor_is_refused(value: object) -> None:
 
 
 def test_odd_metadata_of_a_known_family_are_refused(tmp_path: Path, small_path: Path) -> None:
-    """In the file, and given; a family that matches heeds them too."""
+    """In the file, and given; a family that matches uses them too."""
     for name, value in (("scale_factor", "-1"), ("scale_factor", "inf"), ("beta_end", "nan"), ("trained_betas", "[1]")):
         with pytest.raises(ValueError, match=f"not describe a model: its {name.replace('beta_end', 'beta_start')} "):
             ldm_lite.load(small_path, device="cpu", metadata={name: value})

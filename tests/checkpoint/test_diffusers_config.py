@@ -1,4 +1,4 @@
-"""What the configuration files of a diffusers folder say is heeded, as diffusers heeds it (the goldens), or refused."""
+"""What the configuration files of a diffusers folder say is used, as diffusers uses it (the goldens), or refused."""
 
 import json
 import logging

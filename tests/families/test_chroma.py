@@ -52,7 +52,7 @@ def test_flash_is_told_by_its_name_and_the_metadata(
 ) -> None:
     unet = save(folder / "Chroma1-HD-Flash.safetensors", weights(toy_chroma.small())["unet"])
     load(files, ckpt=unet)
-    assert "its name says Flash, which weights cannot tell from HD and Base" in caplog.text
+    assert "taken for Chroma1-HD, but its name suggests Flash" in caplog.text
     caplog.clear()
     flash = load(files, ckpt=unet, metadata={"family": "chroma_flash"}).family
     assert (flash.steps, flash.scale, flash.sampler) == (8, 1.0, "heun")

@@ -261,7 +261,7 @@ def test_a_name_is_a_hint(
     options = {key: value for key, value in files.items() if key != "ckpt"}
     assert ldm_lite.load(ckpt, **options).family.title == "Qwen-Image"
     [warning] = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
-    assert warning.endswith(f"which weights cannot tell from Qwen-Image: if it is, add `metadata=family={family}`")
+    assert warning.endswith(f"have the same shapes; if it is that, add `metadata=family={family}`")
     caplog.clear()
     ldm_lite.load(ckpt, metadata={"family": family}, **options)
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]

@@ -17,7 +17,7 @@ from ldm_lite.cli.options import RuntimeOptions
 from ldm_lite.core.layers import Conv1x1
 from ldm_lite.core.unet import GEGLU, SpatialTransformer
 from ldm_lite.runtime import cpu, timing
-from ldm_lite.runtime.patching import patch_of, runs_as_written
+from ldm_lite.runtime.patching import is_unmodified, patch_of
 from ldm_lite.runtime.setup import prepare
 
 CPU = torch.device("cpu")
@@ -147,7 +147,7 @@ def test_products_of_both_libraries(
     wanted = network(x)
     cpu.use(network)
     assert [patch_of(each) for each in network] == [cpu._linear] * 2
-    assert runs_as_written(network)
+    assert is_unmodified(network)
     assert toy.relative_error(network(x), wanted.numpy()) < 1e-6
     strided = x.transpose(1, 2)
     assert toy.relative_error(network(strided), wanted.transpose(1, 2).numpy()) < 1e-6
@@ -171,7 +171,7 @@ def test_a_gate_within_the_products(
     wanted = toy.fill(GEGLU(24, 40)).double()(x.double())
     cpu.use(layer)
     assert patch_of(layer) is cpu._geglu
-    assert runs_as_written(layer)
+    assert is_unmodified(layer)
     assert toy.relative_error(layer(x), wanted.numpy()) < 1e-6
     strided = x.transpose(0, 1)
     assert toy.relative_error(layer(strided), wanted.transpose(0, 1).numpy()) < 1e-6

@@ -17,7 +17,7 @@ from ldm_lite.core.unet import Attention
 from ldm_lite.runtime import cpu, fused_norm
 from ldm_lite.runtime.attention import Fastest, record, use
 from ldm_lite.runtime.offload import Offloader
-from ldm_lite.runtime.patching import follow, kernel, patch, patch_of, runs_as_written, twin, unpatch, unpatched
+from ldm_lite.runtime.patching import follow, is_unmodified, kernel, patch, patch_of, twin, unpatch, unpatched
 from ldm_lite.runtime.setup import prepare
 
 CPU = torch.device("cpu")
@@ -69,22 +69,22 @@ def test_a_deep_copy_computes_with_its_own_weights(layer: nn.Linear) -> None:
 
 def test_only_kernels_leave_a_network_as_written(layer: nn.Linear) -> None:
     network = nn.Sequential(layer)
-    assert runs_as_written(network)
+    assert is_unmodified(network)
     patch(layer, product)
-    assert runs_as_written(network)
-    assert runs_as_written(copy.deepcopy(network))
-    assert not runs_as_written(copy.copy(layer)), "it computes with the other one's attributes"
+    assert is_unmodified(network)
+    assert is_unmodified(copy.deepcopy(network))
+    assert not is_unmodified(copy.copy(layer)), "it computes with the other one's attributes"
     patch(layer, doubled)
-    assert not runs_as_written(network)
+    assert not is_unmodified(network)
     for foreign in (MethodType(doubled, layer), functools.partial(doubled, layer), lambda x: x):
         layer.forward = foreign
-        assert not runs_as_written(network)
+        assert not is_unmodified(network)
     unpatch(layer)
     for register in (layer.register_forward_hook, layer.register_forward_pre_hook):
         handle = register(lambda *args: None)
-        assert not runs_as_written(network)
+        assert not is_unmodified(network)
         handle.remove()
-    assert runs_as_written(network)
+    assert is_unmodified(network)
 
 
 def test_which_of_our_own_networks_run_as_written() -> None:
@@ -92,18 +92,18 @@ def test_which_of_our_own_networks_run_as_written() -> None:
     unet = toy.network(SMALL.unet)
     prepare({"unet": unet}, RuntimeOptions(), CPU)
     assert any(patch_of(module) for module in unet.modules())
-    assert runs_as_written(unet)
+    assert is_unmodified(unet)
     use(unet, "mha")
-    assert not runs_as_written(unet)
+    assert not is_unmodified(unet)
     with record(unet):
-        assert runs_as_written(unet)
-    assert not runs_as_written(unet)
+        assert is_unmodified(unet)
+    assert not is_unmodified(unet)
     use(unet, "vanilla")
-    assert runs_as_written(unet)
+    assert is_unmodified(unet)
     Offloader({"unet": unet}, CPU, offload="model")
-    assert runs_as_written(unet)
+    assert is_unmodified(unet)
     Offloader({"unet": unet}, CPU, offload="sequential")
-    assert not runs_as_written(unet)
+    assert not is_unmodified(unet)
 
 
 def test_copies_of_networks_with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from ldm_lite.bench.measure import status
 from ldm_lite.core.denoise import Branch, denoise_step, join, weighted
 from ldm_lite.core.plan import rows_of
 from ldm_lite.models.unet import UNet
-from ldm_lite.runtime.patching import kernel, patch, runs_as_written
+from ldm_lite.runtime.patching import is_unmodified, kernel, patch
 from ldm_lite.runtime.together import Together
 
 
@@ -120,7 +120,7 @@ def test_a_layer_whose_bits_depend_on_the_batch_runs_image_by_image() -> None:
         with together.images(2):
             made = network(x)
     assert all(torch.equal(made[image::2], alone[image]) for image in range(2))
-    assert runs_as_written(network)
+    assert is_unmodified(network)
 
 
 def test_a_step_whose_bits_depend_on_the_batch_runs_image_by_image(alone: Pipeline) -> None:

@@ -17,7 +17,7 @@ from training import load_options, losses, options, train
 import ldm_lite
 from ldm_lite import Pipeline
 from ldm_lite.image import grid, to_pil
-from ldm_lite.runtime.patching import runs_as_written
+from ldm_lite.runtime.patching import is_unmodified
 from ldm_lite.train import run
 from ldm_lite.train.additions import LoRA
 
@@ -67,10 +67,10 @@ def test_a_removed_lora_leaves_the_networks_as_they_were(small_path: Path) -> No
         with_lora = run()
         assert not any(torch.equal(a, b) for a, b in zip(with_lora, before, strict=True))
         assert not any(p.requires_grad for network in networks.values() for p in network.parameters())
-        assert not runs_as_written(pipe.unet)
+        assert not is_unmodified(pipe.unet)
     assert all(torch.equal(a, b) for a, b in zip(run(), before, strict=True))
     for network in networks.values():
-        assert runs_as_written(network)
+        assert is_unmodified(network)
         assert not any(module._forward_hooks for module in network.modules())
     assert [p.requires_grad for network in networks.values() for p in network.parameters()] == trainable
 
@@ -81,7 +81,7 @@ def test_a_removed_lora_leaves_the_networks_as_they_were(small_path: Path) -> No
     assert all(torch.equal(a, b) for a, b in zip(run(), before, strict=True))
     with pytest.raises(ValueError, match="was made for networks with other layers"):
         lora.attach({"unet": pipe.unet})
-    assert runs_as_written(pipe.unet)
+    assert is_unmodified(pipe.unet)
 
 
 @pytest.mark.parametrize("lr", [1e-3, 1e36])
@@ -94,10 +94,10 @@ def test_training_removes_its_lora(
     given = options(folder, tmp_path, steps=1, lora_rank=2, lora_text=True, checkpointing=True, lr=lr, warmup=0)
     seen = list[bool]()
     with pytest.raises(ValueError, match="the loss is") if lr > 1 else contextlib.nullcontext():
-        train(given, load_options(small_path), lambda step, loss: seen.append(runs_as_written(pipe.unet)))
+        train(given, load_options(small_path), lambda step, loss: seen.append(is_unmodified(pipe.unet)))
     assert seen
     assert not any(seen), "the LoRA was attached while training"
-    assert all(runs_as_written(network) for network in _networks(pipe).values())
+    assert all(is_unmodified(network) for network in _networks(pipe).values())
 
 
 def test_the_file_is_kohyas_and_gives_the_same_images(
