@@ -131,7 +131,8 @@ def label(name: str) -> str:
     key, spacing = resolve(name)
     words = key.replace("_", " ")
     text = LABELS.get(key, words[:1].upper() + words[1:])
-    return text if spacing is None else f"{text} {spacing.replace('_', ' ').title()}"
+    schedule, colon, settings = (spacing or "").partition(":")  # settings are read as they are
+    return text if spacing is None else f"{text} {schedule.replace('_', ' ').title()}{colon}{settings}"
 
 
 def written(name: str, spacing: str | Spacing | None, theirs_too: bool = True) -> dict[str, str]:

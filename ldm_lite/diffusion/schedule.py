@@ -6,7 +6,7 @@ And spacings with settings, "karras:rho=5".
 import inspect
 import math
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from torch import Tensor
@@ -120,11 +120,14 @@ def _with_settings(spacing: str, settings: list[str], schedule: core.Schedule, s
     """The levels of a spacing with settings, as spacing_of reads them."""
     function, discard = SPACINGS[spacing.split(":")[0]], "discard" in settings
     pairs = (setting.partition("=") for setting in settings if setting != "discard")
-    numbers = {key: number(text) for key, _, text in pairs}
+    parameters = inspect.signature(function).parameters
+    texts = {key for key, parameter in parameters.items() if parameter.annotation is str}
+    numbers: dict[str, Any] = {key: text if key in texts else number(text) for key, _, text in pairs}
     try:
         inspect.signature(function).bind("schedule", "steps", **numbers)
     except TypeError as error:
-        raise ValueError(f"spacing {spacing!r}: {error}; settings are discard, rho=, sigma_min=, sigma_max=") from error
+        allowed = ", ".join(["discard", *(f"{key}=" for key in [*parameters][2:])])
+        raise ValueError(f"spacing {spacing!r}: {error}; its settings are {allowed}") from error
     try:
         levels = function(schedule, steps + discard, **numbers)
         sigmas = np.array([level.sigma for level in levels if level.a > 0])

@@ -6,15 +6,15 @@ under its name.  Of a rectified flow, sigma_min and sigma_max are s.
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ldm_lite.core.schedule import CLEAN, SPACINGS, Array, Level, Schedule, leading, trailing
-from ldm_lite.diffusion.flow import FlowSchedule, shifted, straightened
+from ldm_lite.core.schedule import CLEAN, SPACINGS, Array, Level, Schedule, leading, level_of, trailing
+from ldm_lite.diffusion.flow import NUM_TIMESTEPS, FlowSchedule, shifted, straightened
 from ldm_lite.diffusion.plan import float32_sigmas, timed
 from ldm_lite.diffusion.schedule import GENERAL, MADE_FOR_BETAS
 
@@ -87,6 +87,57 @@ def lcm(schedule: Schedule, steps: int) -> list[Level]:
     chosen = np.floor(np.linspace(0, 50, steps, endpoint=False)).astype(int)
     return [*(schedule.at(int(t)) for t in (50 - chosen) * stride - 1), CLEAN]
 
+
+def diffusers(
+    schedule: Schedule,
+    steps: int,
+    timesteps: str = "leading",
+    offset: float = 0.0,
+    multistep: float = 0.0,
+    whole: float = 1.0,
+    curve: str = "",
+    end: str = "clean",
+) -> list[Level]:
+    """The levels of diffusers' schedulers, by settings named like theirs; the end is clean, or timestep 0: "first".
+
+    timesteps: leading, linspace or trailing.  multistep: those of DPM-Solver and UniPC, which leave the last of one
+    more out.  Not whole: Euler's linspace, whose sigmas are interpolated linearly.  curve: karras, exponential or beta
+    sigmas in between, of multistep solvers over the schedule's whole range.
+    """
+    num, count = len(schedule.alpha_bar), steps + bool(multistep)
+    rising = {
+        "leading": np.arange(count) * float(num // count) + offset,
+        "linspace": np.linspace(0, num - 1, count),
+        "trailing": np.arange(num, 0, -num / steps)[:steps][::-1].round() - 1,
+    }
+    ends: dict[str, Level] = {"clean": CLEAN, "first": schedule.at(0)}
+    if timesteps not in rising or curve not in CURVES or end not in ends:
+        allowed = f"timesteps={'|'.join(rising)}, curve={'|'.join(filter(None, CURVES))}, end={'|'.join(ends)}"
+        raise ValueError(f"the spacing diffusers has the settings {allowed}")
+    t = rising[timesteps][::-1][:steps]
+    t = t.round() if whole else t
+    if t[0] >= num:
+        raise ValueError(f"diffusers fails with {steps} steps of these timesteps ({t[0]:.0f}): take another number")
+    if not curve and whole:
+        return [*(schedule.at(int(step)) for step in t), ends[end]]
+    index, table = np.arange(num), schedule.sigmas
+    sigmas = np.interp(t, index, table)
+    if curve:
+        low, high = (table[0], table[-1]) if multistep else (sigmas[-1], sigmas[0])
+        sigmas = CURVES[curve](low, high, steps)
+        t = np.interp(np.log(sigmas), np.log(table), index)
+        if multistep:
+            t = t.round() if curve == "karras" else np.floor(t)
+    return [*(level_of(float(step), float(sigma)) for step, sigma in zip(t, sigmas, strict=True)), ends[end]]
+
+
+# (least, largest, count) -> that many values between them, falling.
+CURVES: dict[str, Callable[[float, float, int], Array]] = {
+    "": lambda low, high, count: np.linspace(high, low, count),
+    "karras": lambda low, high, count: np.linspace(high ** (1 / 7), low ** (1 / 7), count) ** 7,
+    "exponential": lambda low, high, count: np.exp(np.linspace(math.log(high), math.log(low), count)),
+    "beta": lambda low, high, count: low + beta_quantiles(1 - np.linspace(0, 1, count), 0.6, 0.6) * (high - low),
+}
 
 # DeepFloyd IF's tables: timesteps per section of the schedule, which is cut into equal parts, cleanest first.
 SECTIONS = {
@@ -359,19 +410,30 @@ def _ays(name: str, schedule: Schedule, steps: int) -> list[Level]:
 # ---- rectified flow -------------------------------------------------------------------------------------------------
 
 
-def flow(schedule: Schedule, steps: int, shift: float | None = None, last: float = 0.0) -> list[Level]:
+def flow(schedule: Schedule, steps: int, shift: float | None = None, last: float = 0.0, curve: str = "") -> list[Level]:
     """s even from 1 to 0, shifted: FLUX and Z-Image; "simple" in ComfyUI if steps divides 1000.
 
-    Then 1 - s is stretched so that the level before the end is at s = last, if that is not 0: Qwen-Image, 0.02.
+    Then 1 - s is stretched so that the level before the end is at s = last, if that is not 0: Qwen-Image, 0.02.  A
+    curve (karras, exponential, beta) takes the place of the levels between the first and that one, as in diffusers.
     """
     flow = _with_shift(schedule, shift)
-    s = shifted(np.linspace(1, 0, steps + 1), flow.shift)
-    if last and steps > 1:
-        s[:-1] = 1 - (1 - s[:-1]) * (1 - last) / (1 - s[-2])
-    return [flow.at_noise(float(level)) for level in s]
+    return _bent(flow, shifted(np.linspace(1, 0, steps + 1)[:-1], flow.shift), last, curve)
 
 
-def flow_flux2(schedule: Schedule, steps: int, shift: float | None = None) -> list[Level]:
+def _bent(flow: FlowSchedule, s: Array, last: float, curve: str) -> list[Level]:
+    """The levels of s, falling from 1, stretched to end at `last`, and on a curve; then 0."""
+    if curve not in CURVES:
+        raise ValueError(f"unknown curve {curve!r:.60}: expected {', '.join(filter(None, CURVES))}")
+    if last and len(s) > 1:
+        s = 1 - (1 - s) * (1 - last) / (1 - s[-1])
+    if curve:
+        s = CURVES[curve](s[-1], s[0], len(s))
+    return [flow.at_noise(float(level)) for level in np.append(s, 0.0)]
+
+
+def flow_flux2(
+    schedule: Schedule, steps: int, shift: float | None = None, last: float = 0.0, curve: str = ""
+) -> list[Level]:
     """The same, shifted by the image's size and, up to 4300 tokens, more for fewer steps: FLUX.2.
 
     The schedule's own shift is that of 200 steps; between it and that of 10 its logarithm is linear in the steps.
@@ -382,17 +444,20 @@ def flow_flux2(schedule: Schedule, steps: int, shift: float | None = None) -> li
     if shift is None and tokens <= 4300:
         few = 8.73809524e-05 * tokens + 1.89833333
         shift = math.exp(many + (few - many) * (200 - steps) / 190)
-    return flow(schedule, steps, shift)
+    return flow(schedule, steps, shift, last, curve)
 
 
-def flow_sd3(schedule: Schedule, steps: int, shift: float | None = None) -> list[Level]:
+def flow_sd3(
+    schedule: Schedule, steps: int, shift: float | None = None, last: float = 0.0, curve: str = ""
+) -> list[Level]:
     """s even from 1 to the least of the shifted timesteps, shifted again, then 0: Stable Diffusion 3 and diffusers.
 
+    A shift by the image's size is not there yet when diffusers takes the least.  last and curve are those of `flow`.
     stabilityai sd3_infer.py, get_sigmas.
     """
     flow = _with_shift(schedule, shift)
-    least = float(flow.straight.sigmas[0])
-    return at_sigmas(flow, shifted(np.linspace(1, least, steps), flow.shift))
+    least = float(flow.straight.sigmas[0]) if flow.by_size is None else 1 / NUM_TIMESTEPS
+    return _bent(flow, shifted(np.linspace(1, least, steps), flow.shift), last, curve)
 
 
 def _with_shift(schedule: Schedule, shift: float | None) -> FlowSchedule:
@@ -418,6 +483,7 @@ SPACINGS |= {
             trailing_to_0,
         ),
         *(respaced, normal, simple, turbo, kl_optimal, ddim_uniform, beta_sigma, time_uniform, webui_ddim, webui_unipc),
+        diffusers,
         *(flow, flow_flux2, flow_sd3),
     )
 }

@@ -1,9 +1,9 @@
 """The settings in the configuration files of diffusers and transformers that change an image.
 
-A few are read: read_network() and read_scheduler() turn them into metadata, which detection.py uses.  Those that the
-weights do not tell and the networks here do not support stand in CHECKED with the values that are computed, and any
-other value is refused by name.  Whatever else a file says belongs to training or precision, or has weights of its own,
-and then loading refuses it.
+A few are read: read_network() turns them into metadata, which zoo/families.py uses.  Those that the weights do not
+tell and the networks here do not support stand in CHECKED with the values that are computed, and any other value is
+refused by name.  Whatever else a file says belongs to training or precision, or has weights of its own, and then
+loading refuses it.  diffusers_schedulers.py reads what is said of the noise levels.
 """
 
 import json
@@ -14,7 +14,6 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from ldm_lite.core.layers import Shapes
-from ldm_lite.diffusion.names import resolve
 from ldm_lite.models.wan_vae import DEVIATION, MEAN
 
 log = logging.getLogger("ldm_lite")
@@ -64,38 +63,6 @@ CHECKED: dict[str, dict[str, Values]] = {
     "vision": {"hidden_act": ("quick_gelu",), **CLIP},  # CLIP ViT-B and L
     "open_clip_vision": {"hidden_act": ("gelu",), **CLIP},  # ViT-H, g and bigG, which are wider
     "siglip": {"hidden_act": ("gelu_pytorch_tanh",), "layer_norm_eps": (1e-6,)},
-    "scheduler": {
-        "num_train_timesteps": (1000,),
-        "original_inference_steps": (50,),
-        "prediction_type": ("epsilon", "v_prediction", "sample"),
-        "sigma_max": (None,),
-        "sigma_min": (None,),
-        "thresholding": (False,),
-        "timestep_scaling": (10,),
-        "timestep_spacing": ("leading", "linspace", "trailing"),
-        "timestep_type": ("discrete",),
-        "use_flow_sigmas": (False,),
-    },
-    "flow": {  # as the families' own schedules
-        "num_train_timesteps": (1000,),
-        "shift": (1, 3),
-        "use_dynamic_shifting": (True, False),
-        "base_image_seq_len": (256,),
-        "max_image_seq_len": (4096,),
-        "base_shift": (0.5,),
-        "max_shift": (1.15,),
-    },
-    "flow_qwen": {
-        "num_train_timesteps": (1000,),
-        "shift": (1,),
-        "use_dynamic_shifting": (True,),
-        "base_image_seq_len": (256,),
-        "max_image_seq_len": (8192,),
-        "base_shift": (0.5,),
-        "max_shift": (0.9,),
-        "shift_terminal": (0.02,),
-        "time_shift_type": ("exponential",),
-    },
 }
 # A key that only this kind of network has, in the format of diffusers or transformers.  The first match wins.
 KINDS = {
@@ -139,7 +106,7 @@ def read_network(place: str, config: Config, shapes: Shapes) -> dict[str, str]:
         scale, shift = config.get("scaling_factor"), config.get("shift_factor")
         metadata["scaling_factor"] = None if scale is None else _positive(place, "scaling_factor", scale)
         if shift is not None and (isinstance(shift, bool) or not isinstance(shift, (int, float))):
-            raise ValueError(f"{place}: its shift_factor cannot be {_short(shift)}: expected a number")
+            raise ValueError(f"{place}: its shift_factor cannot be {short(shift)}: expected a number")
         metadata["shift_factor"] = shift
     if kind == "text":
         metadata |= {"hidden_act": config.get("hidden_act"), "text_activation": config.get("hidden_act")}
@@ -154,10 +121,11 @@ def check(place: str, config: Config, supported: Mapping[str, Values]) -> None:
     for key, values in supported.items():
         if key in config and config[key] not in values:
             wanted = " or ".join(json.dumps(value) for value in values)
-            raise ValueError(f"{place}: its {key} {_short(config[key])} is not supported: expected {wanted}")
+            raise ValueError(f"{place}: its {key} {short(config[key])} is not supported: expected {wanted}")
 
 
-def _short(value: object) -> str:
+def short(value: object) -> str:
+    """Return a value as JSON, at most 60 characters of it."""
     text = json.dumps(value)
     return text if len(text) < 60 else text[:57] + "..."
 
@@ -166,7 +134,7 @@ def _positive(place: str, key: str, value: object, whole: bool = False) -> float
     """Return a positive number from a configuration.  Raises ValueError for anything else."""
     kinds = int if whole else (int, float)
     if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < math.inf:
-        raise ValueError(f"{place}: its {key} cannot be {_short(value)}: expected a number above 0")
+        raise ValueError(f"{place}: its {key} cannot be {short(value)}: expected a number above 0")
     return value
 
 
@@ -186,73 +154,9 @@ def _heads(place: str, config: Config) -> dict[str, object]:
         if len(sizes) == 1 and (size := sizes.pop()) == int(size):
             return {"unet_head_dim": int(size)}
     raise ValueError(
-        f"{place}: its attention_head_dim {_short(num_heads)} is not supported: expected one number of heads, or one "
+        f"{place}: its attention_head_dim {short(num_heads)} is not supported: expected one number of heads, or one "
         "width of heads, for all levels"
     )
-
-
-# ---- schedulers -----------------------------------------------------------------------------------------------------
-
-# Schedulers of the same noise process whose solvers are not here; the family's own sampler takes their place.
-NOT_HERE = ("DDIMParallelScheduler", "DDPMParallelScheduler", "DPMSolverSinglestepScheduler", "SASolverScheduler")
-SOLVED_BY_DDIM = ("DDIMScheduler", "DDIMParallelScheduler", "PNDMScheduler")
-SCHEDULES = ("beta_start", "beta_end", "beta_schedule")
-
-
-def read_scheduler(place: str, config: Config, pipeline: str) -> dict[str, str]:
-    """Return the metadata in a scheduler_config.json: prediction, noise schedule, spacing, zero terminal SNR, solver.
-
-    `pipeline` is the class of the pipeline.  Raises ValueError for another noise process and settings not supported.
-    """
-    if not config:
-        return {}
-    name, spacing = str(config.get("_class_name")), config.get("timestep_spacing")
-    if name == "FlowMatchEulerDiscreteScheduler" and pipeline.startswith("ZImage"):
-        check(place, config, CHECKED["flow"] | {"shift": (3, 6), "use_dynamic_shifting": (False,)})
-        return {"family": "z_image" if config.get("shift") == 6 else "z_image_turbo"}  # what the weights do not tell
-    if name == "FlowMatchEulerDiscreteScheduler" and pipeline.startswith("QwenImage"):
-        check(place, config, CHECKED["flow_qwen"])
-        return {}
-    if name == "FlowMatchEulerDiscreteScheduler" and pipeline.startswith(("Flux", "Chroma", "StableDiffusion3")):
-        check(place, config, CHECKED["flow"])
-        return {}
-    sampler = None  # its name here, if its solver is here
-    if name not in (*NOT_HERE, "None"):
-        try:
-            key, _ = resolve(name)
-        except ValueError as error:
-            raise ValueError(
-                f"{place}: {_short(name)} is not supported: expected a scheduler of a variance-preserving process, "
-                "such as DDIMScheduler, EulerDiscreteScheduler or LCMScheduler"
-            ) from error
-        ends = (end for end in ("karras", "exponential", "beta") if config.get(f"use_{end}_sigmas"))
-        sampler = " ".join([key, *ends])
-    check(place, config, CHECKED["scheduler"])
-    is_ddim = name in SOLVED_BY_DDIM
-    unlike: dict[str, object] = {"timestep_spacing": "linspace"} if is_ddim else {}
-    if is_ddim and "XL" in pipeline:  # diffusers' other pipelines override these two with the values used here
-        unlike |= {"clip_sample": True, "steps_offset": 0}
-    if ignored := [f"{key} {_short(value)}" for key, value in unlike.items() if config.get(key) == value]:
-        log.warning("%s: ignored %s: DDIM does not support it here", place, " and ".join(ignored))
-    metadata = {key: config.get(key) for key in SCHEDULES}
-    metadata["prediction"] = config.get("prediction_type")
-    if metadata["prediction"] in (None, "epsilon") and not config.get("rescale_betas_zero_snr"):
-        metadata["scheduler"] = f"{name}, {spacing}"  # of distilled models that are released
-    if config.get("trained_betas") is not None:
-        metadata["trained_betas"] = json.dumps(config["trained_betas"])
-    if config.get("rescale_betas_zero_snr"):
-        metadata["zero_snr"] = "yes"
-    clean = config.get("set_alpha_to_one")
-    if spacing == "trailing":
-        metadata["spacing"] = "trailing_to_0" if is_ddim and clean is False else "trailing"
-    elif spacing == "leading" and is_ddim and clean is True:
-        metadata["spacing"] = "leading_clean"
-    if sampler in ("lcm", "tcd"):
-        metadata["sampler"] = sampler
-        metadata.pop("spacing", None)
-    elif sampler not in (None, "ddim"):
-        log.info('%s: its %s is `sampler="%s"`; the default is the family\'s own sampler', place, name, sampler)
-    return {key: str(value) for key, value in metadata.items() if value is not None}
 
 
 # ---- pipelines and tokenizers ---------------------------------------------------------------------------------------
@@ -274,7 +178,7 @@ def check_pipeline(place: str, index: Config, roles: Collection[str]) -> None:
     if name.startswith("QwenImage") and not is_known:  # Layered has the weights' names of Qwen-Image
         raise ValueError(f"{place}: is of {name}, which is not here: take Qwen-Image")
     if not is_known:
-        log.warning("%s: is of %s, which ldm_lite does not know: only its networks are used", place, _short(name))
+        log.warning("%s: is of %s, which ldm_lite does not know: only its networks are used", place, short(name))
     if index.get("force_zeros_for_empty_prompt") is False and {"text_encoder", "text_encoder_2"} <= set(roles):
         log.warning('%s: its unconditional text is the empty prompt: give `negative_prompt=""`', place)
 
@@ -293,10 +197,10 @@ def check_tokenizer(place: str, files: Sequence[Config], open_clip: bool, length
     if open_clip and pads and all(pad == END for pad in pads):
         log.warning("%s: pads prompts with %s; here they are padded with ! as in the original", place, END)
     elif pads and wanted not in pads:
-        raise ValueError(f"{place}: its pad_token {_short(pads[0])} is not supported: expected {_short(wanted)}")
+        raise ValueError(f"{place}: its pad_token {short(pads[0])} is not supported: expected {short(wanted)}")
     lengths = [size for size in values("model_max_length") if isinstance(size, int) and size < 10**6]
     if length is not None and lengths and length not in lengths:
         raise ValueError(f"{place}: its model_max_length {lengths[0]} is not supported: expected {length}")
     names = values("tokenizer_class")
     if names and not str(names[0]).startswith("CLIPTokenizer"):
-        raise ValueError(f"{place}: its tokenizer_class {_short(names[0])} is not supported: expected CLIPTokenizer")
+        raise ValueError(f"{place}: its tokenizer_class {short(names[0])} is not supported: expected CLIPTokenizer")

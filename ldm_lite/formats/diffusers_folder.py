@@ -12,12 +12,8 @@ from ldm_lite.checkpoint import hub
 from ldm_lite.checkpoint.reader import KINDS, joined, metadata_of, open_checkpoint, places_in, prefix, split
 from ldm_lite.cli.files import read_object
 from ldm_lite.core.files import Tensors
-from ldm_lite.formats.diffusers_config import (
-    check_pipeline,
-    check_tokenizer,
-    read_network,
-    read_scheduler,
-)
+from ldm_lite.formats.diffusers_config import check_pipeline, check_tokenizer, read_network
+from ldm_lite.formats.diffusers_schedulers import read_scheduler
 from ldm_lite.formats.vocabularies import T5_VOCABS
 
 log = logging.getLogger("ldm_lite")

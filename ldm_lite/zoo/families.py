@@ -109,20 +109,20 @@ def detect_family(shapes: Mapping[str, Shapes], metadata: Mapping[str, str], sgm
         check_complete(shapes, FAMILIES["sd1"].networks)
     if any(key in shapes["unet"] for key in DENOISERS):
         row = imported("ldm_lite.checkpoint.transformers:fitted")(shapes, metadata)
-        return _with_facts(row, metadata) if row.text_encoders else row
+        return with_facts(row, metadata) if row.text_encoders else row
     unet = UNetSpec.from_shapes(shapes["unet"])
     if rows := _rows_with(unet):
         row = rows.get(metadata.get("family", "")) or _guessed(rows, metadata, sgm)
         if "ln_final.weight" in shapes.get("text_encoder", {}):
             row = _fit_open_clip(row, shapes["text_encoder"])
-        family = _with_facts(row, {name: text for name, text in metadata.items() if name not in ONLY_OF_UNKNOWN})
+        family = with_facts(row, {name: text for name, text in metadata.items() if name not in ONLY_OF_UNKNOWN})
     elif unet.context_dim is not None and unet.middle_depth == 0:
         raise ValueError(
             "this UNet has no attention in its middle block: it is distilled (SSD-1B, Segmind-Vega, BK-SDM or the "
             "like), which is not supported"
         )
     else:
-        family = _with_facts(_described(unet, shapes, metadata), metadata)
+        family = with_facts(_described(unet, shapes, metadata), metadata)
     return _retrained(family, metadata)
 
 
@@ -189,8 +189,8 @@ def _retrained(family: Family, metadata: Mapping[str, str]) -> Family:
     if "sample_size" in metadata and "resolution" not in metadata:
         size = int(metadata["sample_size"]) * family.vae.factor
         family = replace(family, resolution=size, v_resolution=None if family.v_resolution is None else size)
-    if metadata.get("sampler", family.sampler) != family.sampler:
-        family = replace(family, sampler=metadata["sampler"], **MERGED)
+    if metadata.get("sampler") in ("lcm", "tcd") and not family.distilled:
+        family = replace(family, **MERGED)
         log.info("taken for a distilled model by its scheduler: %(steps)d steps at scale %(scale)g", MERGED)
     return family
 
@@ -315,6 +315,7 @@ FACTS: dict[str, tuple[str, Callable[[str], object]]] = {
     "resolution": ("resolution", int),
     "steps": ("steps", int),
     "guidance": ("scale", float),
+    "sampler": ("sampler", str),
 }
 ONLY_OF_UNKNOWN = ("title", "resolution", "steps", "guidance")  # facts that a row has of its own
 OF_UNETS = (
@@ -337,7 +338,7 @@ METADATA_KEYS = (
 )
 FROM_FOLDERS = (  # what only the configuration files of a folder of diffusers tell
     *("scaling_factor", "sample_size", "sampler", "spacing", "scheduler", "zero_snr", "pipeline"),
-    *("global_pool_conditions", "vision_num_heads"),
+    *("flow_shifts", "flow_settings", "global_pool_conditions", "vision_num_heads"),
 )
 
 
@@ -380,10 +381,10 @@ def apply_user_metadata(family: Family, fitting: Family, told: Mapping[str, str]
             used |= {f"{role.replace('_encoder', '')}_{what}" for what in ("num_heads", fact)}
     if unused := sorted(told.keys() - used):
         raise ValueError(f"got `metadata` {unused[0]}, which {family.title} does not use: leave it out")
-    return _with_facts(family, {key: text for key, text in told.items() if key in ONLY_OF_UNKNOWN})
+    return with_facts(family, {key: text for key, text in told.items() if key in ONLY_OF_UNKNOWN})
 
 
-def _with_facts(row: Family, metadata: Mapping[str, str]) -> Family:
+def with_facts(row: Family, metadata: Mapping[str, str]) -> Family:
     """Return a row with what the metadata say.  Raises ValueError for nonsense."""
     try:
         values: dict[str, Any] = {
@@ -395,6 +396,8 @@ def _with_facts(row: Family, metadata: Mapping[str, str]) -> Family:
             family = replace(
                 family, unet=_unet_from_metadata(row.unet, metadata), noise=_noise_from_metadata(row.noise, metadata)
             )
+        elif isinstance(row.noise, Flow) and "flow_shifts" in metadata:
+            family = replace(family, noise=_flow_from_metadata(row.noise, metadata))
         _check(family)
     except ValueError as error:
         raise ValueError(f"the metadata does not describe a model: {error}") from error
@@ -443,6 +446,17 @@ def _noise_from_metadata(noise: object, metadata: Mapping[str, str]) -> Preservi
     like = sd1 if like.curve == COSINE else like  # a cosine has neither a start nor an end
     start, end = metadata.get("beta_start", like.start), metadata.get("beta_end", like.end)
     return Preserving(float(start), float(end), curve)
+
+
+def _flow_from_metadata(flow: Flow, metadata: Mapping[str, str]) -> Flow:
+    """Return the rectified flow that a diffusers folder tells: one shift, or its logarithms at 256 and 4096 tokens."""
+    shifts, spacing = json.loads(metadata["flow_shifts"]), flow.spacing.partition(":")[0]
+    if len(shifts) == 1:
+        spacing = "flow" if spacing == "flow_flux2" else spacing  # whose shift is by size and steps
+        flow = replace(flow, shift=shifts[0], by_size=None)
+    elif spacing != "flow_flux2":
+        flow = replace(flow, by_size=(shifts[0], shifts[1]))
+    return replace(flow, spacing=spacing + metadata.get("flow_settings", ""))
 
 
 Check = tuple[str, object, bool, str]  # name, value, whether it is valid, valid values

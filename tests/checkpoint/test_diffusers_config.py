@@ -15,7 +15,10 @@ from safetensors.torch import save_file
 from toy import NEGATIVE, NOISE, PROMPT
 
 import ldm_lite
-from ldm_lite.formats.diffusers_config import CHECKED, KINDS, read_network, read_scheduler
+from ldm_lite.diffusion.names import label, make_plan
+from ldm_lite.formats.diffusers_config import CHECKED, KINDS, read_network
+from ldm_lite.formats.diffusers_schedulers import CHECKED as SCHEDULERS
+from ldm_lite.formats.diffusers_schedulers import OF_ALL, OF_FLOWS, read_scheduler
 
 GOLDEN = np.load(DATA / "configs.npz")
 FILES: dict[str, dict[str, Any]] = json.loads(str(GOLDEN["made_with"]))["files"]
@@ -54,14 +57,14 @@ QUICK = ("zero_snr", "clean", "linear", "lcm", "euler", "networks")
 def test_a_folder_makes_the_image_that_diffusers_makes(
     weights: Path, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With no setting told but the folder's own; Euler, which is not the family's sampler, is asked for."""
+    """With no setting told but the folder's own."""
     pipe = ldm_lite.load(configure(weights, name), device="cpu")
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert pipe.family.resolution == 128
     cond = pipe.encode_prompt(PROMPT)
     uncond = pipe.encode_prompt(NEGATIVE, negative=True)
     draw = pipe.noise_source(toy.LCM_SEED, height=64, width=64)
-    plan = pipe.plan("euler" if name == "euler" else pipe.family.sampler, 4)
+    plan = pipe.plan(pipe.family.sampler, 4)
     latents = pipe.denoise(NOISE, cond, uncond, plan, 5.0, draw=draw)
     assert toy.relative_error(latents, GOLDEN[f"{name}.latents"]) < 5e-5
     [pixels] = pipe.decode(latents, output="tensor")
@@ -146,20 +149,50 @@ def test_every_value_of_every_table_is_checked() -> None:
             shapes["vision_model.embeddings.class_embedding"] = (1024,)
         for key, values in table.items():
             for value in (*values, "another"):
-                if kind == "scheduler":
-                    read = partial(read_scheduler, "s", {"_class_name": "DDIMScheduler", key: value}, "")
-                elif kind in ("flow", "flow_qwen"):
-                    config = {"_class_name": "FlowMatchEulerDiscreteScheduler", key: value}
-                    read = partial(
-                        read_scheduler, "s", config, "FluxPipeline" if kind == "flow" else "QwenImagePipeline"
-                    )
-                else:
-                    read = partial(read_network, "n", {key: value}, shapes)
+                read = partial(read_network, "n", {key: value}, shapes)
                 if value == "another":
                     with pytest.raises(ValueError, match=f"its {key} "):
                         read()
                 else:
                     read()
+
+
+def test_every_value_of_a_scheduler_is_checked() -> None:
+    flow = "FlowMatchEulerDiscreteScheduler"
+    for name, table in {"DDIMScheduler": OF_ALL, flow: OF_FLOWS, **SCHEDULERS}.items():
+        for key, values in table.items():
+            pipeline = "FluxPipeline" if name == flow else "StableDiffusionPipeline"
+            for value in values:
+                read_scheduler("s", {"_class_name": name, key: value}, pipeline)
+            with pytest.raises(ValueError, match=f"its {key} "):
+                read_scheduler("s", {"_class_name": name, key: "another"}, pipeline)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("shift", 0),
+        ("shift", "3"),
+        ("shift", True),
+        ("shift_terminal", 1.5),
+        ("shift_terminal", float("nan")),
+        ("base_shift", [1]),
+        ("max_image_seq_len", 100),
+        ("steps_offset", -1),
+        ("steps_offset", 1.5),
+        ("use_karras_sigmas", True),
+    ],
+)
+def test_numbers_that_make_no_schedule_are_refused(key: str, value: object) -> None:
+    flow = key not in ("steps_offset", "use_karras_sigmas")
+    config = {
+        "_class_name": "FlowMatchEulerDiscreteScheduler" if flow else "EulerDiscreteScheduler",
+        "use_beta_sigmas": not flow,
+        "use_dynamic_shifting": key != "shift",
+        key: value,
+    }
+    with pytest.raises(ValueError, match=key):
+        read_scheduler("s", config, "FluxPipeline" if flow else "StableDiffusionXLPipeline")
 
 
 def test_settings_that_change_no_image_and_unknown_ones_are_not_read(
@@ -176,14 +209,25 @@ def test_a_pipeline_for_another_task_is_named(weights: Path, caplog: pytest.LogC
     assert 'is of "AnimateDiffPipeline", which ldm_lite does not know: only its networks are used' in caplog.text
 
 
-def test_solvers_are_named_and_the_family_keeps_its_own(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_default_sampler_is_the_scheduler(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    for name, wanted in (("PNDM", "plms"), ("DPMSolverMultistep", "dpmpp_2m karras"), ("UniPCMultistep", "unipc")):
-        found = read_scheduler("s", {"_class_name": f"{name}Scheduler", "use_karras_sigmas": "karras" in wanted}, "")
-        assert found == {"scheduler": f"{name}Scheduler, None"}
-        assert f's: its {name}Scheduler is `sampler="{wanted}"`' in caplog.text
-    read_scheduler("s", {"_class_name": "DDIMScheduler", "timestep_spacing": "linspace"}, "")
-    assert 's: ignored timestep_spacing "linspace"' in caplog.text
+    for name, sampler in (
+        ("PNDM", "plms diffusers:offset=1:end=first"),
+        ("DPMSolverMultistep", "dpmpp_2m diffusers:timesteps=linspace:multistep=1:curve=karras"),
+        ("UniPCMultistep", "unipc diffusers:timesteps=linspace:multistep=1"),
+        ("EulerAncestralDiscrete", "euler_a diffusers:timesteps=linspace:whole=0"),
+        ("LCM", "lcm"),
+    ):
+        config = {"_class_name": f"{name}Scheduler", "use_karras_sigmas": "karras" in sampler}
+        assert read_scheduler("s", config, "")["sampler"] == sampler
+    assert "sampler" not in read_scheduler("s", {"_class_name": "HeunDiscreteScheduler"}, "")
+    assert "s: its solver HeunDiscreteScheduler is not read: the sampler is the family's own" in caplog.text
+
+
+def test_a_sampler_with_settings_is_read_back_from_its_name(weights: Path) -> None:
+    pipe = ldm_lite.load(configure(weights, "euler"), device="cpu")
+    assert pipe.family.sampler == "euler diffusers:timesteps=trailing"
+    assert make_plan(label(pipe.family.sampler), pipe.schedule, 7).t == pytest.approx(pipe.plan(steps=7).t)
 
 
 def test_a_spacing_of_the_checkpoint_yields_to_one_in_a_name(weights: Path) -> None:
