@@ -9,6 +9,7 @@ pipe.txt2img("a red apple on a blue background")[0].save("apple.png")
 import importlib
 from typing import TYPE_CHECKING
 
+from ldm_lite.cli import threads
 from ldm_lite.cli.version import __version__
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ def __dir__() -> list[str]:
 def __getattr__(name: str) -> object:
     """Import a public name on first use, so that `--help` and `import ldm_lite` do not import torch."""
     if name in _HOMES:
+        threads.prepare()
         return getattr(importlib.import_module(_HOMES[name]), name)
     if name == "diffusion":  # ldm_lite.diffusion.samplers.register
         return importlib.import_module("ldm_lite.diffusion")

@@ -22,12 +22,17 @@ import argparse
 import dataclasses
 import json
 import math
+import os
 import sys
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from ldm_lite.cli import threads
+
+os.environ.update(threads.settings())  # before torch is loaded
 
 import numpy as np
 import torch

@@ -28,6 +28,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from ldm_lite.cli import threads
+
+os.environ.update(threads.settings())  # before torch is loaded
+
 import torch
 from PIL import Image
 from safetensors.torch import load_file

@@ -13,12 +13,17 @@ import torch would find it in place of Python's own module.)
 import argparse
 import functools
 import importlib.util
+import os
 import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 from unittest import mock
+
+from ldm_lite.cli import threads
+
+os.environ.update(threads.settings())  # before torch is loaded
 
 import torch
 from torch import Tensor

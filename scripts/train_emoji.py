@@ -27,6 +27,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
+from ldm_lite.cli import threads
+
+os.environ.update(threads.settings())  # before torch is loaded
+
 import torch
 from render_emoji import contact_sheet
 from torch import Tensor, nn

@@ -13,6 +13,7 @@ and the largest difference of losses; with --only the peak memory of the process
 """
 
 import argparse
+import os
 import resource
 import statistics
 import tempfile
@@ -20,6 +21,10 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+
+from ldm_lite.cli import threads
+
+os.environ.update(threads.settings())  # before torch is loaded
 
 import diffusers
 import peft

@@ -10,9 +10,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from ldm_lite.cli import threads
+
 # Before torch is imported, and for every process that a test starts: miniature networks compute faster on one thread,
 # many times so beside other work.  OMP_NUM_THREADS=2 python -m pytest takes two.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.update(threads.settings())
 
 import machine
 import pytest

@@ -14,6 +14,7 @@ from typing import Any, TextIO, cast
 
 from tqdm import tqdm
 
+from ldm_lite.cli import threads
 from ldm_lite.cli.progress import end_bars
 from ldm_lite.cli.signals import Stopped, stoppable
 
@@ -107,6 +108,7 @@ def run(body: Callable[[], None], options: Sequence[object] = (), kept: str = "f
             os.write(2, f"interrupted: {as_flags(kept)}\n".encode())
         os._exit(128 + number)
 
+    threads.prepare()  # for this process, whose body loads torch, and for those that it starts
     with stoppable(end) as received:
         try:
             return _run(body, options, received)

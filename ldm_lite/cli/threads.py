@@ -1,0 +1,65 @@
+"""How long PyTorch's threads spin, and how many there are: what has to be in the environment before torch is loaded.
+
+At each of some 10,000 barriers of an image, threads of OpenMP spin until the last one comes: GNU's 300,000 times,
+Intel's and LLVM's for 200 ms.  Beside other work they hold the core that the last one waits for.
+"""
+
+import contextlib
+import math
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+SPIN = {"GOMP_SPINCOUNT": "1000", "KMP_BLOCKTIME": "0"}  # docs/performance.md has the measurements
+_SPIN_OF_USERS = (*SPIN, "OMP_WAIT_POLICY", "KMP_LIBRARY")
+_THREADS_OF_USERS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+def prepare() -> None:
+    """Set them for this process and for those that it starts."""
+    os.environ.update(settings())
+
+
+def settings(
+    environment: Mapping[str, str] = os.environ,
+    groups: Path = Path("/sys/fs/cgroup"),
+    memberships: Path = Path("/proc/self/cgroup"),
+) -> dict[str, str]:
+    """Return the variables to set: none that the user has set, and none once torch is loaded, which has read them.
+
+    groups and memberships are where Linux says what the control groups of this process may use.
+    """
+    result = dict[str, str]()
+    if "torch" in sys.modules:
+        return result
+    if not any(name in environment for name in _SPIN_OF_USERS):
+        result |= SPIN
+    if not any(name in environment for name in _THREADS_OF_USERS):
+        # OpenMP knows which cores a process may use (taskset), MKL what is a core, but neither knows a share of time.
+        cores = min(_quotas(groups, memberships), default=None)
+        if cores is not None and cores < len(os.sched_getaffinity(0)):
+            result["OMP_NUM_THREADS"] = str(math.ceil(cores))
+    return result
+
+
+def _quotas(groups: Path, memberships: Path) -> Iterator[float]:
+    """The cores that may be used, as limited by each control group of this process and by those around it."""
+    try:
+        lines = memberships.read_text().splitlines()
+    except OSError:  # not Linux, or hidden
+        return
+    for line in lines:
+        _, controllers, group = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        root = groups / controllers  # version 2 names no controller
+        path = root / group.strip("/")  # a container may see its own group as the root alone
+        for folder in (path, *path.parents[: len(path.parts) - len(root.parts)]):
+            with contextlib.suppress(OSError, ValueError):  # "max" is no limit
+                quota, period = map(int, (folder / "cpu.max").read_text().split())
+                yield quota / period
+            with contextlib.suppress(OSError, ValueError):  # version 1
+                quota, period = (int((folder / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
+                if quota > 0:
+                    yield quota / period
