@@ -237,6 +237,7 @@ class LoadOptions(RuntimeOptions):
     ckpt: Any = option(
         None,
         "checkpoint: a file, a diffusers folder, or owner/repository[/file] on the hub (default: the bundled model)",
+        "--pretrained_model_name_or_path",
         common=True,
     )
     vae: str | None = option(None, "take the autoencoder from this file", common=True)

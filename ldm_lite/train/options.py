@@ -20,27 +20,39 @@ class DataOptions(CheckedOptions):
     """Data."""
 
     data: str | None = option(
-        None, "folder of images with captions: NAME.txt beside each, or a .jsonl; or .tar files", common=True
+        None,
+        "folder of images with captions: NAME.txt beside each, or a .jsonl; or .tar files",
+        *("--train_data_dir", "--instance_data_dir"),
+        common=True,
     )
     caption: str | None = option(None, "caption of images without one")
     resolution: int | None = option(None, "pixels per side (default: the model's)", within=(8, 2**14))
-    buckets: bool = option(False, "sizes by the images' aspect ratios, of about the same area: little is cropped")
+    buckets: bool = option(
+        False, "sizes by the images' aspect ratios, of about the same area: little is cropped", "--enable_bucket"
+    )
     bucket_no_upscale: bool = option(False, "an image smaller than its bucket gets a bucket of about its own size")
-    flip: bool = option(False, "train on each image and its mirror image", "--flip_aug")
+    flip: bool = option(False, "train on each image and its mirror image", "--flip_aug", "--random_flip")
     shuffle_caption: bool = option(False, "shuffle the parts of captions between commas, anew at each step")
     keep_tokens: int = option(0, "parts of captions that stay at their beginning", within=(0, 1000))
     masked: bool = option(False, "train only on what masks show: NAME.mask.png beside an image, or its alpha")
-    class_data: str | None = option(None, "DreamBooth: images of the class, to train on beside those of --data")
+    class_data: str | None = option(
+        None,
+        "DreamBooth: images of the class, to train on beside those of --data",
+        *("--class_data_dir", "--reg_data_dir"),
+    )
     class_prompt: str | None = option(
         None, "DreamBooth: caption of the class images; without --class-data, keep the base model's prediction for it"
     )
-    prior_weight: float = option(1.0, "weight of the class's loss", within=(0, math.inf))
+    prior_weight: float = option(1.0, "weight of the class's loss", "--prior_loss_weight", within=(0, math.inf))
     validation: str | None = option(
         None,
         "folder of images, or a fraction of the data such as 0.1, to measure the loss on, not to train on",
+        "--validation_split",
         common=True,
     )
-    validate_every: int | None = option(None, "steps between validations (default: --save-every)", within=(1, MOST))
+    validate_every: int | None = option(
+        None, "steps between validations (default: --save-every)", "--validate_every_n_steps", within=(1, MOST)
+    )
     renderer: str | None = option(None, "Python file whose scenes(resolution, ...) draws captioned images")
     renderer_options: str = option("{}", "arguments of scenes(), as JSON")
     scenes: int | None = option(
@@ -49,12 +61,18 @@ class DataOptions(CheckedOptions):
     caption_dropout: float = option(
         0.0,
         "fraction of captions replaced by an empty one, for guidance (0.1 is usual for a whole model)",
+        *("--caption_dropout_rate", "--proportion_empty_prompts"),
         within=(0, 1),
     )
     tokens: int | None = option(
         None, "tokens per caption (default: as many as the text encoder takes)", within=(2, MOST)
     )
-    data_workers: int = option(2, "processes that draw or read images", within=(0, 1024))
+    data_workers: int = option(
+        2,
+        "processes that draw or read images",
+        *("--dataloader_num_workers", "--max_data_loader_n_workers"),
+        within=(0, 1024),
+    )
 
 
 @dataclass(frozen=True)
@@ -72,7 +90,7 @@ class LearnedOptions(CheckedOptions):
     lora_rank: int | None = option(
         None,
         "train a LoRA of this rank, with the model frozen (16 is usual)",
-        "--network_dim",
+        *("--rank", "--network_dim"),
         within=(1, 4096),
         common=True,
     )
@@ -97,9 +115,13 @@ class LearnedOptions(CheckedOptions):
         False, "distil the model into the LoRA: images in 4 steps with --sampler lcm --scale 1 (LCM-LoRA)"
     )
     lcm_guidance: float = option(7.5, "guidance w that is distilled: --scale minus 1", within=FINITE)
-    token: str | None = option(None, "textual inversion: the name in captions that is learned")
-    init_word: str = option("image", "textual inversion: the word whose vectors it starts from")
-    vectors: int = option(1, "textual inversion: number of vectors", within=(1, 75))
+    token: str | None = option(
+        None, "textual inversion: the name in captions that is learned", "--placeholder_token", "--token_string"
+    )
+    init_word: str = option("image", "textual inversion: the word whose vectors it starts from", "--initializer_token")
+    vectors: int = option(
+        1, "textual inversion: number of vectors", "--num_vectors", "--num_vectors_per_token", within=(1, 75)
+    )
 
 
 @dataclass(frozen=True)
@@ -109,27 +131,41 @@ class OptimiserOptions(CheckedOptions):
     steps: int | None = option(
         None,
         "optimiser steps of the whole run (default: 10,000; a LoRA: 2,000; textual inversion: 3,000)",
+        "--max_train_steps",
         within=(1, MOST),
         common=True,
     )
-    epochs: float | None = option(None, "passes over the data, in place of --steps", within=(1e-9, MOST))
+    epochs: float | None = option(
+        None,
+        "passes over the data, in place of --steps",
+        *("--num_train_epochs", "--max_train_epochs"),
+        within=(1e-9, MOST),
+    )
     minutes: float | None = option(None, "stop after this many minutes; --resume continues", within=(0, MOST))
     batch_size: int = option(1, "images per batch, of all processes together", within=(1, 2**16), common=True)
-    accumulate: int = option(1, "batches per optimiser step", within=(1, MOST))
+    accumulate: int = option(1, "batches per optimiser step", "--gradient_accumulation_steps", within=(1, MOST))
     lr: float | None = option(
         None,
         "peak learning rate (default: 1e-5; a LoRA: 1e-4; textual inversion: 5e-3; prodigy: 1)",
+        "--learning_rate",
         within=(0, math.inf),
         common=True,
     )
     text_lr: float | None = option(
         None, "learning rate of the text encoders (default: --lr)", "--text_encoder_lr", within=(0, math.inf)
     )
-    warmup: float = option(0.05, "steps of the linear warm-up; below 1: a fraction of all steps", within=(0, MOST))
+    warmup: float = option(
+        0.05, "steps of the linear warm-up; below 1: a fraction of all steps", "--lr_warmup_steps", within=(0, MOST)
+    )
     lr_schedule: str = option(
         "cosine", "learning rate after the warm-up", "--lr_scheduler", choices=("constant", "linear", "cosine")
     )
-    lr_cycles: int = option(1, "number of cosines, each of which starts at the peak", within=(1, MOST))
+    lr_cycles: int = option(
+        1,
+        "number of cosines, each of which starts at the peak",
+        *("--lr_num_cycles", "--lr_scheduler_num_cycles"),
+        within=(1, MOST),
+    )
     lr_by_time: bool = option(
         False, "let the learning rate end with --minutes, which then count all of the run, if --steps take longer"
     )
@@ -138,9 +174,9 @@ class OptimiserOptions(CheckedOptions):
         "adamw8bit and prodigy, which finds the learning rate, need the extra [optimizers]",
         choices=("adamw", "adamw8bit", "prodigy"),
     )
-    weight_decay: float = option(0.01, "weight decay of the optimiser", within=(0, math.inf))
-    beta1: float = option(0.9, "decay of the optimiser's mean of gradients", within=(0, 0.999999))
-    beta2: float = option(0.99, "decay of the optimiser's mean of their squares", within=(0, 0.999999))
+    weight_decay: float = option(0.01, "weight decay of the optimiser", "--adam_weight_decay", within=(0, math.inf))
+    beta1: float = option(0.9, "decay of the optimiser's mean of gradients", "--adam_beta1", within=(0, 0.999999))
+    beta2: float = option(0.99, "decay of the optimiser's mean of their squares", "--adam_beta2", within=(0, 0.999999))
     ema_decay: float | None = option(
         None,
         "decay of the EMA of the weights, 0 for none (default: 0.999; distillation: 0.95; else additions have none)",
@@ -151,7 +187,12 @@ class OptimiserOptions(CheckedOptions):
         False, "keep averages from which python -m ldm_lite.train.averages makes any length afterwards (EDM2)"
     )
     max_grad_norm: float = option(1.0, "clip the norm of the gradient to this", within=(1e-9, math.inf))
-    min_snr: float | None = option(None, "min-SNR weighting with this gamma (5 is usual)", within=(1e-9, math.inf))
+    min_snr: float | None = option(
+        None,
+        "min-SNR weighting with this gamma (5 is usual)",
+        *("--snr_gamma", "--min_snr_gamma"),
+        within=(1e-9, math.inf),
+    )
     weighting: str | None = option(
         None,
         "weight noise levels by SNR, its root (debiased), or by learned weights (EDM2)",
@@ -189,7 +230,7 @@ class OptimiserOptions(CheckedOptions):
 class TrainOptions(DataOptions, LearnedOptions, OptimiserOptions):
     """The run."""
 
-    out: str = option("outputs/train", "folder of the run", common=True)
+    out: str = option("outputs/train", "folder of the run", "--output_dir", common=True)
     resume: bool = option(False, "continue the run in that folder", common=True)
     config: str | None = option(
         None,
@@ -197,18 +238,24 @@ class TrainOptions(DataOptions, LearnedOptions, OptimiserOptions):
         metavar="FILE",
         common=True,
     )
-    save_every: int = option(1000, "steps between checkpoints", within=(1, MOST))
+    save_every: int = option(
+        1000, "steps between checkpoints", "--checkpointing_steps", "--save_every_n_steps", within=(1, MOST)
+    )
     keep: int = option(0, "also keep the checkpoints of this many last saves, named by their steps", within=(0, MOST))
     sample_every: int | None = option(
         None,
         "steps between sample grids, a multiple of --save-every; 0 for none (default: --save-every)",
+        "--sample_every_n_steps",
         within=(0, MOST),
     )
     samples: str | None = option(
         None, "prompts of the sample grid, separated by | (default: the data's first captions)"
     )
     log_to: tuple[str, ...] = option(
-        (), "log to tensorboard or wandb too (extra [loggers]); repeatable", metavar="NAME"
+        (),
+        "log to tensorboard or wandb too (extra [loggers]); repeatable",
+        *("--report_to", "--log_with"),
+        metavar="NAME",
     )
     debug: bool = option(False, "show the traceback of an error")
 
