@@ -40,4 +40,11 @@ def __getattr__(name: str) -> object:
         return getattr(importlib.import_module(_HOMES[name]), name)
     if name == "diffusion":  # ldm_lite.diffusion.samplers.register
         return importlib.import_module("ldm_lite.diffusion")
+    if name[0].isupper() or name.startswith(("from_", "load_")):  # not a module, for which Python asks here too
+        from ldm_lite.cli.synonyms import OF_PACKAGE, of_attribute  # tables that are only read here
+
+        if instead := of_attribute(
+            name, OF_PACKAGE
+        ):  # of an AttributeError, `from ldm_lite import NAME` would drop the message
+            raise ImportError(f"ldm_lite has no {name}: {instead}")
     raise AttributeError(f"module 'ldm_lite' has no attribute {name!r}")

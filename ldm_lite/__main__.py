@@ -40,7 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if name in ("", "-h", "--help"):
         return console.run(_print)
-    near = difflib.get_close_matches(name, COMMANDS, n=1)
+    from ldm_lite.cli.synonyms import of_command  # a table that is only read here
+
+    near = [of_command(name)] if of_command(name) else difflib.get_close_matches(name, COMMANDS, n=1)
     hint = f"did you mean {near[0]}? " if near else ""
     print(f"error: unknown command {name!r}: {hint}expected one of {', '.join(COMMANDS)}", file=sys.stderr)
     return 2

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -82,6 +81,23 @@ def load(
 
 class Pipeline(Model):
     """A loaded model with the tasks as methods.  Immutable: threads may share it."""
+
+    if not TYPE_CHECKING:  # where an unknown name is an error anyway
+
+        def __getattr__(self, name: str) -> Any:
+            """Raise AttributeError: for what other programs have, with what to use instead."""
+            if instead := "" if name.startswith("_") else _elsewhere(name):
+                raise AttributeError(f"a Pipeline has no {name}: {instead}")
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+
+        def __setattr__(self, name: str, value: object) -> None:
+            """Raise AttributeError: nothing would read it."""
+            instead = _elsewhere(name) or "it is immutable, and threads may share it"
+            raise AttributeError(f"a Pipeline takes no {name}: {instead}")
+
+        def __call__(self, *_: object, **__: object) -> None:
+            """Raise TypeError: a Pipeline has a method for each task."""
+            raise TypeError("a Pipeline is not called: use pipe.txt2img(PROMPT, ...), pipe.img2img or pipe.inpaint")
 
     # ---- tasks ------------------------------------------------------------------------------------------------------
 
@@ -347,15 +363,27 @@ class Pipeline(Model):
 def _options(kind: type[Options], function: str, arguments: Mapping[str, Any], others: Sequence[str] = ()) -> Options:
     """Make options from keyword arguments; the function has some others.
 
-    Raises TypeError, with the nearest name, for an unknown argument.
+    Raises TypeError, with what to use instead, for an unknown argument.
     """
-    names = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
-    for name in arguments:
-        if name not in names:
-            near = difflib.get_close_matches(name, [*names, *others], n=1)
-            hint = f"did you mean {near[0]}? " if near else ""
-            raise TypeError(f"{function}() has no argument {name!r}: {hint}it takes {', '.join([*names, *others])}")
+    fields = dataclasses.fields(kind)  # type: ignore[arg-type]
+    for name in arguments.keys() - {field.name for field in fields}:
+        from ldm_lite.cli.synonyms import PYTHON, advice  # a table that is only read here
+
+        known = {PYTHON.get(field.name, field.name): PYTHON.get(field.name, field.name) for field in fields}
+        known |= {flag[2:]: field.name for field in fields for flag in field.metadata.get("flags", ())}
+        known |= {option: option for option in (*others, "output")}
+        listed = f"help({kind.__module__}.{kind.__name__}) lists all"
+        raise TypeError(
+            f"{function}() has no argument {name!r}: {advice(name, known, function, python=True) or listed}"
+        )
     return kind(**arguments)
+
+
+def _elsewhere(name: str) -> str:
+    """Return what to use in place of an attribute that other programs' pipelines have, or ""."""
+    from ldm_lite.cli.synonyms import OF_PIPELINE, of_attribute  # tables that are only read here
+
+    return of_attribute(name, OF_PIPELINE)
 
 
 def _joined(function: str, named: dict[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:

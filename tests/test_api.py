@@ -336,9 +336,9 @@ def test_load_refuses_what_it_cannot_use(small_path: Path) -> None:
 
 
 def test_an_unknown_argument_is_named_with_the_nearest(pipe: Pipeline) -> None:
-    with pytest.raises(TypeError, match=r"txt2img\(\) has no argument 'stepps': did you mean steps\?"):
+    with pytest.raises(TypeError, match=r"txt2img\(\) has no argument 'stepps': did you mean `steps`\?"):
         pipe.txt2img("a cat", stepps=3)
-    with pytest.raises(TypeError, match=r"load\(\) has no argument 'ofload': did you mean offload\?"):
+    with pytest.raises(TypeError, match=r"load\(\) has no argument 'ofload': did you mean `offload`\?"):
         ldm_lite.load(ofload="model")
     with pytest.raises(ValueError, match="as an image, expected a path, PIL, an array"):
         pipe.img2img("a cat", 3.5)

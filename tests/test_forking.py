@@ -89,7 +89,7 @@ def test_a_feature_of_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         with unet_calls(pipe) as calls:
             task("a pear", *images, steps=4, guidance_from=0.5, **({"strength": 1.0} if images else {}))
         assert [len(call.x) for call in calls] == [1, 1, 2, 2]
-    with pytest.raises(TypeError, match="did you mean guidance_from"):
+    with pytest.raises(TypeError, match="did you mean `guidance_from`"):
         pipe.txt2img("a pear", guidance_form=0.5)
 
 

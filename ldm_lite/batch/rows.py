@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import difflib
 import errno
 import logging
 import os
@@ -15,6 +14,7 @@ from ldm_lite import Control, Pipeline
 from ldm_lite.batch.options import COLUMNS, FILES, LISTS, SHARED, column_type
 from ldm_lite.batch.table import Row, as_column
 from ldm_lite.cli.options import SEEDS, CheckedOptions
+from ldm_lite.cli.synonyms import advice
 from ldm_lite.cli.task_options import Img2imgOptions, InpaintOptions, Txt2imgOptions
 from ldm_lite.toolkit import prompt_kind, text_length
 
@@ -162,8 +162,8 @@ class Rows:
                 values[FILES.get(name, name)] = self._with_paths(cell) if name in ANYWHERE else cell
             elif column not in self._ignored and len(self._ignored) < 100:
                 self._ignored.add(column)
-                near = difflib.get_close_matches(column, COLUMNS, n=1)
-                log.warning("column %r is ignored%s", column, f": did you mean {near[0]}?" if near else "")
+                hint = advice(column, {known: known for known in COLUMNS}, "batch", elsewhere=False).replace("`", "")
+                log.warning("column %r is ignored%s", column, f": {hint}" if hint else "")
         return values
 
 

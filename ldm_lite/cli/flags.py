@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import difflib
 import inspect
 import itertools
 import re
@@ -11,7 +10,7 @@ import typing
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, cast
 
-from ldm_lite.cli.console import as_flags, printable, show
+from ldm_lite.cli.console import as_flags, printable, shortened, show
 from ldm_lite.cli.options import TYPES
 
 Field = dataclasses.Field[Any]
@@ -98,16 +97,27 @@ class _Parser(argparse.ArgumentParser):
         self.error(error.message.replace(FLAG, flag, 1))
 
     def left(self, words: Sequence[str]) -> NoReturn:
-        """Exit with a line about words that are no flags: it names the nearest flag, or says what to do."""
-        unknown = next((word for word in words if word.startswith("-")), None)
-        if unknown is None:
+        """Exit with a line about words that are no flags of the command: what to use in their place."""
+        if not any(self._is_flag(word) for word in words):
             advice = "put it in quotes" if "[PROMPT]" in (self.usage or "") else "leave it out"
             where = "the prompt" if "[PROMPT]" in (self.usage or "") else "the flags"
             self.error(f"got words after {where}, {' '.join(words)!r:.200}: {advice}")
-        shown = [name for action in self._actions for name in getattr(action, "shown", action.option_strings)]
-        by_name = {flag.lstrip("-"): flag for flag in shown}  # two dashes alone would make short names alike
-        near = difflib.get_close_matches(unknown.lstrip("-").split("=")[0], by_name, n=1)
-        self.error(f"unknown flag {unknown:.60}{f': the nearest is {by_name[near[0]]}' if near else ''}")
+        from ldm_lite.cli import synonyms  # a table that is only read here
+
+        spellings = {
+            name.lstrip("-").replace("-", "_"): action.dest
+            for action in self._actions
+            for name in getattr(action, "shown", action.option_strings)
+        }
+        place, hints = self.prog.rpartition(".")[2], []
+        for flag in dict.fromkeys(word.split("=")[0] for word in words if self._is_flag(word)):
+            hint = synonyms.advice(flag, spellings, place)
+            hints.append(f"{flag:.60}: {as_flags(hint)}" if hint else f"{flag:.60}")
+        unknown = f"unknown flag{'s' * (len(hints) > 1)} {'; '.join(hints)}"
+        self.exit(2, f"error: {printable(shortened(unknown))} (see --help{'' if ':' in unknown else '-all'})\n")
+
+    def _is_flag(self, word: str) -> bool:
+        return len(word) > 1 and word[0] == "-" and not self._negative_number_matcher.fullmatch(word)
 
 
 def parse(
