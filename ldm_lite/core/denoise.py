@@ -1,5 +1,15 @@
 """Denoising: what a call of the network reads, the one step that runs any row of any plan, and the only loop.
 
+A sampler is a table, and one row of it is one call of the network.  For DDIM from eps prediction, where the level is
+x = a x0 + s eps now and x = a' x0 + s' eps after the row, it does this:
+
+    out = network(x, t)                  # of each branch of guidance, then mixed
+    h = 0 * x + 1 * out                  # row.to_h = (0, 1): H is eps, as DDIM chose
+    x = (a'/a) * x + (s' - a' s/a) * h   # row.mix: Song et al. 2021, eq. 12, as coefficients of x and h
+
+Other samplers have other coefficients, of the H of earlier calls and of noise too.  To see latents in a debugger,
+stop in denoise_step, or look at each State that run_plan yields.
+
 An InputSource gives the inputs of each call.  Features wrap it: InputSource -> InputSource.
 
 Shape letters: B images, K branches of guidance, R registers, C channels, h w latent size.
@@ -14,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ldm_lite.core.layers import calling
 from ldm_lite.core.plan import NUM_REGISTERS, Plan, Row, rows_of
 
 Conditioning = Mapping[str, Tensor]  # what the network reads besides latents and t, by its parameters, batch first
@@ -38,7 +49,7 @@ class Branch(NamedTuple):
 
     conditioning: Conditioning
     weight: float | Tensor = 1.0  # at a guidance scale of 1; a tensor (1,h,w) has one for each position
-    positive: bool = True  # False: a negative prompt, or none
+    positive: bool = True  # False: a negative prompt, or a branch of your own that is no prompt: see Outputs.cond
 
 
 class Outputs(NamedTuple):
@@ -60,7 +71,10 @@ class Outputs(NamedTuple):
 
     @property
     def cond(self) -> Tensor:
-        """The output of the positive branch (B,C,h,w); of several, their mean by weight."""
+        """The output of the positive branch (B,C,h,w); of several, their mean by weight.
+
+        A branch of your own counts as a prompt unless it has positive=False.
+        """
         places = [k for k, positive in enumerate(self.positive) if positive]
         if len(places) == 1:
             return self.outs[places[0]]
@@ -91,10 +105,27 @@ class Guided(NamedTuple):
 
 
 def running(branches: tuple[Branch, ...], scale: float) -> tuple[Branch, ...]:
-    """Return the branches that run: all, or all but the first if its weight comes to 0, as at a scale of 1."""
+    """Return the branches that run: all, or all but the first if its weight comes to 0, as at a scale of 1.
+
+    Raises ValueError for maps of weights of different sizes.
+    """
+    maps = [weight for _, weight, _ in branches[1:] if isinstance(weight, Tensor) and weight.ndim]
+    if len({tuple(weight.shape) for weight in maps}) > 1:
+        shapes = " and ".join(str(tuple(weight.shape)) for weight in maps)
+        raise ValueError(f"got maps of weights of shapes {shapes}, expected the same for all branches")
     total = scale * sum(branch.weight for branch in branches[1:])
     farthest = abs(total - 1) if not isinstance(total, Tensor) else float((total - 1).abs().max())
     return branches[1:] if len(branches) > 1 and farthest < 1e-6 else branches
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor to a device; to a CUDA GPU without waiting for it, from pinned memory.
+
+    From other memory, a copy that does not wait may read what has been freed: on Apple's GPUs it does.
+    """
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 def join(branches: Sequence[Branch], scale: float, device: torch.device) -> Guided:
@@ -104,11 +135,11 @@ def join(branches: Sequence[Branch], scale: float, device: torch.device) -> Guid
         if len({part[name].shape for part in parts}) > 1:
             shapes = " and ".join(str(tuple(part[name].shape)) for part in parts)
             raise ValueError(f"got {name} of shapes {shapes}, expected the same for all branches of the guidance")
-    conditioning = {name: torch.cat([part[name] for part in parts]).to(device) for name in parts[0]}
+    conditioning = {name: to_device(torch.cat([part[name] for part in parts]), device) for name in parts[0]}
     weights = [scale * torch.as_tensor(branch.weight, dtype=torch.float64, device="cpu") for branch in branches]
-    size = max(weights, key=Tensor.numel).shape[-2:] or (1, 1)
+    size = next((weight.shape[-2:] for weight in weights if weight.ndim), (1, 1))  # of the maps, if there are any
     stacked = torch.stack([weight.float().expand(1, 1, *size) for weight in weights])
-    return Guided(conditioning, stacked.to(device, non_blocking=True), tuple(branch.positive for branch in branches))
+    return Guided(conditioning, to_device(stacked, device), tuple(branch.positive for branch in branches))
 
 
 # ---- the step -------------------------------------------------------------------------------------------------------
@@ -147,15 +178,23 @@ def denoise_step(
 
 
 class Inputs(NamedTuple):
-    """All that a call reads besides the latents, and the function that runs it."""
+    """All that a call reads besides the latents, and the function that runs it.
+
+    A value of `arguments` that depends on the branches, of which some calls run fewer, is a function: it gets a tuple
+    of bools, one for each branch that runs, which are True for the positive ones, and returns the value.
+
+    With gradients=True, `combine` and `adjust` can differentiate what the network predicted by outputs.x, the latents:
+    torch.autograd.grad(loss, outputs.x).  It takes the memory of training; the weights get no gradients from it.
+    """
 
     network: Network
     branches: tuple[Branch, ...]  # the first is the one that guidance leads away from
     scale: float = 1.0  # of guidance: the factor of all weights
     combine: Combine = weighted
     adjust: tuple[Adjust, ...] = ()  # applied after `combine`, in this order
-    arguments: Mapping[str, Any] | None = None  # further ones of the network, the same for all branches
+    arguments: Mapping[str, Any] | None = None  # further ones of the network, for all branches as one batch
     step: Callable[..., Tensor] = denoise_step  # perhaps compiled
+    gradients: bool = False  # of the network's output, for guidance
 
     def combined_by(self, combine: Combine) -> Inputs:
         """Return inputs whose guidance is another function.  Raises ValueError if a feature replaced it already."""
@@ -204,26 +243,51 @@ def run_plan(
     """
     num_calls = len(plan.t)
     registers = torch.cat([x[None], x.new_zeros(NUM_REGISTERS - 1, *x.shape)])  # (R, B, C, h, w)
-    no_noise, joined = torch.zeros_like(x), None
-    remembered = x, x, (0.0, 1.0)
-    for i, row in enumerate(rows_of(plan, x.device)):
-        step = int(plan.step[i])
-        registers = _constrained(constrain, i, registers)
-        noise = draw().to(x.device, non_blocking=True) if plan.adds_noise[i] else no_noise
+    no_noise = torch.zeros_like(x)
+    branches, scale, guided = None, None, None  # of the last call, to join branches only when they change
+    before, h, x0_of_h = x, x, (0.0, 1.0)  # of the last call whose H was remembered, for previews
+    for number, row in enumerate(rows_of(plan, x.device)):
+        step = int(plan.step[number])
+        is_last = number + 1 == num_calls
+        registers = _constrained(constrain, number, registers)
+        noise = to_device(draw(), x.device) if plan.adds_noise[number] else no_noise
         if noise.shape != x.shape:
             raise ValueError(f"got noise of shape {tuple(noise.shape)} from `draw`, expected {tuple(x.shape)}")
-        inputs = inputs_of(Call(i, step, plan.num_steps))
-        if joined is None or joined[0] is not inputs.branches or joined[1] != inputs.scale:
-            joined = inputs.branches, inputs.scale, join(running(inputs.branches, inputs.scale), inputs.scale, x.device)
-        before = registers[0]
-        how = inputs.combine, inputs.adjust, inputs.arguments
-        registers = inputs.step(inputs.network, registers, row, noise, joined[2], *how)
-        if plan.remembers[i]:
-            remembered = before, registers[2], plan.x0_of_h(i)
-        if i + 1 == num_calls:
+        call = Call(number, step, plan.num_steps)
+        inputs = inputs_of(call)
+        if guided is None or inputs.branches is not branches or inputs.scale != scale:
+            branches, scale = inputs.branches, inputs.scale
+            guided = join(running(branches, scale), scale, x.device)
+        latents = registers[0]
+        with calling(call, row.t, guided.positive):
+            registers = _run_row(inputs, registers, row, noise, guided)
+        if plan.remembers[number]:
+            before, h, x0_of_h = latents, registers[2], plan.x0_of_h(number)
+        if is_last:
             registers = _constrained(constrain, num_calls, registers)
-        if i + 1 == num_calls or plan.step[i + 1] != step:
-            yield State(step + 1, plan.num_steps, registers[0], *remembered, lambda x0: constrain(num_calls, x0))
+        if is_last or plan.step[number + 1] != step:
+            yield State(
+                step=step + 1,
+                num_steps=plan.num_steps,
+                latents=registers[0],
+                before=before,
+                h=h,
+                x0_of_h=x0_of_h,
+                constrain=lambda x0: constrain(num_calls, x0),
+            )
+
+
+def _run_row(inputs: Inputs, registers: Tensor, row: Row, noise: Tensor, guided: Guided) -> Tensor:
+    """Run the step of a call, with gradients if its inputs ask for them, and return the registers without."""
+    arguments = inputs.arguments and {
+        name: value(guided.positive) if callable(value) else value for name, value in inputs.arguments.items()
+    }
+    functions = inputs.combine, inputs.adjust
+    if not inputs.gradients:
+        return inputs.step(inputs.network, registers, row, noise, guided, *functions, arguments)
+    with torch.enable_grad():
+        registers = registers.detach().requires_grad_()
+        return inputs.step(inputs.network, registers, row, noise, guided, *functions, arguments).detach()
 
 
 def _constrained(constrain: Constraint, number: int, registers: Tensor) -> Tensor:

@@ -3,11 +3,16 @@
 Shape letters: B batch, C channels, h w latent size, N tokens, H heads, D channels of a head.
 """
 
+import contextlib
 import copy
 import fnmatch
+import functools
+import inspect
 import math
 import re
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +21,8 @@ from torch.nn import functional as F
 
 # ---- attention ------------------------------------------------------------------------------------------------------
 
-AttentionFn = Callable[[Tensor, Tensor, Tensor], Tensor]  # q (B,H,N,D), k and v (B,H,M,D) -> (B,H,N,D)
+# q (B,H,N,D), k and v (B,H,M,D) -> (B,H,N,D); with a fourth parameter named `place`, it gets a Place too.
+AttentionFn = Callable[..., Tensor]
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -42,7 +48,8 @@ def attention_layers(network: nn.Module, where: str = "*") -> dict[str, nn.Modul
 def use_attention(network: nn.Module, attention: str | AttentionFn, where: str = "*") -> None:
     """Set the attention of those layers: a name of ATTENTIONS, or a function.  It changes the network in place.
 
-    Raises ValueError for an unknown name, and for a pattern that no layer matches.
+    A function with a parameter named `place` is told where it is called: see Place.  Raises ValueError for an unknown
+    name, and for a pattern that no layer matches.
     """
     if isinstance(attention, str) and attention not in ATTENTIONS:
         raise ValueError(f"unknown attention {attention!r}: expected a function, or one of {', '.join(ATTENTIONS)}")
@@ -50,9 +57,90 @@ def use_attention(network: nn.Module, attention: str | AttentionFn, where: str =
     if not layers:
         names = ", ".join(list(attention_layers(network))[:3])
         raise ValueError(f"no attention layer matches {where!r}: their names are {names}, ...")
+    function = ATTENTIONS[attention] if isinstance(attention, str) else attention
+    takes_place = _takes_place(function)
     layer: Any
-    for layer in layers.values():
-        layer.attention = ATTENTIONS[attention] if isinstance(attention, str) else attention
+    for name, layer in layers.items():
+        layer.attention = functools.partial(function, place=Place(name)) if takes_place else function
+        parents = [name.rsplit(".", depth)[0] for depth in range(name.count(".") + 1)] if takes_place else []
+        for module in [network.get_submodule(parent) for parent in parents]:
+            if note_size not in module._forward_pre_hooks.values():
+                module.register_forward_pre_hook(note_size)
+
+
+def _takes_place(function: AttentionFn) -> bool:
+    try:
+        return "place" in inspect.signature(function).parameters
+    except ValueError:  # functions of C have no signature
+        return False
+
+
+class _Now(threading.local):
+    """The call of the network that runs in this thread: of a run, unless the network was called without one."""
+
+    call: Any = None
+    t: Tensor | None = None
+    branches: tuple[bool, ...] = (True,)
+    size: tuple[int, int] = (0, 0)
+
+
+_now = _Now()
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an attention function is called: in which layer, and in which call of the network by denoise.run_plan.
+
+    A compiled function is compiled anew for each value of `call` that it reads: compare `t`, a tensor, instead.
+    """
+
+    layer: str  # its name in the network: "input_blocks.1.1.transformer_blocks.0.attn1"
+
+    @property
+    def height(self) -> int:
+        """The height of the feature map: q has height * width positions, row by row."""
+        return _now.size[0]
+
+    @property
+    def width(self) -> int:
+        """The width of the feature map."""
+        return _now.size[1]
+
+    @property
+    def call(self) -> Any:
+        """The denoise.Call: number, step, num_steps; None outside of a run."""
+        return _now.call
+
+    @property
+    def t(self) -> Tensor | None:
+        """The timestep, () on the device; None outside of a run."""
+        return _now.t
+
+    @property
+    def branches(self) -> tuple[bool, ...]:
+        """One for each branch that runs, in their order: whether it is positive; (True,) outside of a run."""
+        return _now.branches
+
+    def by_branch(self, tensor: Tensor) -> Tensor:
+        """(K*B,...), as q, k and v are, -> (K,B,...), a view: branch by branch."""
+        return tensor.view(len(self.branches), -1, *tensor.shape[1:])
+
+
+@contextlib.contextmanager
+def calling(call: Any, t: Tensor, branches: tuple[bool, ...]) -> Iterator[None]:
+    """Tell attention functions which call of the network runs in this thread."""
+    before = _now.call, _now.t, _now.branches
+    _now.call, _now.t, _now.branches = call, t, branches
+    try:
+        yield
+    finally:
+        _now.call, _now.t, _now.branches = before
+
+
+def note_size(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+    """A hook before a module that gets a feature map (B,C,h,w): tell attention functions within it the size."""
+    if inputs and isinstance(inputs[0], Tensor) and inputs[0].ndim == 4:
+        _now.size = inputs[0].shape[2], inputs[0].shape[3]
 
 
 def shared_copy(network: nn.Module) -> Any:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ldm_lite.core.denoise import denoise_step
 from ldm_lite.core.family import facts_of, recognise, schedule_of
 from ldm_lite.core.files import Tensors, open_file
+from ldm_lite.core.layers import note_size
 from ldm_lite.core.model import Model
 from ldm_lite.core.networks import KINDS, build, split
 
@@ -161,10 +162,18 @@ def difference_of(network: nn.Module, expected: nn.Module) -> str:
 
 def _changed_attributes(module: nn.Module, other: nn.Module) -> Iterator[str]:
     """Yield the attributes, hooks and methods that a module has of its own, and another of the same class not."""
-    for key, value in vars(module).items():
-        counts = key in vars(other) or hasattr(type(module), key)  # else the class does not know it
-        if counts and key not in HARMLESS and "backward" not in key:
-            expected = vars(other).get(key)
-            is_array = isinstance(value, (Tensor, np.ndarray))
-            if value is not expected and (is_array or type(value) is not type(expected) or value != expected):
-                yield key
+    attributes, others = _attributes(module), _attributes(other)
+    for key, value in attributes.items():
+        expected = others.get(key)
+        is_known = key in others or hasattr(type(module), key)  # else the class does not read it
+        is_array = isinstance(value, (Tensor, np.ndarray))
+        if is_known and value is not expected and (is_array or type(value) is not type(expected) or value != expected):
+            yield key
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """The attributes of a module that may change what it computes."""
+    attributes = {key: value for key, value in vars(module).items() if key not in HARMLESS and "backward" not in key}
+    hooks = attributes["_forward_pre_hooks"].values()
+    attributes["_forward_pre_hooks"] = [hook for hook in hooks if hook is not note_size]  # layers.use_attention's
+    return attributes

@@ -45,13 +45,14 @@ def quantize(tensor: Tensor, storage: str | None) -> Quantized:
 
 
 def dequantize(quantized: Quantized, device: torch.device) -> Tensor:
-    """Return the tensor on a device.  Copies from pinned memory to a GPU are asynchronous."""
-    non_blocking = device.type != "cpu"
+    """Return the tensor on a device.  Copies to a CUDA GPU do not wait; on Apple's, they would read freed memory."""
+    non_blocking = device.type == "cuda" and quantized.values.is_pinned()
     values = quantized.values.to(device, non_blocking=non_blocking)
     if quantized.scale is None:
         return values
     wide = torch.float32 if quantized.changes else quantized.dtype
-    restored = values.to(wide) * quantized.scale.to(device, wide, non_blocking=non_blocking)
+    scale = quantized.scale.to(device, non_blocking=device.type == "cuda" and quantized.scale.is_pinned())
+    restored = values.to(wide) * scale.to(wide)
     return changed(restored, quantized.changes).to(quantized.dtype)
 
 

@@ -25,6 +25,7 @@ from torch import Tensor
 from ldm_lite.cli.files import open_file, read_json, read_text
 from ldm_lite.cli.options import MOST_CHARACTERS
 from ldm_lite.cli.writing import write_whole
+from ldm_lite.core.denoise import to_device
 from ldm_lite.image import MOST_BYTES, SUFFIXES, decode_image, list_images, open_image, read_image, to_rgb, upright
 
 log = logging.getLogger("ldm_lite")
@@ -193,7 +194,7 @@ def to_tensor(image: Image.Image) -> Tensor:
 
 def to_float(pixels: Tensor, device: torch.device) -> Tensor:
     """Convert pixels uint8 [0,255] to float32 [-1,1] on the device."""
-    return pixels.to(device, non_blocking=True).float() / 127.5 - 1
+    return to_device(pixels, device).float() / 127.5 - 1
 
 
 def check_caption(caption: str, path: object) -> None:

@@ -1,5 +1,6 @@
 """Features: options of one's own, the order in which they change a run, and what guidance is told."""
 
+import copy
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +14,7 @@ from ldm_lite.core import FEATURES, Feature, Pipeline, register_feature
 from ldm_lite.core.denoise import Branch, Call, Inputs, InputSource, Outputs, State, denoise_step, weighted
 from ldm_lite.core.features import STAGES
 from ldm_lite.core.job import Item, Job, Latents
-from ldm_lite.core.layers import attention_layers, explicit
+from ldm_lite.core.layers import Place, attention_layers, explicit, sdpa
 from ldm_lite.core.model import Model
 from ldm_lite.core.options import Options
 
@@ -114,6 +115,87 @@ def test_features_are_applied_in_the_order_of_their_stages(small: Pipeline, turn
         feature(name)
     latents(small, **{f"at_{name}": 1 for name in sorted(STAGES)})
     assert order == list(STAGES)
+
+
+# ---- where attention is ---------------------------------------------------------------------------------------------
+
+
+def test_an_attention_function_is_told_where_it_is(small: Pipeline) -> None:
+    seen: list[Any] = []
+
+    def watched(q: Tensor, k: Tensor, v: Tensor, place: Place) -> Tensor:
+        assert q.shape[2] == place.height * place.width
+        assert place.by_branch(q).shape == (len(place.branches), len(q) // len(place.branches), *q.shape[1:])
+        seen.append((place.layer, place.height, place.width, place.call, place.branches, float(place.t or 0)))
+        return sdpa(q, k, v)
+
+    pipe = small.with_attention(watched, "*attn1")
+    options: dict[str, Any] = {"sampler": "plms", "steps": 2, "width": 48, "height": 32}
+    assert torch.equal(latents(pipe, **options), latents(small, **options))
+    layers = [*attention_layers(small.unet, "*attn1")]
+    sizes = [(4, 6), (2, 3), (4, 6), (4, 6)]
+    plan = small.plan("plms", 2)
+    calls = [Call(0, 0, 2), Call(1, 0, 2), Call(2, 1, 2)]
+    assert seen == [
+        (layer, *size, call, (False, True), float(plan.t[call.number]))
+        for call in calls
+        for layer, size in zip(layers, sizes, strict=True)
+    ]
+    seen.clear()
+    latents(pipe, scale=1, steps=1)
+    assert {branches for *_, branches, _ in seen} == {(True,)}
+    seen.clear()
+    noise = torch.zeros(3, 4, 2, 6)
+    pipe.unet(noise, torch.zeros(3), small.encode_prompt(["a"] * 3)["context"])  # outside of a run
+    assert seen[0] == (layers[0], 2, 6, None, (True,), 0.0)
+
+
+def test_the_place_is_that_of_the_thread(small: Pipeline) -> None:
+    seen = dict[str, set[int]]()
+    barrier = threading.Barrier(2)
+
+    def watched(q: Tensor, k: Tensor, v: Tensor, place: Place) -> Tensor:
+        barrier.wait(60)
+        seen.setdefault(threading.current_thread().name, set()).add(place.width)
+        return sdpa(q, k, v)
+
+    pipe = small.with_attention(watched, "middle_block*attn1")
+    threads = [
+        threading.Thread(target=latents, args=(pipe,), kwargs={"width": width}, name=str(width)) for width in (32, 48)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == {"32": {2}, "48": {3}}
+
+
+def test_functions_of_q_k_and_v_alone_are_called_as_before(small: Pipeline) -> None:
+    def masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        assert mask is None
+        return sdpa(q, k, v)
+
+    for function in (masked, torch.nn.functional.scaled_dot_product_attention):
+        assert torch.equal(latents(small.with_attention(function)), latents(small))
+
+
+def test_an_attention_with_a_place_compiles_to_one_graph(small: Pipeline) -> None:
+    """Without breaks, for all calls: it compares the timestep, a tensor."""
+
+    def sharper(q: Tensor, k: Tensor, v: Tensor, place: Place) -> Tensor:
+        scale = torch.where(place.t < 500, 1.0, 0.1 * place.height + len(place.branches))
+        return sdpa(scale * q, k, v)
+
+    graphs: list[Any] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    pipe = small.with_attention(sharper)
+    step = torch.compile(denoise_step, backend=backend, fullgraph=True)
+    torch.testing.assert_close(latents(replace(pipe, step=step), steps=6), latents(pipe, steps=6))
+    assert len(graphs) == 1
 
 
 # ---- what features change -------------------------------------------------------------------------------------------
@@ -236,6 +318,117 @@ def test_a_scale_of_1_leaves_all_positive_branches(small: Pipeline) -> None:
     ours = change_inputs(small, lambda inputs, call, job: with_nothing, steps=1)
     assert seen == [(True, True)]
     torch.testing.assert_close(ours, change_inputs(small, lambda inputs, call, job: mean, steps=1))
+
+
+def test_cond_is_the_mean_of_the_positive_branches_by_weight(small: Pipeline) -> None:
+    """A branch of one's own is one of them unless it says that it is not."""
+    seen: list[Outputs] = []
+
+    def combine(outputs: Outputs) -> Tensor:
+        seen.append(outputs)
+        return weighted(outputs)
+
+    def change(inputs: Inputs, call: Call, job: Job) -> Inputs:
+        (negative, cond), dog = inputs.branches, small.encode_prompt("a dog")
+        extra = Branch(dog, 0.5), Branch(dog, -3.0, positive=False)
+        return inputs._replace(branches=(negative, cond, *extra), combine=combine)
+
+    change_inputs(small, change, steps=1, scale=3.0)
+    (outputs,) = seen
+    assert outputs.positive == (False, True, True, False)
+    torch.testing.assert_close(outputs.cond, (outputs.outs[1] + 0.5 * outputs.outs[2]) / 1.5)
+
+
+def test_maps_of_different_sizes_are_an_error(small: Pipeline) -> None:
+    def change(inputs: Inputs, call: Call, job: Job) -> Inputs:
+        negative, cond = inputs.branches
+        maps = torch.ones(1, 4, 4), torch.ones(1, 2, 4)
+        return inputs._replace(branches=(negative, *(cond._replace(weight=weight) for weight in maps)))
+
+    with pytest.raises(ValueError, match=r"got maps of weights of shapes \(1, 4, 4\) and \(1, 2, 4\), exp"):
+        change_inputs(small, change)
+
+
+@pytest.mark.parametrize(("scale", "from_step"), [(3.0, 0), (1.0, 0), (3.0, 2)])
+def test_arguments_of_the_network_are_told_the_branches_that_run(small: Pipeline, scale: float, from_step: int) -> None:
+    """As ControlNet's residuals, which belong to an image, in an interval of guidance."""
+    sizes: list[int] = []
+
+    def residuals(branches: tuple[bool, ...]) -> list[Tensor]:
+        sizes.append(len(branches))
+        assert branches == ((False, True) if len(branches) == 2 else (True,))
+        return [torch.ones(len(branches), channels, 1, 1) for channels in (*small.unet.skip_channels, 64)]
+
+    def change(inputs: Inputs, call: Call, job: Job) -> Inputs:
+        guided = inputs if call.step >= from_step else inputs._replace(scale=1.0)
+        return guided._replace(arguments={"residuals": residuals})
+
+    def by_hand(inputs: Inputs, call: Call, job: Job) -> Inputs:
+        def network(x: Tensor, t: Tensor, context: Tensor) -> Tensor:
+            return small.unet(x, t, context, [torch.ones(1, n, 1, 1) for n in (*small.unet.skip_channels, 64)])
+
+        return inputs._replace(network=network, scale=inputs.scale if call.step >= from_step else 1.0)
+
+    changed = change_inputs(small, change, scale=scale)
+    assert sizes == [1 if scale == 1 or step < from_step else 2 for step in range(3)]
+    assert torch.equal(changed, change_inputs(small, by_hand, scale=scale))
+
+
+def test_guidance_can_differentiate_by_the_latents(small: Pipeline) -> None:
+    """Universal guidance: the gradient of a loss of x0, through the network, in the same call."""
+    calls: list[int] = []
+
+    def counted(*arguments: Tensor) -> Tensor:
+        calls.append(len(calls))
+        return small.unet(*arguments)  # type: ignore[no-any-return]
+
+    gradients: list[Tensor] = []
+
+    def adjust(out: Tensor, outputs: Outputs) -> Tensor:
+        (gradient,) = torch.autograd.grad(outputs.to_x0(out).square().sum(), outputs.x)
+        gradients.append(gradient)
+        return out + 0.01 * gradient
+
+    def change(inputs: Inputs, call: Call, job: Job) -> Inputs:
+        network = lambda x, t, context: counted(x, t, context)  # noqa: E731
+        return inputs._replace(network=network, adjust=(*inputs.adjust, adjust), gradients=True)
+
+    changed = change_inputs(small, change, steps=2)
+    assert calls == [0, 1]
+    assert not changed.requires_grad
+    assert not torch.allclose(changed, latents(small, steps=2), atol=1e-3)
+    assert all(weight.grad is None for weight in small.unet.parameters())
+
+    # The first gradient, by finite differences in a random direction, in float64.
+    pipe = small.with_networks(unet=copy.deepcopy(small.unet).double())
+    plan = small.plan("euler", 2)
+    p, q = plan.to_x0[0]
+    cond, uncond = (small.encode_prompt(text)["context"].double() for text in ("a cat", ""))
+    x = (small.noise(42, 32, 32) * plan.initial).double()
+    direction = torch.randn(x.shape, dtype=torch.float64, generator=torch.manual_seed(0))
+
+    def loss(x: Tensor) -> float:
+        t = torch.tensor([float(plan.t[0])])
+        outs = [pipe.unet(x, t, context) for context in (uncond, cond)]
+        return float((p * x + q * (outs[0] + 7.5 * (outs[1] - outs[0]))).square().sum())
+
+    step = 1e-6
+    slope = (loss(x + step * direction) - loss(x - step * direction)) / (2 * step)
+    assert float((gradients[0] * direction).sum()) == pytest.approx(slope, rel=1e-3)
+
+
+def test_a_run_has_no_gradients_unless_a_feature_asks(small: Pipeline) -> None:
+    enabled: list[bool] = []
+
+    def adjust(out: Tensor, outputs: Outputs) -> Tensor:
+        enabled.append(torch.is_grad_enabled())
+        return out
+
+    def change(inputs: Inputs, call: Call, job: Job) -> Inputs:
+        return inputs._replace(adjust=(adjust,), gradients=call.step == 1)
+
+    assert torch.equal(change_inputs(small, change), latents(small))
+    assert enabled == [False, True, False]
 
 
 def test_conditionings_of_different_shapes_are_an_error(small: Pipeline) -> None:

@@ -191,6 +191,24 @@ def test_noise_of_another_shape_is_refused() -> None:
         list(run_plan(x, make_plan("euler_a", SD, 3), lambda call: inputs, lambda: x[:1]))
 
 
+def test_no_copy_reads_memory_that_was_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy that does not wait is one from pinned memory: temporary tensors are not, and are freed at once."""
+    plain = Tensor.to
+    copies: list[bool] = []
+
+    def watched(tensor: Tensor, *arguments: Any, **more: Any) -> Tensor:
+        copies.append(bool(more.get("non_blocking")) and not tensor.is_pinned())
+        return plain(tensor, *arguments, **more)
+
+    monkeypatch.setattr(Tensor, "to", watched)
+    shift = torch.zeros(2, 1, 1, 1)
+    inputs = Inputs(toy, (Branch({"shift": shift}, positive=False), Branch({"shift": shift + 1})), 4.0)
+    x = torch.from_numpy(NOISES[0]).float()
+    list(run_plan(x, make_plan("euler_a", SD, 3), lambda call: inputs, lambda: torch.randn(x.shape)))
+    assert len(copies) >= 3
+    assert not any(copies)
+
+
 # ---- names, and tables of one's own ---------------------------------------------------------------------------------
 
 
