@@ -103,9 +103,7 @@ def test_parts(ours: core.Pipeline, plain: ldm_lite.Pipeline, apple: Image.Image
     assert torch.equal(ours.encode(apple), plain.encode(apple))
     assert torch.equal(ours.noise([1, 2]), plain.noise([1, 2]))
     latents = [
-        pipe.denoise(
-            pipe.noise(1), pipe.encode_prompt("a cat"), pipe.encode_prompt(""), pipe.plan("ddim", 3), guidance=2.5
-        )
+        pipe.denoise(pipe.noise(1), pipe.encode_prompt("a cat"), pipe.encode_prompt(""), pipe.plan("ddim", 3), 2.5)
         for pipe in (ours, plain)
     ]
     assert torch.equal(*latents)

@@ -59,8 +59,21 @@ class Model:
             )
         return self.vae.spec.embed_dim, height // factor, width // factor
 
+    def check_latents(self, latents: Tensor, name: str) -> None:
+        """Raise ValueError for what is not a tensor (B,C,h,w) with as many channels as latents have."""
+        channels = self.vae.spec.embed_dim
+        if not isinstance(latents, Tensor) or latents.ndim != 4 or latents.shape[1] != channels:
+            shape = (
+                f"of shape {tuple(latents.shape)}"
+                if isinstance(latents, Tensor)
+                else f"of the type {type(latents).__name__}"
+            )
+            raise ValueError(f"got {name} {shape}, expected a tensor (B, {channels}, h, w)")
+
     def check_plan(self, plan: Plan) -> None:
         """Raise ValueError for a plan that was made for a network with another prediction."""
+        if not isinstance(plan, Plan):
+            raise ValueError(f"got {type(plan).__name__} as a plan, expected what pipe.plan() makes")
         wanted = [self.schedule.to_kept("x0", Level(0, *level)) for level in plan.level]
         if not np.allclose(plan.to_x0, wanted, equal_nan=True):
             which = f"{self.name}, which predicts {self.schedule.prediction}"
@@ -69,7 +82,9 @@ class Model:
     @torch.no_grad()
     def encode_prompt(self, prompt: str | Sequence[str]) -> Conditioning:
         """Return what the UNet reads of one prompt or of B: {"context": (B,T,D)}.  Words that do not fit are logged."""
-        prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+        prompts: list[Any] = list(prompt) if np.ndim(prompt) else [prompt]
+        if not prompts or not all(isinstance(text, str) for text in prompts):
+            raise ValueError(f"got prompt={prompt!r}, expected a text, or a list of texts")
         for text in dict.fromkeys(prompts):
             if dropped := self.family.tokenizer.dropped(text):
                 log.warning("prompt is too long, dropped from it: %s", dropped)

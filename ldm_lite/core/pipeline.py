@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import numbers
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -70,8 +71,12 @@ class Pipeline(Model):
 
     def noise(self, seed: int | Sequence[int] = 42, height: int | None = None, width: int | None = None) -> Tensor:
         """Return unit noise (B,C,h,w), float32 on the CPU, as the tasks draw it first, for one seed or B seeds."""
+        seeds: Any = seed if np.ndim(seed) else [seed]
+        if not len(seeds) or not all(isinstance(number, numbers.Integral) for number in seeds):
+            raise ValueError(f"got seed={seed!r}, expected a whole number, or a list of them")
         side = self.family.resolution
-        return noise_of([seed] if isinstance(seed, int) else seed, self.latent_shape(height or side, width or side))()
+        shape = self.latent_shape(side if height is None else height, side if width is None else width)
+        return noise_of([int(number) for number in seeds], shape)()
 
     def plan(self, sampler: str | None = None, steps: int | None = None, **options: Any) -> Plan:
         """Return a sampler's plan (default: the family's sampler); options are spacing=, eta= and last=."""
@@ -84,36 +89,49 @@ class Pipeline(Model):
         cond: Conditioning,
         uncond: Conditioning | None,
         plan: Plan,
-        guidance: float = 7.5,
+        scale: float | None = None,
         draw: Draw | None = None,
     ) -> Tensor:
         """Run a plan from unit noise (B,C,h,w) and return the latents (B,C,h,w); one conditioning serves all B images.
 
-        draw makes the noise of samplers that add some: tasks.noise_of(seeds, shape), say.
+        scale is that of classifier-free guidance, by default the family's; without uncond there is none.  draw makes
+        the noise of samplers that add some: tasks.noise_of(seeds, shape), say.
         """
+        self.check_latents(noise, "noise")
         self.check_plan(plan)
+        scale = self.family.scale if scale is None else scale
         if draw is None and plan.adds_noise.any():
             raise ValueError("this sampler adds noise at every step: pass `draw=`, as tasks.noise_of makes it")
 
         def rows(conditioning: Conditioning) -> Conditioning:
+            for name, part in conditioning.items():
+                if len(part) not in (1, len(noise)):
+                    raise ValueError(
+                        f"got {name} of {len(part)} prompts for {len(noise)} images, expected one or as many"
+                    )
             return {name: part.expand(len(noise), *part.shape[1:]) for name, part in conditioning.items()}
 
         branches: tuple[Branch, ...] = (Branch(rows(cond)),)
-        if uncond is not None and guidance != 1:
+        if uncond is not None and scale != 1:
             branches = Branch(rows(uncond), positive=False), *branches
-        inputs, x = Inputs(self.unet, branches, guidance, step=self.step), noise.to(self.device, torch.float32)
+        inputs = Inputs(self.unet, branches, scale, step=self.step)
+        x = noise.to(self.device, torch.float32)
         for state in run_plan(x * plan.initial, plan, lambda call: inputs, draw or (lambda: noise)):
             x = state.latents
         return x
 
     def decode(self, latents: Tensor) -> list[Image.Image]:
         """Decode latents (B,C,h,w) to B images."""
+        self.check_latents(latents, "latents")
         return [to_pil(pixels) for pixels in self.decode_pixels(latents)]
 
     def encode(self, image: Any) -> Tensor:
         """Encode an image, or a list of images of one size, to the mean of their latents (B,C,h,w)."""
         images = image if isinstance(image, (list, tuple)) else [image]
         pixels = [pad(to_pixels(open_image(source)), self.vae.spec.factor) for source in images]
+        sizes = {(width, height) for _, height, width in (part.shape for part in pixels)}
+        if len(sizes) != 1:
+            raise ValueError(f"got images of sizes {sorted(sizes)}, expected one or more images of the same size")
         return self.encode_pixels(torch.stack(pixels))
 
     # ---- changes ----------------------------------------------------------------------------------------------------
@@ -137,6 +155,21 @@ class Pipeline(Model):
         saving.save(self, Path(path))
 
 
+def pick_device(device: str | torch.device | None) -> torch.device:
+    """Return a device; None is a CUDA GPU, else Apple's, else the CPU.  Raises ValueError for one that is not there."""
+    if device is None:
+        if torch.cuda.is_available():
+            return torch.device("cuda")
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    try:
+        place = torch.device(device)
+        torch.empty(1, device=place).cpu()
+    except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
+        reason = str(error).splitlines()[0].split(". ")[0][:150]
+        raise ValueError(f"the device {str(device)!r} is not available ({reason}): leave it out, or use cpu") from error
+    return place
+
+
 def bundled() -> Path:
     """The model that comes with the package: beside its modules, or in the checkout.  Raises FileNotFoundError."""
     places = [folder / "weights" / "emoji.safetensors" for folder in list(Path(__file__).parents)[:3]]
@@ -157,17 +190,20 @@ def load(
 ) -> Pipeline:
     """Load a checkpoint; networks of further files take the place of the first's; no file is the bundled model.
 
-    dtype is "fp32", "fp16" or "bf16"; by default float16 on CUDA, float32 elsewhere.  With `ema` the UNet is the EMA
-    copy, if a file has one.  Weights are frozen unless `trainable`.  metadata overrules what the file tells:
-    prediction="v", ...  Raises FileNotFoundError, and ValueError, one line, for files that are damaged, would run code,
-    or hold an unknown model.
+    The device is by default a CUDA GPU, else Apple's, else the CPU.  dtype is "fp32", "fp16" or "bf16"; by default
+    float16 on CUDA, float32 elsewhere and for what is `trainable`; other weights are frozen.  With `ema` the UNet is
+    the EMA copy, if a file has one.  metadata overrules what the file tells: {"prediction": "v"}, ...
+
+    Raises FileNotFoundError, and ValueError, one line, for files that are damaged, would run code, or hold an unknown
+    model, for unknown metadata, and for a device that is not there.
     """
     began = time.perf_counter()
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if isinstance(dtype, str) and dtype not in DTYPES:
+    device = pick_device(device)
+    if dtype is None:
+        dtype = "fp16" if device.type == "cuda" and not trainable else "fp32"
+    precision = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+    if not isinstance(precision, torch.dtype) or not precision.is_floating_point:
         raise ValueError(f"got dtype {dtype!r}, expected one of {', '.join(DTYPES)}")
-    dtype = dtype or ("fp16" if device.type == "cuda" else "fp32")
-    dtype = DTYPES[dtype] if isinstance(dtype, str) else dtype
     files = [open_file(Path(source)) for source in sources or (bundled(),)]
     parts: dict[str, Tensors] = {}
     for file in files:
@@ -182,7 +218,7 @@ def load(
     ):
         log.warning("%s: using the noise schedule in the file, which is not %s's", files[0].path.name, family.title)
     networks: dict[str, Any] = {
-        kind: load_network(kind, spec, parts[kind], device, dtype).requires_grad_(trainable)
+        kind: load_network(kind, spec, parts[kind], device, precision).requires_grad_(trainable)
         for kind, spec in family.networks.items()
     }
     if device.type == "cuda":

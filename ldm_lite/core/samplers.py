@@ -7,6 +7,7 @@ and X = scale y; scale is a.  H is the network's eps or x0.  A sampler of your o
 import difflib
 import inspect
 import math
+import numbers
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -47,10 +48,11 @@ def make_plan(
     """
     key, named_spacing = _resolve(name)
     parameters = inspect.signature(SAMPLERS[key]).parameters
-    if not 1 <= steps <= len(schedule.alpha_bar):
-        raise ValueError(f"got {steps} steps, expected 1 to {len(schedule.alpha_bar)}")
-    if not 1 <= (last or steps) <= steps:
-        raise ValueError(f"got the last {last} of {steps} steps")
+    most = len(schedule.alpha_bar)
+    if not isinstance(steps, numbers.Integral) or isinstance(steps, bool) or not 1 <= steps <= most:
+        raise ValueError(f"got {steps} steps, expected 1 to {most}")
+    if last is not None and not 1 <= last <= steps:
+        raise ValueError(f"got the last {last} of {steps} steps, expected 1 to {steps}")
     if spacing is None:
         spacing = parameters["spacing"].default if named_spacing is None else named_spacing
     levels = levels_of(spacing, schedule, steps)

@@ -102,12 +102,12 @@ class Schedule:
 
     def noised(self, x0: Tensor, eps: Tensor, t: Tensor) -> Tensor:
         """x = a x0 + s eps for latents and unit noise (B,C,h,w) at integer timesteps t (B,).  Ho et al. 2020, eq. 4."""
-        a, s = self._of(t, x0)
+        a, s = self.levels_at(t, x0)
         return a * x0 + s * eps
 
     def target(self, x0: Tensor, eps: Tensor, t: Tensor) -> Tensor:
         """What the network is to predict for noised(x0, eps, t): eps, or v = a eps - s x0."""
-        a, s = self._of(t, x0)
+        a, s = self.levels_at(t, x0)
         return eps if self.prediction == "eps" else a * eps - s * x0
 
     def to_kept(self, keep: str, level: Level) -> tuple[float, float]:
@@ -124,10 +124,18 @@ class Schedule:
             return (s, a) if keep == "eps" else (a, -s)
         return (1 / a, -s / a) if a > 0 else (np.nan, np.nan)
 
-    def _of(self, t: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-        """a and s (B,1,1,1) of timesteps, in the dtype of other tensors."""
-        alpha_bar = torch.from_numpy(self.alpha_bar)[t.cpu()][:, None, None, None]
-        return alpha_bar.sqrt().to(like), (1 - alpha_bar).sqrt().to(like)
+    def levels_at(self, t: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Return a and s (B,1,1,1) of integer timesteps t (B,), in the dtype and on the device of another tensor."""
+        if (like.device, like.dtype) not in self._tables:  # copied once: training does not wait for the device
+            alpha_bar = torch.from_numpy(self.alpha_bar)
+            self._tables[like.device, like.dtype] = alpha_bar.sqrt().to(like), (1 - alpha_bar).sqrt().to(like)
+        a, s = (table[t.to(like.device)][:, None, None, None] for table in self._tables[like.device, like.dtype])
+        return a, s
+
+    @cached_property
+    def _tables(self) -> dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]]:
+        """a and s of all timesteps, (1000,), by device and dtype."""
+        return {}
 
 
 def level_of(t: float, sigma: float) -> Level:

@@ -112,7 +112,8 @@ class FlowSchedule(Schedule):
         p, q = {"flow": (0.0, 1.0), "eps": (1.0, 1 - level.s), "x0": (1.0, -level.s)}[keep]
         return p, q if self.prediction == "flow" else -q
 
-    def _of(self, t: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+    def levels_at(self, t: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Return 1 - s and s (B,1,1,1) of timesteps t (B,), in the dtype and on the device of another tensor."""
         s = np.array([self.between(step).s for step in t.tolist()])[:, None, None, None]
         return like.new_tensor(1 - s), like.new_tensor(s)
 

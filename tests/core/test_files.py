@@ -194,6 +194,7 @@ def test_weights_are_frozen_unless_they_are_to_be_trained(small_path: Path) -> N
     for trainable in (False, True):
         networks = load(small_path, device="cpu", trainable=trainable).networks.values()
         assert {weight.requires_grad for network in networks for weight in network.parameters()} == {trainable}
+        assert {weight.dtype for network in networks for weight in network.parameters()} == {torch.float32}
         assert not any(network.training for network in networks)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ldm_lite.core import Pipeline, load
 from ldm_lite.core.denoise import State, denoise_step
+from ldm_lite.core.pipeline import pick_device
 from ldm_lite.core.schedule import Schedule
 
 GOLDEN = arrays("bundled.npz")
@@ -38,7 +39,7 @@ def background(image: Image.Image) -> tuple[int, ...]:
 def test_whole_runs_are_those_of_diffusers(pipe: Pipeline, steps: int, scale: float) -> None:
     noise = torch.from_numpy(GOLDEN["noise"])
     cond, uncond = pipe.encode_prompt(GOLDEN["prompts"].tolist()), pipe.encode_prompt("")
-    latents = pipe.denoise(noise, cond, uncond, pipe.plan("ddim", steps), guidance=scale)
+    latents = pipe.denoise(noise, cond, uncond, pipe.plan("ddim", steps), scale)
     assert error(latents, GOLDEN[f"ddim_{steps}_{scale}"]) < 1e-4
 
 
@@ -55,7 +56,7 @@ def test_the_image_is_what_the_prompt_says(apple: Image.Image, pipe: Pipeline) -
 
 def test_tasks_do_what_their_parts_do(pipe: Pipeline) -> None:
     latents = pipe.denoise(
-        pipe.noise(7), pipe.encode_prompt("a cat"), pipe.encode_prompt("blue"), pipe.plan("euler", 3), guidance=4.0
+        pipe.noise(7), pipe.encode_prompt("a cat"), pipe.encode_prompt("blue"), pipe.plan("euler", 3), scale=4.0
     )
     image = pipe.txt2img("a cat", negative_prompt="blue", sampler="euler", steps=3, scale=4.0, seed=7)[0]
     assert pipe.decode(latents)[0].tobytes() == image.tobytes()
@@ -125,6 +126,74 @@ def test_every_sampler_makes_the_image(pipe: Pipeline, name: str) -> None:
 def test_noise_of_a_sampler_must_be_given_to_denoise(pipe: Pipeline) -> None:
     with pytest.raises(ValueError, match="this sampler adds noise at every step: pass `draw=`"):
         pipe.denoise(pipe.noise(), pipe.encode_prompt("a"), None, pipe.plan("euler_a", 2))
+
+
+def test_parts_have_the_family_s_scale(pipe: Pipeline) -> None:
+    noise, plan = pipe.noise(), pipe.plan("euler", 2)
+    cond, uncond = pipe.encode_prompt("a cat"), pipe.encode_prompt("")
+    plain = pipe.denoise(noise, cond, uncond, plan)
+    assert torch.equal(plain, pipe.denoise(noise, cond, uncond, plan, scale=pipe.family.scale))
+    assert pipe.decode(plain)[0].tobytes() == pipe.txt2img("a cat", sampler="euler", steps=2)[0].tobytes()
+
+
+def test_seeds_of_parts(pipe: Pipeline) -> None:
+    for seed in (np.int64(3), [3], np.array([3]), (np.int32(3),)):
+        assert torch.equal(pipe.noise(seed), pipe.noise(3))  # type: ignore[arg-type]
+
+
+def test_errors_of_parts_are_one_line(small: Pipeline, apple: Image.Image) -> None:
+    noise, cond, plan = small.noise(1), small.encode_prompt("a"), small.plan("ddim", 2)
+    two, latents = small.encode_prompt(["a", "b"]), torch.zeros(1, 4, 2, 2)
+    cases: list[tuple[Any, str]] = [
+        (lambda: small.noise(0.5), r"got seed=0.5, expected a whole number, or a list of them"),  # type: ignore[arg-type]
+        (lambda: small.noise("7"), r"got seed='7', expected a whole number"),  # type: ignore[arg-type]
+        (lambda: small.noise([]), r"got seed=\[\], expected a whole number"),
+        (lambda: small.noise(1, height=0), "got height 0 and width 64"),
+        (lambda: small.plan("ddim", True), "got True steps, expected 1 to 1000"),
+        (lambda: small.plan("ddim", 2.5), "got 2.5 steps, expected 1 to 1000"),  # type: ignore[arg-type]
+        (lambda: small.plan("ddim", 4, last=0), "got the last 0 of 4 steps, expected 1 to 4"),
+        (lambda: small.txt2img("a", steps=True), "steps"),
+        (
+            lambda: small.denoise(noise[0], cond, None, plan),
+            r"got noise of shape \(4, 8, 8\), expected a tensor \(B, 4,",
+        ),
+        (lambda: small.denoise(noise, cond, None, "ddim"), "got str as a plan, expected what pipe.plan"),  # type: ignore[arg-type]
+        (
+            lambda: small.denoise(noise, two, None, plan),
+            "got context of 2 prompts for 1 images, expected one or as many",
+        ),
+        (lambda: small.decode(latents[0]), r"got latents of shape \(4, 2, 2\), expected a tensor \(B, 4, h, w\)"),
+        (lambda: small.decode(latents[:, :3]), r"got latents of shape \(1, 3, 2, 2\)"),
+        (lambda: small.decode(apple), r"got latents of the type Image, expected a tensor \(B, 4, h, w\)"),  # type: ignore[arg-type]
+        (lambda: small.encode([]), r"got images of sizes \[\], expected one or more"),
+        (lambda: small.encode([apple, apple.resize((64, 32))]), r"got images of sizes \[\(64, 32\), \(128, 128\)\]"),
+        (lambda: small.encode(latents), "got Tensor as an image"),
+        (lambda: small.encode_prompt(5), "got prompt=5, expected a text, or a list of texts"),  # type: ignore[arg-type]
+        (lambda: small.encode_prompt(["a", None]), "expected a text, or a list of texts"),  # type: ignore[list-item]
+        (lambda: small.encode_prompt([]), r"got prompt=\[\], expected a text"),
+        (lambda: load(device="abacus"), "the device 'abacus' is not available"),
+        (lambda: load(device="meta"), "the device 'meta' is not available"),
+        (lambda: load(dtype=torch.int8), "got dtype torch.int8, expected one of fp32, fp16, bf16"),
+        (lambda: load(dtype=16), "got dtype 16, expected one of"),  # type: ignore[arg-type]
+    ]
+    for part, message in cases:
+        with pytest.raises(ValueError, match=message) as raised:
+            part()
+        assert "\n" not in str(raised.value)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_one_line() -> None:
+    with pytest.raises(ValueError, match=r"the device 'cuda' is not available .*: leave it out, or use cpu") as raised:
+        load(device="cuda")
+    assert "\n" not in str(raised.value)
+
+
+def test_the_device_is_a_gpu_if_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    for cuda, mps, name in ((True, True, "cuda"), (False, True, "mps"), (False, False, "cpu")):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda cuda=cuda: cuda)
+        monkeypatch.setattr(torch.backends.mps, "is_available", lambda mps=mps: mps)
+        assert pick_device(None) == torch.device(name)
 
 
 # ---- image to image -------------------------------------------------------------------------------------------------
