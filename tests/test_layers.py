@@ -126,7 +126,7 @@ def test_no_printing_environment_or_flags_below_the_commands(path: Path) -> None
     name = module(path)
     if name.split(".")[0] in COMMANDS | {"cli", "bench"} or name in PRINTING:
         return
-    source = path.read_text()
+    source = path.read_text().replace("torch.backends.mps.is_available", "")  # a question, which sets nothing
     for node in ast.walk(ast.parse(source)):
         assert not (isinstance(node, ast.Call) and getattr(node.func, "id", None) == "print"), f"{name} prints"
     if name != "train.distributed" and name.split(".")[0] != "runtime":
