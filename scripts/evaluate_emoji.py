@@ -10,7 +10,8 @@ each at its place.  Style: it names the style too.  Composition: of two, both ar
 prompt names.  Count: as many are there as asked for, and all are right.  Colour: of the same emoji drawn in every
 colour, the one asked for is nearest.  Size: small and large emoji are.  All with Wilson's 95 % interval, for wordings
 that the training captions have and for others.  The judge itself is judged first, on clean and on degraded renders of
-the same prompts.  Prints a table and one line of JSON.
+the same prompts.  How images look is measured at their own size, against renders of the same prompts: see looks().
+Prints a table and one line of JSON; --out gets evaluation.png, and looks.png, to be looked at.
 
     python scripts/evaluate_emoji.py --compare quality.json --count 48 [--compare-steps 5,10,20]
 
@@ -511,6 +512,11 @@ class Descriptor:
         """Images (B,3,H,W) in [0,1] -> classes (B): labels + emoji x style."""
         return torch.cat([self.net(crops(part)).argmax(1) for part in images.split(256)])
 
+    @torch.no_grad()
+    def features(self, images: Tensor) -> Tensor:
+        """Images (B,3,H,W) in [0,1] -> what the last layer reads, (B,256) float64."""
+        return torch.cat([self.net[:-1](crops(part)) for part in images.split(256)]).double()
+
     def __call__(self, images: Tensor) -> Tensor:
         """Images (B,3,H,W) in [0,1] -> labels (B)."""
         return self.classes(images) % len(self.world.entries)
@@ -620,14 +626,18 @@ def layout_network() -> nn.Module:
     return nn.Sequential(nn.Linear(256, 64), nn.ReLU(), nn.Linear(64, len(LAYOUTS)))
 
 
-def judge_the_judge(prompts: Sequence[Prompt], classify: Descriptor) -> dict[str, dict[str, object]]:
-    """The accuracies of true renders of the prompts, at 128 pixels, clean and degraded: what a perfect model gets."""
-    scenes, images = classify.world.scenes(128, 0.2), []
+def renders_of(prompts: Sequence[Prompt], world: World, seed: int = 0) -> Tensor:
+    """Prompts -> true renders of them at 128 pixels, (B,3,128,128) in [0,1]: what a perfect model gives."""
+    scenes, images = world.scenes(128, 0.2), []
     for prompt in prompts:
         scene = prompt.scene or Scene(prompt.things, "one", False, prompt.colour, "", "", "", prompt.style)
-        drawn = scenes.draw(scene, np.random.default_rng(prompt.seed))
+        drawn = scenes.draw(scene, np.random.default_rng(prompt.seed + seed))
         images.append(torch.from_numpy(np.asarray(drawn).copy()).permute(2, 0, 1) / 255)
-    x = torch.stack(images)
+    return torch.stack(images)
+
+
+def judge_the_judge(prompts: Sequence[Prompt], x: Tensor, classify: Descriptor) -> dict[str, dict[str, object]]:
+    """The accuracies of true renders of the prompts, clean and degraded."""
     bad = worsen(x, torch.Generator().manual_seed(1))
     return {"clean": summary(judge(x, prompts, classify)), "degraded": summary(judge(bad, prompts, classify))}
 
@@ -730,6 +740,84 @@ def marked_sheet(images: Tensor, verdicts: Sequence[Verdict], entries: Sequence[
             text += f" [{' '.join(seen)}]"
         cells.append((picture, text))
     return contact_sheet(cells)
+
+
+# ---- how it looks ---------------------------------------------------------------------------------------------------
+
+NOISED, LOOKED_AT = 0.35, 64  # of img2img, noise to t = 350; how many renders go through autoencoder and UNet
+
+
+def sharpness(images: Tensor) -> tuple[Tensor, Tensor]:
+    """Images (B,3,H,W) in [0,1] -> how sharp they are: the RMS of their luma's Laplacian, the mean of its steepest 2 %.
+
+    Both (B,), and the same wherever things lie: so samples can be compared with renders.
+    """
+    luma = (images * torch.tensor([0.299, 0.587, 0.114])[:, None, None]).sum(1, keepdim=True)
+    kernel = torch.tensor([[0.0, 1.0, 0.0], [1.0, -4.0, 1.0], [0.0, 1.0, 0.0]])
+    laplacian = F.conv2d(luma, kernel[None, None]).square().mean((1, 2, 3)).sqrt()
+    corner = luma[..., :-1, :-1]
+    slopes = ((luma[..., 1:, :-1] - corner).square() + (luma[..., :-1, 1:] - corner).square()).sqrt().flatten(1)
+    return laplacian, slopes.topk(slopes.shape[1] // 50).values.mean(1)
+
+
+def frames(images: Tensor) -> tuple[float, float]:
+    """Images (B,3,H,W) in [0,1] on plain grounds -> the deviations of their outermost 1/32 from its median colour.
+
+    RMS of all, and the mean of each image's largest, in levels of 255: grain, and marks in corners and along edges.
+    """
+    _, _, h, w = images.shape
+    m = max(1, h // 32)
+    inside = torch.zeros(h, w, dtype=torch.bool)
+    inside[m : h - m, m : w - m] = True
+    apart = 255 * (images[:, :, ~inside] - border_colour(images)[:, :, None])
+    return float(apart.square().mean().sqrt()), float(apart.abs().amax((1, 2)).mean())
+
+
+def frechet(a: Tensor, b: Tensor) -> float:
+    """Features (N,D) float64 of two sets -> the distance of Gaussians with their moments.  Heusel et al. 2017."""
+    root_a, root_b = ((x - x.mean(0)) / math.sqrt(len(x) - 1) for x in (a, b))
+    common = torch.linalg.matrix_norm(root_a @ root_b.T, "nuc")  # the trace of the root of the covariances' product
+    apart = (a.mean(0) - b.mean(0)).square().sum()
+    return float(apart + root_a.square().sum() + root_b.square().sum() - 2 * common)
+
+
+@torch.no_grad()
+def looks(
+    pipe: Pipeline, prompts: Sequence[Prompt], x: Tensor, images: Tensor, classify: Descriptor
+) -> tuple[dict[str, float], Image.Image]:
+    """Prompts, their renders and their images (B,3,H,W) in [0,1] -> how these look, and a sheet for eyes.
+
+    laplacian, gradients: of the images, as shares of the renders'.  grain, marks: frames() of those on plain grounds,
+    0 of renders.  psnr, psnr_350: of the first renders after the autoencoder, and after img2img from t = 350.  fid: of
+    images and renders by features of the classifier; fid_renders: of the renders and others of the same prompts.  The
+    sheet has renders, what the autoencoder and img2img make of them, and images.
+    """
+    ratios = [
+        float(of_images.mean() / of_x.mean()) for of_images, of_x in zip(sharpness(images), sharpness(x), strict=True)
+    ]
+    plain = [i for i, prompt in enumerate(prompts) if prompt.scene is None or not prompt.scene.second]
+    grain, marks = frames(images[plain])
+    first, weight = x[:LOOKED_AT], next(pipe.vae.parameters())
+    kept = []
+    for part in first.split(16):
+        mean, _ = pipe.vae.encode((2 * part - 1).to(weight.device, weight.dtype))
+        kept.append((pipe.vae.decode(mean).float().cpu() + 1) / 2)
+    again = [
+        pipe.img2img(prompt.text, to_pil(2 * pixels - 1), strength=NOISED, seed=prompt.seed, output="tensor")[0]
+        for prompt, pixels in zip(prompts, first, strict=False)
+    ]
+    through = [torch.cat(kept).clamp(0, 1), (torch.stack(again).float().cpu() + 1) / 2]
+    psnr = [float(-10 * (y - first).square().mean((1, 2, 3)).log10().mean()) for y in through]
+    features, others = classify.features(x), classify.features(renders_of(prompts, classify.world, 1))
+    fid = [frechet(each, features) for each in (classify.features(images), others)]
+    names = ("laplacian", "gradients", "grain", "marks", "psnr", "psnr_350", "fid", "fid_renders")
+    cells = [
+        (to_pil(2 * pixels - 1), text)
+        for prompt, *shown in zip(prompts, first, *through, images, strict=False)
+        for pixels, text in zip(shown, ("render", "autoencoder", "img2img", prompt.text), strict=True)
+    ]
+    values = zip(names, (*ratios, grain, marks, *psnr, *fid), strict=True)
+    return {name: float(f"{value:.4g}") for name, value in values}, contact_sheet(cells, columns=8)
 
 
 # ---- curves ---------------------------------------------------------------------------------------------------------
@@ -866,7 +954,8 @@ def run(args: argparse.Namespace) -> None:
     world = World(entries, args.font, args.colours, styles, pictures)
     classify = descriptor(world, args.out, say)
     prompts = all_prompts(world, kinds, args.count, args.seed, args.split)
-    rates = judge_the_judge(prompts, classify)
+    x = renders_of(prompts, world)
+    rates = judge_the_judge(prompts, x, classify)
     for name, numbers in rates.items():
         say(f"the judge on {name} renders of the same prompts: {_line(numbers)}")
     if args.compare is not None:
@@ -875,6 +964,8 @@ def run(args: argparse.Namespace) -> None:
     start = time.perf_counter()
     verdicts, images = evaluate(pipe, prompts, settings, classify)
     groups = by_group(verdicts)
+    seconds = round(time.perf_counter() - start, 1)
+    look, sheet = looks(pipe, prompts, x, images, classify)
     result: dict[str, object] = {
         "checkpoint": pipe.name,
         "resolution": pipe.family.resolution,
@@ -882,17 +973,19 @@ def run(args: argparse.Namespace) -> None:
         "count": args.count,
         **{key: getattr(settings, key) for key in ("sampler", "steps", "scale")},
         "seed": args.seed,
-        "seconds": round(time.perf_counter() - start, 1),
+        "seconds": seconds,
         "kinds": kinds,
         "styles": styles,
         "colours": args.colours,
         "split": args.split,
         "descriptor": {"clean": round(classify.clean, 4), "worsened": round(classify.worsened, 4)},
         "judge": rates,
+        "looks": look,
         "groups": groups,
     }
     args.out.mkdir(parents=True, exist_ok=True)
     marked_sheet(images[:200], verdicts[:200], entries).save(args.out / "evaluation.png")
+    sheet.save(args.out / "looks.png")
     if args.curves:
         points = curves(pipe, prompts, settings, classify, say)
         result["curves"] = points
@@ -901,6 +994,7 @@ def run(args: argparse.Namespace) -> None:
         except ImportError:
             say("warning: no picture of the curves without matplotlib: pip install matplotlib")
     print(table(groups))
+    print("  ".join(f"{name} {value:.2f}" for name, value in look.items()))
     if classify.complaint:
         print(f"warning: {classify.complaint}")
     print(json.dumps(result))

@@ -5,9 +5,10 @@
 
 scenes() is what the trainer takes; a scene depends on its index alone.  One emoji, two side by side or one above the
 other, two or three of a kind; some in another colour than their own, small or large, on two colours, or "3d".  The font
-is Noto Color Emoji (SIL OFL 1.1, the Debian package fonts-noto-color-emoji).  The second style is Microsoft's Fluent
-Emoji 3D (MIT), the files of the npm package @lobehub/fluent-emoji-3d: `npm pack` fetches it once, and --pictures or
-EMOJI_PICTURES names its folder of .webp files.  Needs numpy and Pillow only; what a caption says is known without them.
+is Noto Color Emoji (SIL OFL 1.1, the Debian package fonts-noto-color-emoji); --font or EMOJI_FONT names its file where
+it is not installed.  The second style is Microsoft's Fluent Emoji 3D (MIT), the files of the npm package
+@lobehub/fluent-emoji-3d: `npm pack` fetches it once, and --pictures or EMOJI_PICTURES names its folder of .webp files.
+Needs numpy and Pillow only; what a caption says is known without them.
 """
 
 import argparse
@@ -25,7 +26,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-FONT = "NotoColorEmoji.ttf"  # in any of the folders of fonts
+FONT = os.environ.get("EMOJI_FONT", "NotoColorEmoji.ttf")  # a name: in any of the folders of fonts
 FONT_SIZE, GLYPH = 109, (136, 128)  # the only size of its bitmaps, and their width and height
 PICTURE = 144  # the side to which the second style's pictures are reduced
 PICTURES = "EMOJI_PICTURES"  # the environment variable with the folder of the second style
@@ -511,7 +512,7 @@ def _font(path: str) -> ImageFont.FreeTypeFont:
     except OSError as error:
         raise ValueError(
             f"{path}: cannot be read as the emoji font ({error}): install the Debian package fonts-noto-color-emoji, "
-            "or name its file with --font"
+            "or name its file with --font or in EMOJI_FONT"
         ) from error
 
 

@@ -5,13 +5,15 @@
     python scripts/train_emoji.py new --vae vae/model.safetensors --out start.safetensors
     python -m ldm_lite.train --ckpt start.safetensors --renderer scripts/render_emoji.py --out run ...
     python scripts/train_emoji.py text --ckpt run/model.safetensors --out text ...
+    python scripts/train_emoji.py decoder --ckpt text/model.safetensors --out crisp ...
     python scripts/train_emoji.py whole --out emoji --minutes 12                          # all of it, on a GPU
 
 `autoencoder` trains a KL autoencoder on reconstruction, a new one or that of a file (--freeze-encoder: its decoder
 alone, so that latents do not change).  `reconstruct` tells how well it does on scenes, and draws them.  `new` writes a
 checkpoint with new weights, whose scale factor gives the latents unit variance.  `text` trains the text encoder of a
-finished model alone, on captions in other words for instance: all that the UNet can draw stays as it is.  Runs are
-stopped and continued (--resume) as those of `python -m ldm_lite.train`.
+finished model alone, on captions in other words for instance: all that the UNet can draw stays as it is.  `decoder`
+trains the decoder of a finished model alone: images become crisp, and latents stay.  Runs are stopped and continued
+(--resume) as those of `python -m ldm_lite.train`.
 
 `whole` is for a GPU that is there for minutes: all of it, from the autoencoder of --vae on.  A fifth of the time goes
 to the autoencoder, on scenes that are drawn anew; then --scenes are drawn and encoded once, and the
@@ -49,6 +51,7 @@ from ldm_lite.families.sd1 import SD1
 from ldm_lite.image import to_pil
 from ldm_lite.models.clip import CLIP_L, CLIPTextEncoder, CLIPTextSpec
 from ldm_lite.models.unet import AttentionBlock, ResBlock, UNet
+from ldm_lite.networks import encode_captions, network_inputs
 from ldm_lite.runtime import cpu
 from ldm_lite.runtime.precision import pick_device
 from ldm_lite.text.tokenizer import CLIPTokenizer
@@ -182,22 +185,114 @@ def edge_error(y: Tensor, x: Tensor) -> Tensor:
     return F.l1_loss(y.diff(dim=2), x.diff(dim=2)) + F.l1_loss(y.diff(dim=3), x.diff(dim=3))
 
 
+def slope_error(y: Tensor, x: Tensor, size: int) -> Tensor:
+    """Return how much steeper or flatter the squares of an image (B,C,H,W) are than another's, wherever edges lie.
+
+    Of differences to the right and down, and of the Laplacian: the L1 of their mean sizes in squares of `size` pixels,
+    and of their RMS.  An edge of one step has the largest RMS for its height, so a blurred one is made steep; ripples
+    would make the means too large, and so would grain on a plain ground.
+    """
+    error = torch.zeros((), device=x.device)
+    for of_y, of_x in zip(slopes(y), slopes(x), strict=True):
+        error = error + F.l1_loss(F.avg_pool2d(of_y.abs(), size), F.avg_pool2d(of_x.abs(), size))
+        squares = F.avg_pool2d(of_y.square(), size), F.avg_pool2d(of_x.square(), size)
+        error = error + F.l1_loss(*((square + 1e-5).sqrt() for square in squares))
+    return error
+
+
+def slopes(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the differences to the next pixels on the right and below of x (B,C,H,W), and the Laplacian."""
+    padded = F.pad(x, (1, 1, 1, 1), mode="replicate")
+    right, below = padded[..., 1:-1, 2:] - x, padded[..., 2:, 1:-1] - x
+    return right, below, right + below + padded[..., 1:-1, :-2] + padded[..., :-2, 1:-1] - 2 * x
+
+
+FRAME = [0, 1, 2, 3, -4, -3, -2, -1]  # rows and columns on which scenes have nothing but ground
+
+
+@dataclass
+class DecoderLoss:
+    """What makes a decoder crisp: slopes like those of scenes, whether or not its latents are quite right.
+
+    Half of the latents are those of scenes, and reconstruction counts too: pixels, edges, and features of the frozen
+    encoder's first levels.  The others, noised and denoised by the UNet in two guided steps, err as those of samples
+    do.  What they show is not quite in its place, so they are compared by means of 4 x 4 pixels and the slopes of large
+    squares; along the frame, where all is ground, by pixels.
+    """
+
+    model: Pipeline
+    slopes: float  # weight of their error
+    steps: tuple[float, ...] = (1.0, 0.25)  # of denoising: shares of the first timestep, which is in [150,650)
+
+    def __post_init__(self) -> None:
+        assert isinstance(self.model.vae, AutoencoderKL)
+        self.vae, device = self.model.vae.requires_grad_(False), self.model.device
+        for part in (self.vae.decoder, self.vae.post_quant_conv):
+            part.requires_grad_(True)
+        self.networks: dict[str, nn.Module] = {"vae": self.vae}
+        alpha_bar = torch.tensor(self.model.schedule.alpha_bar, dtype=torch.float64, device=device)
+        self._a, self._s = alpha_bar.sqrt().float(), (1 - alpha_bar).sqrt().float()
+
+    def __call__(self, batch: Batch, draws: Draws) -> Tensor:
+        """Return the loss of one batch."""
+        x = to_float(batch.pixels, self.model.device)
+        z, _ = moments_of(self.vae, batch.pixels, self.model.device)
+        half = len(x) // 2
+        z[:half] = self.denoised(z[:half], batch.captions[:half], Draws(draws.seed, batch.numbers[:half]))
+        y = self.vae.decode(z).float()
+        loss = F.l1_loss(*(F.avg_pool2d(pixels[:half], 4) for pixels in (y, x)))
+        for rows, columns in ((slice(None), FRAME), (FRAME, slice(None))):
+            loss = loss + F.l1_loss(y[:, :, rows][..., columns], x[:, :, rows][..., columns])
+        loss = loss + self.slopes * (slope_error(y[:half], x[:half], 16) + slope_error(y[half:], x[half:], 8))
+        y, x = y[half:], x[half:]
+        loss = loss + F.l1_loss(y, x) + 0.5 * F.mse_loss(y, x)
+        for size in (1, 2, 4):
+            loss = loss + 0.5 * edge_error(F.avg_pool2d(y, size), F.avg_pool2d(x, size))
+        for of_y, of_x in zip(self.features(y), self.features(x), strict=True):
+            loss = loss + 0.1 * F.l1_loss(of_y.float(), of_x.float()) / of_x.float().abs().mean()
+        return loss
+
+    def features(self, x: Tensor) -> list[Tensor]:
+        """Return the outputs of the encoder's first two levels, of pixels (B,3,H,W) in [-1,1]."""
+        first, second = self.vae.encoder.down[:2]
+        outputs = [first(self.vae.encoder.conv_in(x))]
+        return [*outputs, second(outputs[0])]
+
+    @torch.no_grad()
+    def denoised(self, z: Tensor, captions: list[str], draws: Draws) -> Tensor:
+        """Noise latents (B,C,h,w), each to a timestep of its own, and return what the UNet makes of them: DDIM."""
+        factor, prediction = self.model.family.scale_factor, self.model.schedule.prediction
+        assert prediction == "v"
+        text = network_inputs(self.model, encode_captions(self.model, [*captions, *[None] * len(captions)]))
+        first = 150 + draws.integers(500)
+        x0, noise = factor * z, draws.normal(z.shape[1:], z.device)
+        for share in self.steps:
+            t = (share * first).long().to(z.device)
+            a, s = (values[t][:, None, None, None] for values in (self._a, self._s))
+            x = a * x0 + s * noise
+            v, unguided = self.model.unet(x.repeat(2, 1, 1, 1), t.repeat(2), **text).float().chunk(2)
+            v = unguided + self.model.family.scale * (v - unguided)
+            x0, noise = a * x - s * v, s * x + a * v
+        return x0 / factor
+
+
 # ---- runs -----------------------------------------------------------------------------------------------------------
 
 DEFAULTS = {  # for new weights: other ones than the package's, which are for changing a model that is good already
     "steps": 10_000, "batch_size": 64, "accumulate": 1, "warmup": 200, "save_every": 1000, "data_workers": 2,
     "lr": 1e-3, "weight_decay": 0.01, "ema_decay": 0.999, "max_grad_norm": 1.0,
 }  # fmt: skip
+FEW_STEPS = {"batch_size": 4, "warmup": 20, "lr": 2.5e-4, "weight_decay": 0.0, "ema_decay": 0.995}  # of the decoder
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = ("autoencoder", "reconstruct", "new", "text", "whole")
+    names = ("autoencoder", "reconstruct", "new", "text", "decoder", "whole")
     commands = parser.add_subparsers(required=True, metavar=" | ".join(names))
-    autoencoder, look, new, text, whole = (commands.add_parser(name) for name in names)
-    bodies = train_autoencoder, reconstruct, write_new, train_text, train_whole
-    for command, body in zip((autoencoder, look, new, text, whole), bodies, strict=True):
+    autoencoder, look, new, text, decoder, whole = (commands.add_parser(name) for name in names)
+    bodies = train_autoencoder, reconstruct, write_new, train_text, train_decoder, train_whole
+    for command, body in zip((autoencoder, look, new, text, decoder, whole), bodies, strict=True):
         command.set_defaults(body=body)
         command.add_argument("--out", required=True, help="the checkpoint to write (new), or the folder of the run")
         command.add_argument("--renderer", default=os.fspath(Path(__file__).with_name("render_emoji.py")))
@@ -209,8 +304,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         command.add_argument("--seed", type=int, default=0)
         command.add_argument("--device")
         command.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    for command in (autoencoder, text):
-        for name, value in DEFAULTS.items():
+    for command in (autoencoder, text, decoder):
+        for name, value in (DEFAULTS | (FEW_STEPS if command is decoder else {})).items():
             command.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
         command.add_argument("--minutes", type=float, help="stop after this many minutes; --resume continues")
         command.add_argument("--lr-by-time", action="store_true", help="the learning rate ends at 0 with the minutes")
@@ -225,9 +320,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         text_of = f"of the UNet's levels, such as 1,2,4 (default: {getattr(EMOJI.unet, name)})"
         new.add_argument(f"--{name.replace('_', '-')}", type=whole_numbers, metavar="N,N", help=text_of)
     new.add_argument("--model-channels", type=int, metavar="N", help="of the UNet's highest level")
-    text.add_argument("--ckpt", required=True, help="the checkpoint")
+    for command in (text, decoder):
+        command.add_argument("--ckpt", required=True, help="the checkpoint")
     text.add_argument("--min-timestep", type=int, default=200, help="the first: later ones read more (default: 200)")
     text.add_argument("--caption-dropout", type=float, default=0.1)
+    decoder.add_argument("--slopes", type=float, default=0.8, help="weight of the error of slopes (default: 0.8)")
     whole.add_argument("--vae", default=os.fspath(hub.bundled()), help="begin with this file's (default: the bundled)")
     whole.add_argument("--minutes", type=float, default=12.0, help="of all of it (default: 12)")
     whole.add_argument("--vae-share", type=float, default=0.2, help="of the time; 0: --vae as it is (default: 0.2)")
@@ -328,6 +425,20 @@ def train_text(args: argparse.Namespace, options: TrainOptions) -> None:
         networks: dict[str, nn.Module] = {"text_encoder": model.text_encoder.requires_grad_(True)}
         loss = DiffusionLoss(model, networks, args.caption_dropout, timesteps=(args.min_timestep, 1000))
         fit(options, loss, dataset, lambda ema: checkpoint(model, ema))
+
+
+def train_decoder(args: argparse.Namespace, options: TrainOptions) -> None:
+    """Train the decoder of a checkpoint alone."""
+    if options.batch_size < 2:
+        raise ValueError("got `batch_size` 1, expected 2 or more: half of the latents are the UNet's")
+    with run_folder(options):
+        torch.manual_seed(args.seed)
+        model = load_model(LoadOptions(ckpt=args.ckpt, device=args.device, dtype="fp32"))
+        check_model(options, model)
+        for network in model.networks.values():
+            network.requires_grad_(False).eval()
+        loss = DecoderLoss(model, args.slopes)
+        fit(options, loss, open_scenes(options, model.family.resolution), lambda ema: checkpoint(model, ema))
 
 
 def train_whole(args: argparse.Namespace, options: TrainOptions) -> None:

@@ -4,8 +4,11 @@ import dataclasses
 import itertools
 import json
 import math
+import os
 import pickle
 import re
+import subprocess
+import sys
 import unicodedata
 from pathlib import Path
 
@@ -16,6 +19,9 @@ import render_emoji as emoji
 import torch
 from PIL import Image, ImageDraw
 from torch.nn import functional as F
+
+from ldm_lite.image import to_pil
+from ldm_lite.pipeline import Pipeline
 
 needs_font = pytest.mark.needs("emoji font")
 
@@ -170,6 +176,43 @@ def test_crops_do_not_depend_on_place_and_resolution() -> None:
     torch.testing.assert_close(evaluation.crops(image), evaluation.crops(moved), atol=1e-4, rtol=0)
     larger = F.interpolate(image, scale_factor=2, mode="nearest")
     assert (evaluation.crops(image) - evaluation.crops(larger)).abs().mean() < 0.02
+
+
+def test_sharpness_is_that_of_the_luma_wherever_things_lie() -> None:
+    images = torch.full((2, 3, 128, 128), 0.25)
+    images[:, 1, 20:100, 15:115] = 0.75
+    images[1] = F.avg_pool2d(F.pad(images[1:], (1, 1, 1, 1), mode="replicate"), 3, stride=1)[0]
+    (sharp, blurred), (steep, flat) = evaluation.sharpness(images)
+    assert sharp > 2 * blurred
+    assert steep > 2 * flat
+    moved = evaluation.sharpness(images.roll((9, -7), (2, 3)))
+    torch.testing.assert_close(torch.stack(moved)[:, 0], torch.stack([sharp, steep]))
+    luma = (images[0].permute(1, 2, 0).double() @ torch.tensor([0.299, 0.587, 0.114], dtype=torch.float64)).numpy()
+    centre = luma[1:-1, 1:-1]
+    laplacian = luma[2:, 1:-1] + luma[:-2, 1:-1] + luma[1:-1, 2:] + luma[1:-1, :-2] - 4 * centre
+    assert float(sharp) == pytest.approx(math.sqrt((laplacian**2).mean()), rel=1e-4)
+    slopes = np.hypot(np.diff(luma, axis=0)[:, :-1], np.diff(luma, axis=1)[:-1])
+    assert float(steep) == pytest.approx(np.sort(slopes.ravel())[-322:].mean(), rel=1e-4)  # of 127 x 127
+
+
+def test_grain_and_marks_are_deviations_of_the_frame_in_levels() -> None:
+    images = torch.full((2, 3, 128, 128), 100 / 255)
+    images[:, :, 4:-4, 4:-4] = 1  # what is inside does not count
+    assert evaluation.frames(images) == (0, 0)
+    images[0, 0, -1, -1] = 50 / 255
+    grain, marks = evaluation.frames(images)
+    assert grain == pytest.approx(math.sqrt(50**2 / (2 * 3 * 4 * 124 * 4)), rel=1e-4)
+    assert marks == pytest.approx(25, rel=1e-4)
+
+
+def test_the_distance_of_features_is_frechets() -> None:
+    random = np.random.default_rng(0)
+    a, b = random.normal(size=(60, 5)), random.normal(size=(40, 5)) @ random.normal(size=(5, 5)) + 1
+    x, y = np.cov(a.T), np.cov(b.T)
+    roots = np.sqrt(np.linalg.eigvals(x @ y).real)
+    wanted = ((a.mean(0) - b.mean(0)) ** 2).sum() + np.trace(x) + np.trace(y) - 2 * roots.sum()
+    assert evaluation.frechet(torch.from_numpy(a), torch.from_numpy(b)) == pytest.approx(wanted)
+    assert evaluation.frechet(torch.from_numpy(a), torch.from_numpy(a)) == pytest.approx(0, abs=1e-9)
 
 
 # ---- with the font --------------------------------------------------------------------------------------------------
@@ -337,6 +380,12 @@ def test_captions_say_the_style_and_only_those_of_the_second_say_3d(pictures: st
 
 
 @needs_font
+def test_the_font_comes_from_the_environment(tmp_path: Path) -> None:
+    code = "import render_emoji, sys; sys.exit(render_emoji.FONT != 'mine.ttf')"
+    environment = {**os.environ, "EMOJI_FONT": "mine.ttf", "PYTHONPATH": os.path.dirname(emoji.__file__)}
+    assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0
+
+
 def test_pictures_come_from_the_environment(pictures: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(emoji.PICTURES, pictures)
     named = emoji.scenes(32, 200, solid=1.0, pictures=pictures)
@@ -534,6 +583,27 @@ def test_the_colour_of_an_object_is_the_nearest_of_its_own() -> None:
     red = torch.from_numpy(np.asarray(emoji.render(entry.character, "white", 64)).copy()).permute(2, 0, 1) / 255
     assert evaluation.nearest_tint(red, entry, True, "white", None, "red") == "red"  # its own colour, asked for
     assert evaluation.nearest_tint(red, entry, True, "white", None, "blue") == ""
+
+
+@needs_font
+def test_looks_of_renders_are_those_of_renders(bundled: Pipeline) -> None:
+    """Those of the renders themselves, and of what is left of them when they are blurred."""
+    world = evaluation.World(emoji.vocabulary(40))
+    prompts = evaluation.all_prompts(world, ("one",), 3, 0)
+    torch.manual_seed(0)
+    classify = evaluation.Descriptor(evaluation.network(40).eval(), 1, 1, evaluation.layout_network(), world)
+    x = evaluation.renders_of(prompts, world)
+    same, sheet = evaluation.looks(bundled, prompts, x, x, classify)
+    assert (same["laplacian"], same["gradients"], same["grain"], same["marks"]) == (1, 1, 0, 0)
+    assert same["fid"] == pytest.approx(0, abs=1e-4)
+    assert same["fid_renders"] > 1e-5
+    assert 24 < same["psnr_350"] + 4 < same["psnr"] < 40
+    assert np.array_equal(np.asarray(sheet)[2:130, 2:130], np.asarray(to_pil(2 * x[0] - 1)))
+    blurred = F.avg_pool2d(x, 3, stride=1, padding=1, count_include_pad=False)
+    worse, _ = evaluation.looks(bundled, prompts, x, blurred, classify)
+    assert max(worse["laplacian"], worse["gradients"]) < 0.8
+    assert worse["psnr"] == same["psnr"]
+    assert worse["fid"] > 1e-5
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """What stands beside the renderer to train the bundled model from nothing: new weights, autoencoder, text encoder."""
 
+import copy
 import importlib.util
 import os
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 import train_emoji
 from PIL import Image
 from safetensors.torch import load_file
+from torch.nn import functional as F
 from training import losses
 
 import ldm_lite
@@ -19,9 +21,12 @@ from ldm_lite.checkpoint.parts import load_autoencoder
 from ldm_lite.cli.options import LoadOptions
 from ldm_lite.core.tokenizer import END as EOT
 from ldm_lite.core.tokenizer import START as SOT
+from ldm_lite.pipeline import Pipeline
+from ldm_lite.train.batches import Batch, Draws
 from ldm_lite.train.options import TrainOptions
 from ldm_lite.train.run import train
 
+DATA = Path(__file__).parents[1] / "data"
 SMALL_RUN = ("--batch-size", "4", "--data-workers", "0", "--warmup", "2", "--save-every", "99", "--device", "cpu")
 
 
@@ -156,6 +161,71 @@ def test_an_autoencoder_learns(renderer: Path, tmp_path: Path, small_path: Path)
 
 
 @pytest.mark.slow
+def test_a_decoder_learns_alone(renderer: Path, tmp_path: Path) -> None:
+    """A run that was stopped ends as one that was not, and latents stay."""
+    more = ("--ckpt", str(hub.bundled()), "--batch-size", "2", "--steps", "4")
+    path = run("decoder", renderer, tmp_path / "a", *more)
+    parts = run("decoder", renderer, tmp_path / "b", *more, "--minutes", "0")
+    run("decoder", renderer, tmp_path / "b", *more, "--resume")
+    assert parts.read_bytes() == path.read_bytes()
+    before, after = load_file(hub.bundled()), load_file(path)
+    assert before.keys() == after.keys()
+    changed = {key for key, value in before.items() if not torch.equal(after[key], value)}
+    assert {key.split(".")[1] for key in changed} == {"decoder", "post_quant_conv"}
+    assert all(key.startswith("first_stage_model.") for key in changed)
+    assert ldm_lite.load(path, device="cpu").family == ldm_lite.load(device="cpu").family
+
+
+def test_slopes_are_compared_wherever_edges_lie_and_as_steep_as_they_are() -> None:
+    x = torch.zeros(1, 3, 32, 32)
+    x[..., 4:12] = 1  # both edges within the first of two squares
+    moved = x.roll(2, 3)
+    assert train_emoji.slope_error(moved, x, 16) == 0
+    assert train_emoji.slope_error(x.roll(16, 3), x, 16) > 0.1  # they are in the other square
+    blurred = F.avg_pool2d(F.pad(x, (1, 1, 1, 1), mode="replicate"), 3, stride=1)
+    rippled = x + 0.05 * torch.tensor([1.0, -1.0]).repeat(16)
+    for changed in (blurred, rippled):
+        assert train_emoji.slope_error(changed, x, 16) > 0.1
+    right, below, laplacian = train_emoji.slopes(x)
+    assert below.abs().max() == 0
+    assert torch.equal(right[0, 0, 0].nonzero().flatten(), torch.tensor([3, 11]))
+    assert torch.equal(laplacian[0, 0, 31].nonzero().flatten(), torch.tensor([3, 4, 11, 12]))
+    x[..., -1, -1] = 1  # a mark in the corner counts
+    assert train_emoji.slopes(x)[2][0, 0, -1, -1] == -2
+
+
+@pytest.fixture
+def decoder_loss(bundled: Pipeline) -> train_emoji.DecoderLoss:
+    """Of a copy of the bundled model, all of which is frozen otherwise."""
+    networks = copy.deepcopy(dict(bundled.networks))
+    for network in networks.values():
+        network.requires_grad_(False)
+    return train_emoji.DecoderLoss(bundled.with_networks(**networks), slopes=0.5)
+
+
+def test_the_loss_of_a_decoder_reaches_it_alone(decoder_loss: train_emoji.DecoderLoss) -> None:
+    scenes = torch.randint(0, 256, (2, 3, 128, 128), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    decoder_loss(Batch(scenes, ["a cat", "a dog"], None, (0, 1)), Draws(0, (0, 1))).backward()
+    for role, network in decoder_loss.model.networks.items():
+        for name, parameter in network.named_parameters():
+            learns = role == "vae" and name.startswith(("decoder.", "post_quant_conv."))
+            assert (parameter.grad is not None) == learns, (role, name)
+
+
+def test_latents_that_are_noised_a_little_come_back_nearly_as_they_were(decoder_loss: train_emoji.DecoderLoss) -> None:
+    """Those of a scene that the UNet knows; a timestep for each, and what comes depends on the example alone."""
+    golden = dict(np.load(DATA / "bundled.npz"))
+    z = torch.from_numpy(golden["moments"][:, :16])
+    captions = [str(prompt) for prompt in golden["prompts"]]
+    back = decoder_loss.denoised(z, captions, Draws(0, (0, 1)))
+    apart = (back - z).square().mean((1, 2, 3)).sqrt() / z.std()
+    assert 0.01 < apart.min() < apart.max() < 0.35
+    torch.testing.assert_close(
+        decoder_loss.denoised(z[1:], captions[1:], Draws(0, (1,))), back[1:], atol=1e-3, rtol=1e-3
+    )
+
+
+@pytest.mark.slow
 def test_the_whole_model_in_one_command(renderer: Path, tmp_path: Path) -> None:
     """A step of each network in no time: the autoencoder first, then the model that reads its latents."""
     more = ["--minutes", "0", "--batch-size", "2", "--scenes", "6", "--data-workers", "0", "--device", "cpu"]
@@ -190,6 +260,7 @@ def test_the_decoder_alone(renderer: Path, tmp_path: Path, small_path: Path) -> 
         (("autoencoder", "--batch-size", "0"), "got --batch-size 0, expected 1 to"),
         (("new", "--vae", "none.safetensors"), "none.safetensors: no such file"),
         (("text", "--ckpt", "none.safetensors"), "none.safetensors: no such file"),
+        (("decoder", "--ckpt", "none.safetensors", "--batch-size", "1"), "got --batch-size 1, expected 2 or more"),
     ],
 )
 def test_mistakes_are_one_line(
