@@ -124,7 +124,7 @@ def test_what_the_scripts_lack_is_an_error(bundled: Pipeline, task: str, options
 
 def test_inpainting_networks_have_no_repeatable_original(picture_pipes: dict[str, Pipeline]) -> None:
     image, mask = Image.fromarray(toy.waves()), Image.fromarray(toy.mask())
-    with pytest.raises(ValueError, match=r"no original code inpaints with .* and a seed for all of its noise"):
+    with pytest.raises(ValueError, match=r"inpaints with networks of 4 input channels, not .*: leave it out"):
         picture_pipes["inpaint"].inpaint("a", image, mask, steps=2, compat=True)
-    with pytest.raises(ValueError, match="no original code inpaints below strength 1"):
+    with pytest.raises(ValueError, match="`compat` inpaints at strength 1 alone"):
         picture_pipes["txt2img"].inpaint("a", image, mask, steps=2, strength=0.5, compat=True)

@@ -88,7 +88,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "comfy": {"noise": "comfy", "sampler": "euler_a"},
     "variation": {"variation_seed": 3, "variation_strength": 0.25},
     "guidance_rescale": {"guidance_rescale": 0.7},
-    "dynamic_threshold": {"dynamic_threshold": 0.9},
+    "mimic_scale": {"mimic_scale": 3.0, "dynamic_threshold": 0.9},
     "prompt_syntax": {"prompt_syntax": "a1111", "prompt": "a (red:1.5) apple"},
     "clip_skip": {"clip_skip": 2},
     "defaults": {},
@@ -125,7 +125,7 @@ def test_our_own_pictures_make_the_same_image(
 
 def test_every_option_that_a_text_holds_comes_back(tmp_path: Path) -> None:
     named = {each.name: each.metadata["png"] for each in dataclasses.fields(Txt2imgOptions) if each.metadata["png"]}
-    assert set(named) == {*ELSEWHERE, "eta", "churn", "guidance_rescale", "dynamic_threshold"} | {
+    assert set(named) == {*ELSEWHERE, "eta", "churn", "guidance_rescale", "mimic_scale", "dynamic_threshold"} | {
         "prompt_syntax",
         "clip_skip",
         "preprocess",

@@ -273,9 +273,9 @@ def test_the_small_model_says_once_what_it_was_trained_on(
     pipe: Pipeline, options: dict[str, Any], warns: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     pipe.txt2img(["a", "b"], steps=2, **options)
-    messages = [record.getMessage() for record in caplog.records if "was trained on" in record.getMessage()]
+    messages = [record.getMessage() for record in caplog.records if "was trained at" in record.getMessage()]
     assert messages == warns * [
-        "small was trained on images of 64 x 64 pixels, larger ones are smears: take that size, or a larger model"
+        "small was trained at 64 x 64 pixels, and larger images are distorted: take that size, or a larger model"
     ]
     assert sum("too small a model for `seamless`" in message for message in caplog.messages) == ("seamless" in options)
 
@@ -284,7 +284,7 @@ def test_an_extended_image_of_the_small_model_is_warned_of_once(
     pipe: Pipeline, caplog: pytest.LogCaptureFixture
 ) -> None:
     pipe.inpaint("a", 2 * [torch.zeros(3, 64, 64)], extend="left=64", steps=1)
-    assert len([message for message in caplog.messages if "larger ones are smears" in message]) == 1
+    assert len([message for message in caplog.messages if "larger images are distorted" in message]) == 1
     caplog.clear()
     pipe.img2img("a", torch.zeros(3, 64, 64), steps=1)
     assert not [message for message in caplog.messages if "was trained on" in message]

@@ -126,8 +126,8 @@ def test_a_second_pass_has_prompts_of_its_own(pipe: Pipeline) -> None:
 @pytest.mark.parametrize(
     ("prompt", "regions", "message"),
     [
-        ("a AND b", "0,0,0.5,1", "got 1 `regions` for a prompt of 2 parts"),
-        ("a", "all; all", "got 2 `regions` for a prompt of 1 parts"),
+        ("a AND b", "0,0,0.5,1", "got 1 `regions`, but the prompt has 2 parts: give one for each"),
+        ("a", "all; all", "got 2 `regions`, but the prompt has 1 part: give"),
         ("a AND b", "0,0,0.5,1; 0.6,0,1,1", "leave part of the image out"),
         ("a", "0,0,0.5,1", "leave part of the image out"),
         ("a AND b", "all; 0.9,0,0.91,1", "holds none of 8 x 4 positions"),

@@ -46,7 +46,10 @@ def test_they_go_together_and_with_a_batch(pipe: Pipeline) -> None:
         ({"apg": "0"}, "got `apg` '0', expected parallel=0"),
         ({"apg": "parallel=0:momentum=1"}, "got `apg`"),
         ({"apg": "parallel=0", "sampler": "dpm_adaptive"}, "DPM adaptive tries steps again"),
-        ({"apg": "parallel=0", "guidance": lambda cond, uncond: cond}, "take `scale` alone"),
+        (
+            {"apg": "parallel=0", "guidance": lambda cond, uncond: cond},
+            "got a `guidance` function and `apg`: leave one",
+        ),
         ({"deep_cache": "0"}, "got `deep_cache` '0', expected N, 1 to 1000"),
         ({"deep_cache": "2:9"}, "got branch 9, expected 0 to 2"),
         ({"freeu": "1,2"}, "got `freeu` '1,2', expected four numbers"),

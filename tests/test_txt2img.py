@@ -124,10 +124,10 @@ def test_a_negative_prompt_is_moved_away_from_and_scale_1_is_the_prompt_alone(bu
     assert np.abs(alone - cancelled).max() <= 1
 
 
-def test_guidance_rescale_and_dynamic_threshold_matter(bundled: Pipeline) -> None:
+def test_guidance_rescale_and_mimic_scale_matter(bundled: Pipeline) -> None:
     plain, rescaled, clamped = (
         bundled.txt2img(APPLE, steps=5, scale=7.5, output="numpy", **extra)[0]
-        for extra in ({}, {"guidance_rescale": 0.7}, {"dynamic_threshold": 0.9})
+        for extra in ({}, {"guidance_rescale": 0.7}, {"mimic_scale": 4.0})
     )
     assert not np.array_equal(plain, rescaled)
     assert not np.array_equal(plain, clamped)

@@ -12,7 +12,7 @@ from ldm_lite.cli.task_options import Img2imgOptions, InpaintOptions
 # Options of one image, each of which may be a column of the table and, for rows without a value, a flag.
 SHARED = (
     *("negative_prompt", "seed", "steps", "scale", "sampler", "spacing", "eta", "churn", "width", "height"),
-    *("guidance_rescale", "dynamic_threshold", "prompt_syntax", "clip_skip", "strength", "exact_steps"),
+    *("guidance_rescale", "mimic_scale", "dynamic_threshold", "prompt_syntax", "clip_skip", "strength", "exact_steps"),
     *("image_scale", "resize", "sample_posterior", "invert_mask", "feather", "no_paste"),
     *("noise", "ensd", "variation_seed", "variation_strength"),
     *("original_size", "crop_top_left", "target_size", "aesthetic_score", "negative_aesthetic_score"),

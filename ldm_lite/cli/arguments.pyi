@@ -65,6 +65,7 @@ class Txt2img(Conditioned, Run, total=False):
     freeu: str | None
     scale: float | None
     guidance_rescale: float
+    mimic_scale: float | None
     dynamic_threshold: float | None
     guidance_interval: str | None
     guidance_schedule: str | None

@@ -59,8 +59,18 @@ class GuidanceOptions(CheckedOptions):
     guidance_rescale: float = option(
         0.0, "guidance rescale against excess contrast, 0 to 1", within=(0, 1), png="Guidance rescale"
     )
+    mimic_scale: float | None = option(
+        None,
+        "dynamic thresholding, for high scales: the contrast of this lower scale, 7 for instance (A1111's extension)",
+        within=SCALES,
+        reason=WHY_SCALES,
+        png="Mimic scale",
+    )
     dynamic_threshold: float | None = option(
-        None, "percentile of x0 to clamp to, 0 to 1, for pixel models", within=(0, 1), png="Dynamic threshold"
+        None,
+        "percentile of the latents that --mimic-scale clamps to, 0 to 1 (default: 1)",
+        within=(0, 1),
+        png="Dynamic threshold",
     )
     guidance_interval: str | None = option(
         None,

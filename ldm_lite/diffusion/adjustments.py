@@ -68,10 +68,44 @@ def dynamic_threshold(x0: Tensor, percentile: Tensor, limit: Tensor) -> Tensor:
 
     For pixel models; a limit of 1 only clamps.  Saharia et al. 2022, sec. 2.3; the limit is DeepFloyd's.
     """
-    # Not torch.quantile: torch 2.11 cannot compile it.
-    sizes = x0.abs().flatten(1).sort(dim=1).values  # (B, N)
-    rank = percentile * (sizes.shape[1] - 1)
-    below, above = (sizes.index_select(1, end.long()[None]) for end in (rank.floor(), rank.ceil()))  # (B, 1) each
-    s = torch.lerp(below, above, rank.frac()).clamp(min=1)[:, :, None, None]  # (B, 1, 1, 1)
+    s = _quantile(x0.abs().flatten(1), percentile).clamp(min=1)[:, :, None, None]  # (B, 1, 1, 1)
     s = torch.minimum(s, limit)
     return torch.clamp(x0, -s, s) / s
+
+
+def _quantile(values: Tensor, fraction: Tensor) -> Tensor:
+    """The quantile (...,1) of values (...,N).  Not torch.quantile: torch 2.11 cannot compile it."""
+    ordered = values.sort(dim=-1).values
+    rank = fraction * (ordered.shape[-1] - 1)
+    below, above = (ordered.index_select(-1, end.long()[None]) for end in (rank.floor(), rank.ceil()))
+    return torch.lerp(below, above, rank.frac())
+
+
+@functools.lru_cache(maxsize=64)
+def mimicking(scale: float, percentile: float, device: torch.device) -> Adjust:
+    """Return what gives the guided x0 the contrast of a lower scale, as `mimicked` does."""
+    values = torch.tensor([scale, percentile], dtype=torch.float64, device=device)
+
+    @stateless
+    def mimic(out: Tensor, outputs: Outputs) -> Tensor:
+        if len(outputs.outs) == 1:
+            return out
+        lower, fraction = values.to(out.dtype)
+        uncond, cond = outputs.outs
+        x0, of_lower = outputs.to_x0(out), outputs.to_x0(uncond + lower * (cond - uncond))
+        return outputs.from_x0(mimicked(x0, of_lower, fraction))
+
+    return mimic
+
+
+def mimicked(x0: Tensor, of_lower: Tensor, percentile: Tensor) -> Tensor:
+    """Shrink x0 (B,C,h,w) to the range that x0 of a lower guidance scale has around the mean of each channel.
+
+    What is beyond the percentile of its distances from the mean is clamped first.  mcmonkey's "Dynamic Thresholding
+    (CFG scale fix)" for A1111's web UI, with its defaults: separate channels, around the mean, by absolute deviation.
+    """
+    mean, lower_mean = (x.mean(dim=(2, 3), keepdim=True) for x in (x0, of_lower))
+    centred = x0 - mean
+    most = (of_lower - lower_mean).abs().amax(dim=(2, 3), keepdim=True)  # (B, C, 1, 1)
+    limit = _quantile(centred.abs().flatten(2), percentile)[..., None].maximum(most).clamp(min=1e-6)
+    return mean + centred.clamp(-limit, limit) * (most / limit)

@@ -294,25 +294,33 @@ def mapped(source: InputSource, change: Callable[[Inputs], Inputs]) -> InputSour
     return Constant(change(source.inputs)) if isinstance(source, Constant) else lambda call: change(source(call))
 
 
-def check_guided(job: Any) -> Inputs:
-    """Return the inputs of a job's first call.  Raises ValueError if there is no guidance to change."""
+def check_guided(job: Any, option: str) -> Inputs:
+    """Return the inputs of a job's first call.  Raises ValueError if there is no guidance for an option to change."""
     inputs: Inputs = job.plain(Call(0, 0, job.plan.num_steps))
     negative = [not branch.positive for branch in inputs.branches]
     scaled = callable(job.guidance) or inputs.scale != 1 or any(negative[1:])
     several = callable(job.guidance) or len(running(inputs.branches, inputs.scale)) > 1
     if not (scaled and several and any(negative)):
         raise ValueError(
-            "`guidance_interval`, `guidance_schedule` and `apg` change the guidance, but there is none: take a "
-            "`scale` other than 1, and a checkpoint that is not distilled"
+            f"`{option}` changes the guidance, but there is none: take a `scale` other than 1, and a checkpoint that "
+            "is not distilled"
         )
     return inputs
 
 
-def check_classifier_free(job: Any) -> float:
-    """Return the scale of guidance.  Raises ValueError if it is not a negative and a positive branch and one number."""
-    inputs = check_guided(job)
-    if [branch.positive for branch in inputs.branches] != [False, True] or callable(job.guidance):
-        raise ValueError("`guidance_schedule` and `apg` take `scale` alone: leave other guidance out")
+def check_classifier_free(job: Any, option: str) -> float:
+    """Return the scale of guidance, for an option that changes it.
+
+    Raises ValueError if it is not a negative and a positive branch and one number.
+    """
+    job.refuse_parts(f"takes no `{option}`: leave it out")
+    inputs = check_guided(job, option)
+    if callable(job.options.guidance):
+        raise ValueError(f"got a `guidance` function and `{option}`: leave one of them out")
+    if callable(job.guidance):
+        raise ValueError(f"DDIM CFG++ has guidance of its own: leave out `{option}`, or take another sampler")
+    if [branch.positive for branch in inputs.branches] != [False, True]:
+        raise ValueError(f"`{option}` is for guidance by the prompt alone, not by image and prompt: leave it out")
     return inputs.scale
 
 

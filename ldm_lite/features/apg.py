@@ -37,7 +37,7 @@ class AdaptiveProjectedGuidance(Feature):
             raise ValueError("DPM adaptive tries steps again, which `apg` would remember: take another sampler")
 
         def wrap(source: InputSource, job: Job) -> InputSource:
-            check_classifier_free(job)
+            check_classifier_free(job, "apg")
             combine = self.projection.begin(job.model.device)
             return lambda call: source(call).combined_by(combine)
 

@@ -31,7 +31,7 @@ class GuidanceInterval(Feature):
 
     def _within(self, source: InputSource, job: Job) -> InputSource:
         assert job.plan is not None
-        check_guided(job)
+        check_guided(job, "guidance_interval")
         active, last = self.interval.steps(job.plan), gated(source, 0)
 
         def inputs_of(call: Call) -> Inputs:

@@ -25,7 +25,7 @@ class GuidanceSchedule(Feature):
 
         def wrap(source: InputSource, job: Job) -> InputSource:
             assert job.plan is not None
-            scale = check_classifier_free(job)
+            scale = check_classifier_free(job, "guidance_schedule")
             scale_at = scheduled(job.options.guidance_schedule or "", scale, job.plan.num_steps)
 
             def inputs_of(call: Call) -> Inputs:

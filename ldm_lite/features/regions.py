@@ -40,14 +40,15 @@ class Regions(Feature):
         """Let parts have regions.  Raises ValueError, before anything is encoded, for others than there are regions."""
         assert isinstance(job.texts, EditedTexts), "EditedPrompts comes before"
         texts = self.once(job.texts, lambda texts: dataclasses.replace(texts, compose=self._compose))
-        weights = {texts.weights(prompt) for prompt in texts.prompts}
-        if others := {len(parts) for parts in weights} - {len(self.boxes)}:
-            raise ValueError(
-                f"got {len(self.boxes)} `regions` for a prompt of {min(others)} parts, expected one for each; "
-                "AND joins parts"
-            )
-        for parts in weights:
-            shares(self.boxes, parts, job.shape[1:])
+        for prompt in texts.prompts:
+            weights = texts.weights(prompt)
+            if (count := len(weights)) != len(self.boxes):
+                name = "prompt" if prompt in job.task.prompts else "`hires_prompt`"
+                raise ValueError(
+                    f"got {len(self.boxes)} `regions`, but the {name} has {count} part{'s' * (count != 1)}: give one "
+                    "for each; AND joins parts"
+                )
+            shares(self.boxes, weights, job.shape[1:])
         return dataclasses.replace(job, texts=texts)
 
     def _compose(self, job: Job, conds: Sequence[Parts], weights: Sequence[float], uncond: Parts | None) -> Guidance:

@@ -83,7 +83,9 @@ FEATURES = {
     "ldm_lite.features.depth:Depth": Entry(("depth",), tasks=("depth", "control_image")),
     "ldm_lite.features.references:References": Entry(("reference",)),
     "ldm_lite.features.guidance_schedule:GuidanceSchedule": Entry(("guidance_schedule",)),
-    "ldm_lite.features.rescale:Rescale": Entry(("guidance_rescale", "dynamic_threshold"), family="norm_patch"),
+    "ldm_lite.features.rescale:Rescale": Entry(
+        ("guidance_rescale", "mimic_scale", "dynamic_threshold"), family="norm_patch"
+    ),
     "ldm_lite.features.apg:AdaptiveProjectedGuidance": Entry(("apg",)),
     "ldm_lite.features.guidance_interval:GuidanceInterval": Entry(("guidance_interval",)),
     "ldm_lite.features.skip_layers:SkipLayerGuidance": Entry(("skip_layer_scale",), family="skip_layers"),

@@ -81,9 +81,10 @@ def prepare(model: Model, options: InpaintOptions, further: Sequence[core.Featur
         start = begin(model, options, strength)
     elif strength == 1 and model.family.task == "txt2img":
         start = Start(plan_of(model, options), None, 0)
+    elif strength < 1:
+        raise ValueError("`compat` inpaints at strength 1 alone, as the original samplers: leave out it or `strength`")
     else:
-        what = "below strength 1" if strength < 1 else f"with {model.family.title}"
-        raise ValueError(f"no original code inpaints {what} and a seed for all of its noise: leave out `compat`")
+        raise ValueError(f"`compat` inpaints with networks of 4 input channels, not {model.family.title}: leave it out")
     task = replace(task, plan=start.plan)
     return replace(
         task,

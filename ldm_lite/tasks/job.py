@@ -223,7 +223,7 @@ class Task:
         if self.model.family.is_small and max(shape[1:]) * factor > 1.5 * side and not self._warned:
             self._warned.append(True)
             log.warning(
-                "%s was trained on images of %d x %d pixels, larger ones are smears: take that size, or a larger model",
+                "%s was trained at %d x %d pixels, and larger images are distorted: take that size, or a larger model",
                 *(self.model.name, side, side),
             )
 

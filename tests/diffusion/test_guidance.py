@@ -1,14 +1,18 @@
 """What guidance makes of the network's outputs, and the x0 that a state has, told by runs of a miniature."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import toy
 from runs import SAMPLERS, guided_outputs, unet_calls
 
 from ldm_lite import Pipeline
+from ldm_lite.diffusion.adjustments import mimicked
 
+TRICKS = np.load(Path(__file__).parents[1] / "data" / "tricks.npz")
 PROMPTS = {"negative_prompt": "bad", "batch_size": 2, "steps": 2, "seed": 3}
 
 
@@ -32,26 +36,54 @@ def test_rescaled_has_the_deviation_of_the_conditional_prediction(sd: Pipeline, 
             torch.testing.assert_close(image, share * full + (1 - share) * before, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("percentile", [0.5, 0.9, 0.995])
-@pytest.mark.parametrize("rescale", [0.0, 0.7])
+@pytest.mark.parametrize("percentile", [1.0, 0.9])
+def test_mimicked_is_the_extensions(percentile: float) -> None:
+    cond, uncond = toy.normal(10, 2, 4, 8, 8).double(), toy.normal(20, 2, 4, 8, 8).double()
+    x0, of_lower = (uncond + scale * (cond - uncond) for scale in (12, 4))
+    found = mimicked(x0, of_lower, torch.tensor(percentile, dtype=torch.float64))
+    np.testing.assert_allclose(found.numpy(), TRICKS[f"mimic.{percentile}"], rtol=1e-12)
+
+
+@pytest.mark.parametrize("percentile", [None, 0.9])
 @pytest.mark.parametrize("prediction", ["eps", "v", "x0"])
-def test_dynamic_threshold_clamps_at_the_percentile_and_divides_by_it(
-    predicting: Callable[..., Pipeline], prediction: str, rescale: float, percentile: float
+def test_a_mimic_scale_gives_x0_the_range_of_that_scale(
+    predicting: Callable[..., Pipeline], prediction: str, percentile: float | None
 ) -> None:
-    """Saharia et al. 2022, sec. 2.3, image by image, after all other guidance, whatever the network predicts."""
-    pipe, scale = predicting(prediction), 7.5
-    options = {"scale": scale, "guidance_rescale": rescale, "dynamic_threshold": percentile, **PROMPTS}
+    """Channel by channel, around its mean, whatever the network predicts."""
+    pipe, options = predicting(prediction), {"scale": 12.0, "mimic_scale": 4.0, "dynamic_threshold": percentile}
     with unet_calls(pipe) as calls:
-        states = list(pipe.stream("a cat", **options))
+        states = list(pipe.stream("a cat", **options, **PROMPTS))
     for state, call, (p, q) in zip(states, calls, pipe.plan(steps=2).to_x0.tolist(), strict=True):
         uncond, cond = call.out.chunk(2)
-        out = uncond + scale * (cond - uncond)
-        deviations = [each.std(dim=(1, 2, 3), keepdim=True) for each in (cond, out)]
-        out = rescale * out * deviations[0] / deviations[1] + (1 - rescale) * out
-        before = (p * call.x[:2] + q * out).numpy()
-        for image, x0 in zip(state.x0.numpy(), before, strict=True):
-            s = max(1.0, np.quantile(abs(x0), percentile))
-            assert image == pytest.approx(np.clip(x0, -s, s) / s, rel=1e-3, abs=1e-3)
+        higher, lower = (p * call.x[:2] + q * (uncond + scale * (cond - uncond)) for scale in (12, 4))
+        for channel, before, like in zip(*(x.flatten(0, 1) for x in (state.x0, higher, lower)), strict=True):
+            span, of_lower = (float((x - x.mean()).abs().max()) for x in (before, like))
+            after = float((channel - before.mean()).abs().max())  # clamping moves the mean
+            assert after == pytest.approx(min(span, of_lower), rel=1e-3)
+
+
+def test_a_mimic_scale_needs_guidance_by_one_prompt(sd: Pipeline, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ValueError, match="`dynamic_threshold` is the percentile of `mimic_scale`: give that too"):
+        sd.txt2img("a cat", dynamic_threshold=0.9)
+    with pytest.raises(ValueError, match="`mimic_scale` changes the guidance, but there is none"):
+        sd.txt2img("a cat", mimic_scale=0.5, scale=1, steps=1)
+    with pytest.raises(ValueError, match=r"a prompt with AND, .*, takes no `mimic_scale`"):
+        sd.txt2img("a cat AND a dog", prompt_syntax="a1111", mimic_scale=7, steps=1, scale=9)
+    [plain], [same] = (sd.txt2img("a", steps=1, scale=3, output="numpy", **more) for more in ({}, {"mimic_scale": 3}))
+    assert np.abs(plain.astype(int) - same).max() <= 1
+    assert "`mimic_scale` has no effect unless it is below `scale`: take a lower one" in caplog.messages
+    sd.txt2img("a cat", mimic_scale=7, scale=9, steps=2, guidance_interval="-0.5")  # a step without guidance
+
+
+@pytest.mark.parametrize("option", [{"apg": "parallel=0"}, {"guidance_schedule": "linear"}])
+def test_what_changes_guidance_by_one_prompt_refuses_other_guidance(sd: Pipeline, option: dict[str, str]) -> None:
+    [name] = option
+    with pytest.raises(ValueError, match=f"a prompt with AND, .*, takes no `{name}`: leave it out"):
+        sd.txt2img("a cat AND a dog", prompt_syntax="a1111", steps=1, **option)
+    with pytest.raises(ValueError, match=f"got a `guidance` function and `{name}`: leave one of them out"):
+        sd.txt2img("a cat", guidance=lambda step: 3.0, steps=1, **option)
+    with pytest.raises(ValueError, match=f"DDIM CFG.. has guidance of its own: leave out `{name}`"):
+        sd.txt2img("a cat", sampler="ddim_cfgpp", steps=2, **option)
 
 
 @pytest.mark.parametrize("prediction", ["eps", "v"])

@@ -1,12 +1,13 @@
 """Make tests/data/tricks.npz: what the authors' or diffusers' code makes of runs that save evaluations.
 
     pip install diffusers k-diffusion && pip install --no-deps DeepCache==0.1.1 tgate==1.0.0
-    PYTHONPATH=tests/fixtures:scripts python tests/goldens/make_trick_goldens.py
+    git clone https://github.com/mcmonkeyprojects/sd-dynamic-thresholding
+    PYTHONPATH=tests/fixtures:scripts:sd-dynamic-thresholding python tests/goldens/make_trick_goldens.py
 
 A miniature Stable Diffusion 1.x with three levels, in float64; five steps of DDIM with guidance.  DeepCache's helper
 and T-GATE's attention, as the authors publish them, and diffusers' FreeU run diffusers' UNet; APG is diffusers'
-normalized_guidance of x0; Brownian noise is torchsde's, through k-diffusion, whose samplers run x0 = tanh(y / (1 +
-sigma^2)).
+normalized_guidance of x0; the mimic scale is that of the web UI's extension; Brownian noise is torchsde's, through
+k-diffusion, whose samplers run x0 = tanh(y / (1 + sigma^2)).
 """
 
 import types
@@ -23,6 +24,7 @@ import torch
 import toy
 from DeepCache import DeepCacheSDHelper
 from diffusers.guiders.adaptive_projected_guidance import MomentumBuffer, normalized_guidance
+from dynthres_core import DynThresh
 from numpy.typing import NDArray
 from random_checkpoint import state_dict
 from torch import Tensor
@@ -119,6 +121,12 @@ def main() -> None:
     for k in range(3):
         cond, uncond = toy.normal(10 + k, 2, 4, 8, 8).double(), toy.normal(20 + k, 2, 4, 8, 8).double()
         arrays[f"apg.{k}"] = normalized_guidance(cond, uncond, 6.5, average, 0.25, 15.0, True).numpy()
+    cond, uncond = toy.normal(10, 2, 4, 8, 8).double(), toy.normal(20, 2, 4, 8, 8).double()
+    for percentile in (1.0, 0.9):
+        settings = 4.0, percentile, "Constant", 0.0, "Constant", 0.0, 4.0, 0, 20, True, "MEAN", "AD", 1.0
+        extension = DynThresh(*settings)
+        extension.step = 0
+        arrays[f"mimic.{percentile}"] = extension.dynthresh(cond, uncond, 12.0, None).numpy()
     brownian(arrays)
     versions = str(
         {each.__name__: each.__version__ for each in (torch, diffusers)} | {"DeepCache": "0.1.1", "tgate": "1.0.0"}
