@@ -13,6 +13,7 @@ from typing import Any
 
 from ldm_lite.cli import console, flags
 from ldm_lite.cli.options import CheckedOptions, option
+from ldm_lite.cli.version import pip_install
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ def _imported(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise ValueError(f'{name.split(".")[0]} is missing: pip install "ldm_lite[evaluate]"') from error
+        raise ValueError(f"{name.split('.')[0]} is missing: {pip_install('evaluate')}") from error
     except RuntimeError as error:  # of torchvision, which it imports
         raise ValueError(
             f"{name.split('.')[0]} does not run here ({error}): install the torchvision that belongs to this torch"

@@ -9,6 +9,7 @@ import ast
 import importlib.util
 import keyword
 import re
+import shlex
 import shutil
 import sys
 from collections.abc import Iterable, Sequence
@@ -133,7 +134,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(f'pip install {options.folder} && python -m {options.name} "a red apple"')
+    path = shlex.quote(str(options.folder.resolve()))  # pip takes a name without a slash for a package of the index
+    print(f'pip install {path} && python -m {options.name} "a red apple"')
     return 0
 
 

@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 
 from ldm_lite import evaluate
+from ldm_lite.cli.version import pip_install
 
 
 @pytest.fixture
@@ -32,8 +33,8 @@ def test_mistakes_are_one_line(
         ([], "expected a folder of images, and --reference FOLDER or --clip MODEL"),
         ([folders[0]], "expected a folder of images, and --reference FOLDER or --clip MODEL"),
         ([str(tmp_path / "none"), "--clip", "x"], "none: is not a folder, expected one of images"),
-        ([folders[0], "--reference", folders[1]], 'torch_fidelity is missing: pip install "ldm_lite[evaluate]"'),
-        ([folders[0], "--clip", "x"], 'is missing: pip install "ldm_lite[evaluate]"'),
+        ([folders[0], "--reference", folders[1]], f"torch_fidelity is missing: {pip_install('evaluate')}"),
+        ([folders[0], "--clip", "x"], f"is missing: {pip_install('evaluate')}"),
     ]
 
     def missing(name: str) -> None:

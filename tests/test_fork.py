@@ -4,6 +4,7 @@ import ast
 import os
 import re
 import resource
+import shlex
 import subprocess
 import sys
 import sysconfig
@@ -121,6 +122,16 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("forks") / "source"
     assert fork.main([str(folder), "--name", "mylab"]) == 0
     return folder
+
+
+def test_the_command_that_is_shown_installs_the_folder_and_no_package_of_that_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "my work").mkdir()
+    monkeypatch.chdir(tmp_path / "my work")
+    assert fork.main(["mylab", "--name", "mylab"]) == 0
+    folder = str(tmp_path / "my work" / "mylab")
+    assert shlex.split(capsys.readouterr().out)[:5] == ["pip", "install", folder, "&&", "python"]
 
 
 def test_a_fork_names_itself(source: Path) -> None:

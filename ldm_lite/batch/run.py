@@ -17,6 +17,7 @@ from ldm_lite.batch.store import Report, Task, Worker, write_manifest
 from ldm_lite.batch.table import Table, open_table
 from ldm_lite.cli.options import CheckedOptions, LoadOptions, given
 from ldm_lite.cli.progress import memory
+from ldm_lite.cli.version import pip_install
 
 log = logging.getLogger("ldm_lite")
 
@@ -36,7 +37,7 @@ def run(options: BatchOptions, defaults: CheckedOptions, load: LoadOptions) -> s
         table = Table(path, options.shard_size, 0)
     else:
         if options.manifest == "parquet" and importlib.util.find_spec("pyarrow") is None:
-            raise ValueError('manifest.parquet needs pyarrow: pip install "ldm_lite[batch]", or take `manifest=jsonl`')
+            raise ValueError(f"manifest.parquet needs pyarrow: {pip_install('batch')}, or take `manifest=jsonl`")
         table = open_table(path, options.shard_size)
     place = open_place("outputs/batch" if options.out is None else options.out, Path.cwd())
     if options.encode:

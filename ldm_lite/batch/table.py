@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 
 from ldm_lite.batch.options import COLUMNS
 from ldm_lite.cli.files import open_file
+from ldm_lite.cli.version import pip_install
 
 log = logging.getLogger("ldm_lite")
 
@@ -28,7 +29,7 @@ def extra(module: str, name: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ValueError(f'{module.split(".")[0]} is not installed: pip install "ldm_lite[{name}]"') from error
+        raise ValueError(f"{module.split('.')[0]} is not installed: {pip_install(name)}") from error
 
 
 @dataclass

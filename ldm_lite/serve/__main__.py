@@ -8,6 +8,7 @@ from ldm_lite.cli import console
 from ldm_lite.cli.files import read_text
 from ldm_lite.cli.flags import parse
 from ldm_lite.cli.options import LoadOptions
+from ldm_lite.cli.version import pip_install
 from ldm_lite.serve.options import ServeOptions
 
 
@@ -29,7 +30,7 @@ def run(options: ServeOptions, load: LoadOptions) -> None:
         if error.name is not None and error.name.startswith("ldm_lite"):
             raise
         extra = "serve,serve-ray" if options.replicas else "serve"
-        raise ValueError(f'the server needs {error.name}: pip install "ldm_lite[{extra}]"') from None
+        raise ValueError(f"the server needs {error.name}: {pip_install(extra)}") from None
     serve(options, load, key_of(options))
 
 

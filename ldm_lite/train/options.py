@@ -12,7 +12,7 @@ from typing import Any
 
 from ldm_lite.cli.files import read_text
 from ldm_lite.cli.options import FINITE, MOST, CheckedOptions, LoadOptions, given, option
-from ldm_lite.cli.version import __version__
+from ldm_lite.cli.version import __version__, pip_install
 
 
 @dataclass(frozen=True)
@@ -376,7 +376,7 @@ def check_here(options: TrainOptions) -> None:
     packages = {options.optimizer: "optimizers", **dict.fromkeys(options.log_to, "loggers")}
     for name, extra in packages.items():
         if (package := PACKAGES.get(name)) is not None and importlib.util.find_spec(package) is None:
-            raise ValueError(f'{name} needs {package}, which is not installed: pip install "ldm_lite[{extra}]"')
+            raise ValueError(f"{name} needs {package}, which is not installed: {pip_install(extra)}")
 
 
 # ---- resuming -------------------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from ldm_lite.cli.files import open_file, read_bytes, read_text, regular
+from ldm_lite.cli.version import pip_install
 from ldm_lite.cli.writing import remove, replacing, write_whole
 from ldm_lite.train import distributed
 
@@ -197,7 +198,7 @@ def open_logger(name: str, folder: Path, options: Mapping[str, Any], step: int) 
         try:
             return importlib.import_module(module)
         except ImportError as error:
-            raise ValueError(f'`log_to={name}` needs its package: pip install "ldm_lite[loggers]"') from error
+            raise ValueError(f"`log_to={name}` needs its package: {pip_install('loggers')}") from error
 
     if name == "tensorboard":
         imported("tensorboard")

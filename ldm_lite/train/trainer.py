@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ldm_lite.cli.signals import Stopped, noted
+from ldm_lite.cli.version import pip_install
 from ldm_lite.cli.writing import remove
 from ldm_lite.train import distributed
 from ldm_lite.train.batches import Batch, Draws, Slice, batches, reported_workers
@@ -503,7 +504,7 @@ def make_optimizer(
     try:
         optimizer: Any = importlib.import_module(package)
     except ImportError as error:
-        raise ValueError(f'`optimizer={name}` needs {package}: pip install "ldm_lite[optimizers]"') from error
+        raise ValueError(f"`optimizer={name}` needs {package}: {pip_install('optimizers')}") from error
     for part in CLASSES[name].split("."):
         optimizer = getattr(optimizer, part)
     return optimizer(groups, lr=lr, betas=betas, weight_decay=weight_decay)

@@ -27,6 +27,7 @@ from ldm_lite.batch.places import Folder
 from ldm_lite.batch.rows import Item, Rows, convert
 from ldm_lite.batch.store import Store, check_job
 from ldm_lite.batch.table import open_table
+from ldm_lite.cli.version import pip_install
 from ldm_lite.control import loading
 from ldm_lite.train.additions import LoRA, control_file, kohya_file, new_control
 from ldm_lite.train.state import write_tensors
@@ -310,9 +311,9 @@ def test_what_is_no_table(
         (["--sampler", "best"], "unknown sampler 'best'"),
         (
             ["--manifest", "parquet"],
-            'manifest.parquet needs pyarrow: pip install "ldm_lite[batch]", or take --manifest jsonl',
+            f"manifest.parquet needs pyarrow: {pip_install('batch')}, or take --manifest jsonl",
         ),
-        (["--engine", "ray"], 'ray is not installed: pip install "ldm_lite[ray]"'),
+        (["--engine", "ray"], f"ray is not installed: {pip_install('ray')}"),
         (["--engine", "ray", "--workers", "2:1"], "got --workers '2:1', expected a number from 1, or MIN:MAX"),
     ],
 )

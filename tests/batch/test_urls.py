@@ -14,6 +14,7 @@ from batch_files import contents
 
 from ldm_lite.batch.__main__ import main
 from ldm_lite.batch.places import Folder, Remote, open_place
+from ldm_lite.cli.version import pip_install
 
 fsspec = pytest.importorskip("fsspec")
 Batch = Callable[..., list[dict[str, Any]]]
@@ -112,7 +113,7 @@ def test_fsspec_is_imported_for_a_url_only(tmp_path: Path, arguments: list[str],
     code = "import sys; from ldm_lite.batch.__main__ import main; main(sys.argv[1:]); print('fsspec' in sys.modules)"
     argv = [sys.executable, "-c", "import sys; sys.modules['fsspec'] = None\n" + code]
     more: dict[str, Any] = {"env": {**os.environ, "PYTHONPATH": os.fspath(Path(__file__).parents[2])}, "cwd": tmp_path}
-    for out, wanted in (("o", "00000.tar"), ("memory://a", 'fsspec is not installed: pip install "ldm_lite[cloud]"')):
+    for out, wanted in (("o", "00000.tar"), ("memory://a", f"fsspec is not installed: {pip_install('cloud')}")):
         command = [*argv, os.fspath(table(1)), *arguments, "--out", out]
         done = subprocess.run(command, capture_output=True, text=True, **more)
         assert "Traceback" not in done.stderr

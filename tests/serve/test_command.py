@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from ldm_lite.cli.version import pip_install
 from ldm_lite.serve.__main__ import key_of, main
 from ldm_lite.serve.options import ServeOptions
 
@@ -15,7 +16,7 @@ def test_a_missing_extra_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: py
         monkeypatch.delitem(sys.modules, "ldm_lite.serve.server", raising=False)
         monkeypatch.delitem(sys.modules, "ldm_lite.serve.ray", raising=False)
         assert main(flags) == 2
-        assert capsys.readouterr().err == f'error: the server needs {module}: pip install "ldm_lite[{extras}]"\n'
+        assert capsys.readouterr().err == f"error: the server needs {module}: {pip_install(extras)}\n"
 
 
 def test_the_key_is_a_text_or_in_a_file(tmp_path: Path) -> None:

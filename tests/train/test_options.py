@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from ldm_lite.cli.options import LoadOptions
+from ldm_lite.cli.version import pip_install
 from ldm_lite.train.options import TrainOptions, as_toml, check, check_here, resolved, with_config
 
 
@@ -113,9 +114,9 @@ def test_a_file_that_is_not_there_is_told_before_a_model_is_loaded(name: str, tm
     [
         (
             {"optimizer": "prodigy"},
-            'prodigy needs prodigyopt, which is not installed: pip install "ldm_lite[optimizers]"',
+            f"prodigy needs prodigyopt, which is not installed: {pip_install('optimizers')}",
         ),
-        ({"log_to": ("wandb",)}, 'wandb needs wandb, which is not installed: pip install "ldm_lite[loggers]"'),
+        ({"log_to": ("wandb",)}, f"wandb needs wandb, which is not installed: {pip_install('loggers')}"),
     ],
 )
 def test_a_missing_package_is_told_first(
