@@ -6,7 +6,6 @@ Shape letters: B prompts, K chunks of T tokens each, D width of the context.
 
 import dataclasses
 import logging
-import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -21,6 +20,7 @@ from ldm_lite.core.files import imported
 from ldm_lite.diffusion.guidance import Guidance, classifier_free
 from ldm_lite.models.bert import BERTTextEncoder
 from ldm_lite.models.ops import guidance_embedding
+from ldm_lite.text.other_syntax import signs_in
 from ldm_lite.text.prompt import without_weights
 from ldm_lite.text.tokenizer import TextTokenizer
 
@@ -28,7 +28,6 @@ log = logging.getLogger("ldm_lite")
 
 NOTHING = ConditioningOptions()
 WEIGHTS = "ldm_lite.conditioning.weights"  # prompts in A1111's syntax
-LORA_TAG = re.compile("<(?:lora|lyco|hypernet):[^<>]*>")  # which A1111's web UI, and our server, take out of a prompt
 
 Prompts = Sequence[str | None]  # None = no prompt, which SDXL encodes differently from an empty one
 
@@ -74,13 +73,15 @@ def conditioner_of(model: Model) -> Conditioner:
 def encode_prompts(model: Model, prompts: Prompts, options: PromptOptions = DEFAULT) -> Parts:
     """Return the conditioning of B prompts, on the model's device.
 
-    A warning names the words that do not fit into the text encoder, once per prompt, and what other programs read
-    as a LoRA.
+    Warnings name the words that do not fit into the text encoder, once per prompt, and what is written for another
+    program.
     """
     conditioner = conditioner_of(model)
     for prompt in dict.fromkeys(prompts):
-        if tag := LORA_TAG.search(prompt or ""):
-            log.warning("%s in the prompt is read as words: leave it out, and give `lora=FILE:WEIGHT`", tag[0])
+        for line in (
+            signs_in(prompt or "", options.syntax, conditioner.has_weights) if conditioner.reads == "text" else ()
+        ):
+            log.warning(line)
     if options.clip_skip != 1 and conditioner.without_clip_skip:
         raise ValueError(f"{model.family.title} {conditioner.without_clip_skip}: leave out `clip_skip`")
     if not conditioner.has_weights:
