@@ -147,6 +147,7 @@ class Lora:
     embeddings: tuple[Embedding, ...] = field(
         default=(), repr=False
     )  # bundled textual inversions; merging does not use them
+    names: tuple[str, ...] = ()  # what it is called: its file, folder or repository, and in its metadata
 
 
 def open_lora(source: str | os.PathLike[str]) -> Lora:
@@ -157,6 +158,8 @@ def open_lora(source: str | os.PathLike[str]) -> Lora:
     ValueError if it is damaged, not a LoRA, or of a kind that is not supported.
     """
     title, files = peft.find(os.fspath(source))
+    *_, folder, last = ("", *os.fspath(source).rstrip("/").split("/"))
+    names = [f"{folder}/{last}" if last in (*peft.WEIGHTS, *peft.DIFFUSERS) else last]
     modules: dict[str, Changes] = {}
     embeddings: list[Embedding] = []
     for role, weights, config in files:
@@ -165,7 +168,8 @@ def open_lora(source: str | os.PathLike[str]) -> Lora:
             raise ValueError(f"{title}: {min(twice)} is in two of its files")
         modules |= part.modules
         embeddings += part.embeddings
-    return Lora(title, modules, tuple(embeddings))
+        names += part.names
+    return Lora(title, modules, tuple(embeddings), tuple(names))
 
 
 def _read(path: Path, role: str, config: Path | None) -> Lora:
@@ -210,7 +214,8 @@ def _read(path: Path, role: str, config: Path | None) -> Lora:
             modules[module] = kinds.read_changes(keys_of_parts, file.read, settings)
         except ValueError as error:
             raise ValueError(f"{path}: {dotted[module]} {error}") from error
-    return Lora(path.name, modules, tuple(bundled(file)))
+    names = [file.metadata[key] for key in ("ss_output_name", "modelspec.title") if key in file.metadata]
+    return Lora(path.name, modules, tuple(bundled(file)), tuple(names))
 
 
 # ---- merging --------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import logging
 import math
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -47,7 +47,7 @@ from ldm_lite.zoo.families import (
     with_prediction,
     with_vae,
 )
-from ldm_lite.zoo.family import Family, Flow, Spec, build, text_roles
+from ldm_lite.zoo.family import Family, Flow, Spec, build, recipe_of, text_roles
 
 log = logging.getLogger("ldm_lite")
 
@@ -104,6 +104,10 @@ def load_model(options: LoadOptions, kind: type[M], check: Callable[[M], None] |
         if has_word != hint.lacks and not is_told:
             log.warning("%s: %s", title, hint.text(family.title))
             break
+    told = "family" in options.added_metadata or "steps" in metadata
+    names = [] if told else [(name, False) for name in names_of(title, parts["unet"].path.name, metadata)]
+    names = [(name, True) for lora, _ in loras for name in lora.names] + names
+    family = with_recipe(family, names, chosen={*metadata, *(["prediction"] if options.prediction else [])})
 
     # The model without weights, of which everything can be checked but they.
     networks: dict[str, Any] = {}
@@ -226,6 +230,26 @@ def _check_latents(networks: Parts, family: Family) -> None:
             f"is a UNet of {family.title}, and {networks.file.path} a checkpoint of {theirs.title}, whose autoencoder "
             "makes other latents: take the UNet's own checkpoint, or name its autoencoder with `vae=FILE`"
         )
+
+
+def names_of(title: str, unet: str, metadata: Mapping[str, str]) -> list[str]:
+    """Return what a checkpoint is called: the file of its UNet, its own, and what its metadata call it."""
+    return [unet, title, *(metadata[key] for key in ("modelspec.title", "general.name") if key in metadata)]
+
+
+def with_recipe(family: Family, names: Iterable[tuple[str, bool]], chosen: Collection[str]) -> Family:
+    """Return the family with the defaults of the first recipe that one of the names has, which a message says.
+
+    A name comes with whether it is a LoRA's; `chosen` is what the metadata or the user tell: "sampler", "prediction".
+    """
+    for name, is_lora in names:
+        recipe = recipe_of(family, name, is_lora)
+        if recipe is not None and not (recipe.prediction and (PREDICTIONS & {*chosen} or family.prediction != "eps")):
+            recipe = recipe if "sampler" not in chosen or is_lora else recipe._replace(sampler=None)
+            family = recipe.applied(family, name)
+            log.warning("%s", recipe.text(name, family))
+            break
+    return family
 
 
 # ---- its schedule and tokenizers ------------------------------------------------------------------------------------

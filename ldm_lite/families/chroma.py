@@ -14,7 +14,7 @@ from ldm_lite.families.flux import DEV
 from ldm_lite.models.chroma import RELEASED, ChromaSpec
 from ldm_lite.models.ops import inside
 from ldm_lite.models.t5 import T5_XXL
-from ldm_lite.zoo.family import Hint
+from ldm_lite.zoo.family import Recipe
 
 HD = replace(
     DEV,
@@ -25,11 +25,12 @@ HD = replace(
     steps=40,
     scale=3.0,
     with_loras=None,
-    hints=(Hint("flash", "chroma_flash"),),
+    hints=(),
+    recipes=(Recipe(r"flash(?![a-z])", "lodestones/Chroma1-Flash", 8, 1.0, "heun", lora=r"chroma.*flash"),),
 )
 ROWS = {
     "chroma": HD,
-    "chroma_flash": replace(HD, title="Chroma1-Flash", sampler="heun", steps=8, scale=1.0, hints=()),
+    "chroma_flash": replace(HD, title="Chroma1-Flash", sampler="heun", steps=8, scale=1.0, recipes=()),
 }
 row = partial(chosen, ROWS, ChromaSpec.from_shapes)
 

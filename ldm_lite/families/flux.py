@@ -20,7 +20,7 @@ from ldm_lite.families.sd1 import SD1
 from ldm_lite.models.clip import CLIP_L
 from ldm_lite.models.flux import RELEASED, FluxSpec
 from ldm_lite.models.t5 import T5_XXL
-from ldm_lite.zoo.family import KL_F8_16, Family, Flow, Hint
+from ldm_lite.zoo.family import KL_F8_16, Family, Flow, Hint, Recipe
 
 MASK = 64  # channels of Fill's mask: the 8x8 pixels of a latent position
 INPUTS = ("img_in", "diffusion_model_img_in", "lora_unet_img_in", "transformer_x_embedder")  # names of the first layer
@@ -73,6 +73,11 @@ DEV = replace(
     vae_overflows=True,
     scale=2.5,
     with_loras=widened,
+    recipes=(
+        Recipe(r"schnell", "black-forest-labs/FLUX.1-schnell", 4, 1.0, "euler flow:shift=1"),
+        Recipe(r"turbo", "alimama-creative/FLUX.1-Turbo-Alpha", 8, 3.5, lora=r"turbo[-_ ]?alpha|flux.*turbo"),
+        Recipe(r"hyper[-_ ]?(flux|sd|\d)", "ByteDance/Hyper-SD", 8, 3.5),
+    ),
     hints=(Hint("kontext", "flux_kontext"),),
 )
 CONTROL = replace(
@@ -86,7 +91,13 @@ CONTROL = replace(
 ROWS = {
     "flux_dev": DEV,
     "flux_schnell": replace(
-        DEV, title="FLUX.1 [schnell]", unet=RELEASED["flux_schnell"], noise=Flow("s", "flow"), steps=4, scale=1.0
+        DEV,
+        title="FLUX.1 [schnell]",
+        unet=RELEASED["flux_schnell"],
+        noise=Flow("s", "flow"),
+        steps=4,
+        scale=1.0,
+        recipes=(),
     ),
     "flux_kontext": replace(DEV, title="FLUX.1 Kontext", task="edit", hints=()),
     "flux_fill": replace(DEV, title="FLUX.1 Fill", unet=RELEASED["flux_fill"], task="inpaint_flux", scale=30.0),

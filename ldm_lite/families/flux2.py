@@ -17,7 +17,7 @@ from ldm_lite.families.sd1 import SD1
 from ldm_lite.models.flux2 import KL_F16_128, RELEASED, Flux2Spec
 from ldm_lite.models.ops import inside
 from ldm_lite.models.qwen3 import QWEN3_4B
-from ldm_lite.zoo.family import Flow, Hint, References
+from ldm_lite.zoo.family import Flow, Recipe, References
 
 # Logarithms of the shift of 200 steps, which grow with the image's tokens: see flow_flux2.
 BY_SIZE = (0.00016927 * 256 + 0.45666666, 0.00016927 * 4096 + 0.45666666)
@@ -61,11 +61,11 @@ KLEIN = replace(
     steps=4,
     scale=1.0,
     references=References(fitted),
-    hints=(Hint("base", "flux2_klein_base"),),
+    recipes=(Recipe(r"(?<![a-z])base(?![a-z])", "black-forest-labs/FLUX.2-klein-base-4B", 50, 4.0),),
 )
 ROWS = {
     "flux2_klein": KLEIN,
-    "flux2_klein_base": replace(KLEIN, title="FLUX.2 [klein] base", steps=50, scale=4.0, hints=()),
+    "flux2_klein_base": replace(KLEIN, title="FLUX.2 [klein] base", steps=50, scale=4.0, recipes=()),
 }
 
 

@@ -21,7 +21,7 @@ from ldm_lite.models.qwen25_vl import QWEN25_VL_7B
 from ldm_lite.models.qwen_image import RELEASED, QwenImageSpec
 from ldm_lite.models.wan_vae import WAN_VAE
 from ldm_lite.text.qwen3 import Qwen3Tokenizer
-from ldm_lite.zoo.family import Family, Flow, Hint, References
+from ldm_lite.zoo.family import Family, Flow, Hint, Recipe, References
 
 UNIT = 32  # of the sides of a reference
 MOST_RATIO = 100  # of its sides
@@ -63,6 +63,11 @@ QWEN_IMAGE = replace(
     steps=50,
     scale=4.0,
     norm_patch=2,
+    recipes=(
+        Recipe(
+            r"lightning", "lightx2v/Qwen-Image-Lightning", 4, 1.0, "euler flow:shift=3", lora=r"lightning.*\d[-_ ]?step"
+        ),
+    ),
     hints=(
         Hint("2511", "qwen_image_edit_2511"),
         Hint("2509", "qwen_image_edit_2509"),

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from ldm_lite.models.clip import CLIP_L
 from ldm_lite.models.unet import UNetSpec
-from ldm_lite.zoo.family import KL_F8, Family, Preserving
+from ldm_lite.zoo.family import KL_F8, Family, Preserving, Recipe
 
 SD1 = Family(
     title="Stable Diffusion 1.x",
@@ -46,4 +46,26 @@ SD1 = Family(
     original_ema=False,
 )
 VAE_FILE = "stabilityai/sd-vae-ft-mse-original/vae-ft-mse-840000-ema-pruned.safetensors"  # of 1.x and 2.x
-ROWS = {"sd1": replace(SD1, vae_file=VAE_FILE)}
+# Of networks and LoRAs of Stable Diffusion 1.x, 2.x and XL.
+RECIPES = (
+    Recipe(r"v[-_ ]?pred", "", prediction="v"),
+    Recipe(
+        r"lightning",
+        "ByteDance/SDXL-Lightning",
+        4,
+        1.0,
+        "euler_trailing",
+        lora=r"lightning.*\d[-_ ]?step|xl[-_ ]lightning",
+    ),
+    Recipe(r"hyper[-_ ]?sd.*cfg", "ByteDance/Hyper-SD", 8, 5.0, "ddim_trailing"),
+    Recipe(r"hyper[-_ ]?(sd|xl|\d|lora)", "ByteDance/Hyper-SD", 4, 1.0, "ddim_trailing"),
+    Recipe(r"(?<![a-z])dmd2?(?![a-z])", "tianweiy/DMD2", 4, 1.0, "lcm_trailing"),
+    Recipe(r"(?<![a-z])pcm(?![a-z]).*normalcfg", "wangfuyun/PCM_Weights", 4, 7.5, "ddim_trailing"),
+    Recipe(r"(?<![a-z])pcm(?![a-z])", "wangfuyun/PCM_Weights", 4, 1.0, "ddim_trailing"),
+    Recipe(r"(?<![a-z])tcd(?![a-z])", "h1t/TCD-SDXL-LoRA", 4, 1.0, "tcd"),
+    Recipe(r"(?<![a-z])lcm(?![a-z])", "latent-consistency/lcm-lora-sdxl", 4, 1.5, "lcm"),
+    Recipe(r"(?<![a-z])flash[-_ ](sd|pixart)", "jasperai/flash-sdxl", 4, 1.0, "lcm_trailing"),
+    Recipe(r"(sd|xl)[-_ ]?flash", "sd-community/sdxl-flash", 7, 3.0, "dpmpp_sde_trailing"),
+    Recipe(r"turbo", "stabilityai/sdxl-turbo", 4, 1.0, "euler_a_trailing", lora=r"(sd|xl)[-_ ]?turbo"),
+)
+ROWS = {"sd1": replace(SD1, vae_file=VAE_FILE, recipes=RECIPES)}

@@ -16,6 +16,7 @@ ROWS = {
         task="instruct",
         steps=100,
         sampler="euler_a",
+        recipes=(),
         original_ema=True,
     ),
     "lcm": replace(  # Luo et al. 2023
@@ -26,5 +27,6 @@ ROWS = {
         sampler="lcm",
         steps=4,
         scale=8.0,  # of its model card
+        recipes=(),
     ),
 }

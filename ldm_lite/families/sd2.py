@@ -10,7 +10,7 @@ from ldm_lite.core.denoise import Conditioning
 from ldm_lite.core.files import Tensors
 from ldm_lite.core.layers import sinusoids
 from ldm_lite.diffusion.schedule import Prediction, cosine_betas
-from ldm_lite.families.sd1 import SD1, VAE_FILE
+from ldm_lite.families.sd1 import RECIPES, SD1, VAE_FILE
 from ldm_lite.models.open_clip import OPEN_CLIP_H
 from ldm_lite.zoo.family import Hint
 
@@ -39,7 +39,7 @@ PLAIN = replace(
     vae_file=VAE_FILE,
     scale=9.0,
 )
-SD2 = replace(PLAIN, v_resolution=768, predicts=predicts, hints=(Hint("turbo", "sd_turbo"),))
+SD2 = replace(PLAIN, v_resolution=768, predicts=predicts, hints=(Hint("turbo", "sd_turbo"),), recipes=RECIPES)
 UNCLIP = replace(
     PLAIN,
     title="Stable Diffusion 2.1 unCLIP (H)",

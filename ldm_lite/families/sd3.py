@@ -17,7 +17,7 @@ from ldm_lite.models.clip import CLIP_L
 from ldm_lite.models.mmdit import RELEASED, MMDiTSpec
 from ldm_lite.models.open_clip import OPEN_CLIP_G
 from ldm_lite.models.t5 import T5_XXL
-from ldm_lite.zoo.family import KL_F8_16, Flow, Hint, SkipLayers
+from ldm_lite.zoo.family import KL_F8_16, Flow, Recipe, SkipLayers
 
 SD3 = replace(
     SD1,
@@ -38,7 +38,12 @@ SD3 = replace(
     vae_overflows=True,
     scale=5.0,
 )
-LARGE = replace(SD3, title="Stable Diffusion 3.5 large", unet=RELEASED["sd35_large"], steps=40, scale=4.5)
+HYPER = Recipe(r"hyper[-_ ]?(sd|\d)", "ByteDance/Hyper-SD", 8, 3.0, "euler")
+SD3 = replace(SD3, recipes=(HYPER,))
+TURBO = Recipe(r"turbo", "stabilityai/stable-diffusion-3.5-large-turbo", 4, 1.0, "euler")
+LARGE = replace(
+    SD3, title="Stable Diffusion 3.5 large", unet=RELEASED["sd35_large"], steps=40, scale=4.5, recipes=(HYPER, TURBO)
+)
 ROWS = {
     "sd3_medium": SD3,
     "sd35_medium": replace(
@@ -47,9 +52,9 @@ ROWS = {
         unet=RELEASED["sd35_medium"],
         skip_layers=SkipLayers((7, 8, 9), scale=2.5, start=0.01, end=0.20),
     ),
-    "sd35_large": replace(LARGE, hints=(Hint("turbo", "sd35_large_turbo"),)),
+    "sd35_large": LARGE,
     "sd35_large_turbo": replace(  # shapes do not tell
-        LARGE, title="Stable Diffusion 3.5 large turbo", sampler="euler", steps=4, scale=1.0
+        LARGE, title="Stable Diffusion 3.5 large turbo", sampler="euler", steps=4, scale=1.0, recipes=()
     ),
 }
 

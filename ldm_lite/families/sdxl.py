@@ -9,7 +9,7 @@ from ldm_lite.checkpoint.model import Model
 from ldm_lite.conditioning.prompts import Conditioner, PromptOptions, Prompts, hidden, size_of
 from ldm_lite.core.denoise import Conditioning
 from ldm_lite.core.layers import sinusoids
-from ldm_lite.families.sd1 import SD1
+from ldm_lite.families.sd1 import RECIPES, SD1
 from ldm_lite.models.clip import CLIP_L
 from ldm_lite.models.open_clip import OPEN_CLIP_G
 from ldm_lite.text.tokenizer import OpenCLIPTokenizer
@@ -41,7 +41,7 @@ PLAIN = replace(
     scale=5.0,
     ays="ays_sdxl",
 )
-SDXL = replace(PLAIN, hints=(Hint("turbo", "sdxl_turbo"),))
+SDXL = replace(PLAIN, hints=(Hint("turbo", "sdxl_turbo"),), recipes=RECIPES)
 ROWS = {
     "sdxl_base": SDXL,
     "sdxl_turbo": replace(  # Sauer et al. 2023; shapes do not tell

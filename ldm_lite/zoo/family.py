@@ -6,6 +6,7 @@ NETWORKS names the network of each class of specs; build() makes one, importing 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -158,6 +159,43 @@ class Hint(NamedTuple):
         )
 
 
+class Recipe(NamedTuple):
+    """How networks that were distilled or trained further run, which only the name of a file tells: defaults for it."""
+
+    word: str  # a pattern in the name of a checkpoint, in small letters
+    source: str  # who says so
+    steps: int | None = None  # where the name tells none, as "8steps" does
+    scale: float | None = None
+    sampler: str | None = None
+    prediction: Prediction | None = None
+    lora: str | None = None  # a pattern in the name of a LoRA, if it is another one
+
+    def applied(self, family: Family, name: str) -> Family:
+        """Return the family with these defaults."""
+        told = re.search(r"(?<![\d.])(\d{1,2})[-_ ]?steps?(?![a-z])", name.lower())
+        steps = self.steps if told is None or self.steps is None else int(told[1])
+        values: dict[str, Any] = {
+            "steps": steps,
+            "scale": self.scale,
+            "sampler": self.sampler,
+            "prediction": self.prediction,
+        }
+        return replace(family, **{field: value for field, value in values.items() if value is not None})
+
+    def text(self, name: str, family: Family) -> str:
+        """What is said of a file with such a name, of the family with these defaults."""
+        steps = f"{family.steps} step{'s' * (family.steps != 1)} of {family.sampler} at scale {family.scale:g}"
+        if self.steps is None:
+            return f"{name}: its name says {family.prediction} prediction, which is taken: `prediction` overrules that"
+        return f"{name}: by its name, as {self.source}: {steps}; `steps`, `sampler` and `scale` overrule that"
+
+
+def recipe_of(family: Family, name: str, is_lora: bool = False) -> Recipe | None:
+    """Return the first of the family's recipes for a file of this name."""
+    words = ((recipe.lora or recipe.word if is_lora else recipe.word, recipe) for recipe in family.recipes)
+    return next((recipe for word, recipe in words if re.search(word, name.lower())), None)
+
+
 class References(NamedTuple):
     """How a family takes the images that its network reads beside the noised one."""
 
@@ -202,6 +240,7 @@ class Family:
     vae_file: str = "FILE"  # one with the autoencoder, on the hub, for a file that lacks it
     scheduler: str | None = None  # in a diffusers folder, which tells it from others with the same networks
     hints: tuple[Hint, ...] = ()
+    recipes: tuple[Recipe, ...] = ()  # the first whose word a file's name has gives its defaults
     predicts: Callable[[Tensors], tuple[Prediction, str]] | None = None  # by a UNet's weights, with the reason
     with_loras: Callable[[Family, Tensors, Sequence[Any]], tuple[Family, Tensors]] | None = None  # which change it
 

@@ -171,8 +171,8 @@ def test_the_base_is_told_by_the_folder_a_name_and_the_metadata(
     assert (distilled.family.steps, distilled.family.scale) == (4, 1.0)
     caplog.clear()
     unet = save(tmp_path / "flux-2-klein-base-4b.safetensors", weights(toy_flux2.small())["unet"])
-    load(files, ckpt=unet)
-    assert "if it is, add `metadata=family=flux2_klein_base`" in caplog.text
+    assert load(files, ckpt=unet).family.steps == 50
+    assert "by its name, as black-forest-labs/FLUX.2-klein-base-4B: 50 steps of euler at scale 4" in caplog.text
     assert load(files, ckpt=unet, metadata={"family": "flux2_klein_base"}).family.steps == 50
 
 

@@ -220,7 +220,7 @@ def test_what_only_a_name_tells_is_a_warning(
 ) -> None:
     unet = save(folder / "z_image_bf16.safetensors", weights(toy_z_image.small())["unet"])
     load(files, ckpt=unet)
-    assert "else add `metadata=family=z_image`" in caplog.text
+    assert "if it is that, add `metadata=family=z_image`" in caplog.text
     caplog.clear()
     assert load(files, ckpt=unet, metadata={"family": "z_image"}).family.steps == 50
     assert warnings_in(caplog) == []

@@ -267,7 +267,7 @@ def test_a_turbo_file_name_gives_a_hint(
         for added in ({}, {"family": "sdxl_base"}):
             caplog.clear()
             ldm_lite.load(tmp_path / name, device="cpu", metadata=added)
-            is_hinted = "if it is, add `metadata=family=sdxl_turbo`" in caplog.text
+            is_hinted = "if it is that, add `metadata=family=sdxl_turbo`" in caplog.text
             assert is_hinted == ("turbo" in name and not added)
 
 
