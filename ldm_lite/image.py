@@ -140,7 +140,24 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 def to_mask(image: Image.Image) -> Image.Image:
     """Convert any PIL image to a mask: 255 where it is lighter than middle grey, else 0; transparency is 0."""
-    return _flatten(image, "black").convert("L").point(lambda value: 255 * (value >= 128))
+    return core.black_or_white(_flatten(image, "black").convert("L"))
+
+
+def mask_of(value: Any) -> Image.Image:
+    """Convert a mask as PIL, or as an array or tensor of bool, 0 and 1, 0 to 255 or floats in [0,1] (see `to_mask`).
+
+    Arrays are (H,W), (1,H,W), (H,W,1) or (H,W,3), tensors (H,W), (1,H,W) or (3,H,W); the last may also be in [-1,1].
+    Raises ValueError as to_image does.
+    """
+    is_signed = isinstance(value, Tensor) and value.shape[-3:-2] == (3,) and bool((value < 0).any())
+    if isinstance(value, Tensor) and not is_signed:
+        value = (value.float() if value.is_floating_point() else value).detach().cpu().numpy()
+        value = np.moveaxis(value[0] if value.ndim == 4 else value, 0, -1) if value.ndim > 2 else value
+    if isinstance(value, np.ndarray):
+        value = value[0] if value.ndim == 3 and len(value) == 1 else value
+        is_bool = value.dtype.kind in "iu" and value.size > 0 and 0 <= value.min() <= value.max() <= 1
+        value = value.astype(bool) if is_bool else value
+    return to_mask(to_image(value, "a mask"))
 
 
 def _flatten(image: Image.Image, background: str) -> Image.Image:
@@ -170,14 +187,15 @@ def upright(image: Image.Image) -> Image.Image:
     return image if image.getexif().get(ExifTags.Base.Orientation, 1) == 1 else ImageOps.exif_transpose(image)
 
 
-def to_image(value: Any) -> Image.Image:
+def to_image(value: Any, name: str = "an image") -> Image.Image:
     """Convert an array (H,W), (H,W,3) or (H,W,4), uint8, uint16, bool or float in [0,1], or a tensor (3,H,W) in [-1,1].
 
-    Values may lie slightly out of range, as resampling leaves them.  A PIL image is returned as is, loaded.  Raises
-    ValueError for anything else, and for more than MOST_PIXELS.
+    Values may lie slightly out of range, as resampling leaves them; a warning tells of those that fit another range.  A
+    PIL image is returned as is, loaded.  Raises ValueError, with the name, for anything else, and for more than
+    MOST_PIXELS.
     """
     if not isinstance(value, (Image.Image, Tensor, np.ndarray)):
-        raise ValueError(f"got {type(value).__name__} as an image, expected a path, PIL, an array (H,W,3) or a tensor")
+        raise ValueError(f"got {type(value).__name__} as {name}, expected a path, PIL, an array (H,W,3) or a tensor")
     if isinstance(value, Image.Image):
         _check_size(value.size)
         try:
@@ -188,25 +206,29 @@ def to_image(value: Any) -> Image.Image:
     if isinstance(value, Tensor):
         pixels = value[0] if value.ndim == 4 and len(value) == 1 else value
         if pixels.ndim != 3 or len(pixels) != 3 or not pixels.numel():
-            raise ValueError(f"got a tensor of shape {tuple(value.shape)} as an image, expected (3,H,W) in [-1,1]")
+            raise ValueError(f"got a tensor of shape {tuple(value.shape)} as {name}, expected (3,H,W) in [-1,1]")
         _check_size((pixels.shape[2], pixels.shape[1]))
-        if not pixels.is_floating_point() or not pixels.abs().max() <= 2:
-            raise ValueError(
-                f"got a tensor of {value.dtype} from {pixels.min()} to {pixels.max()} as an image, expected [-1,1]"
-            )
+        least, most = float(pixels.min()), float(pixels.max())
+        if not pixels.is_floating_point() or not -2 <= least <= most <= 2:
+            raise ValueError(f"got a tensor of {value.dtype} from {least:g} to {most:g} as {name}, expected [-1,1]")
+        if least >= 0 and least != 1:
+            log.warning("got a tensor from %g to %g as %s, read as [-1,1]: scale [0,1] by 2 * x - 1", least, most, name)
         return to_pil(pixels.detach().cpu())
     value = value[:, :, 0] if value.ndim == 3 and value.shape[2] == 1 else value
     if value.ndim not in (2, 3) or value.shape[2:] not in ((), (3,), (4,)) or not value.size:
-        raise ValueError(f"got an array of shape {value.shape} as an image, expected (H,W), (H,W,3) or (H,W,4)")
+        raise ValueError(f"got an array of shape {value.shape} as {name}, expected (H,W), (H,W,3) or (H,W,4)")
     _check_size((value.shape[1], value.shape[0]))
     if value.dtype.kind not in "buif":
-        raise ValueError(f"got an array of {value.dtype} as an image, expected uint8, or floats in [0,1]")
+        raise ValueError(f"got an array of {value.dtype} as {name}, expected uint8, or floats in [0,1]")
     least, most = float(value.min()), float(value.max())
     floats = value.dtype.kind == "f"
-    if not (-0.5 <= least <= most <= 1.5 if floats else 0 <= least <= most <= (65535 if value.dtype == "u2" else 255)):
-        wanted = "[0,1]" if floats else "0 to 255"
-        raise ValueError(f"got an array of {value.dtype} from {least:g} to {most:g} as an image, expected {wanted}")
-    scale = 255 if floats or value.dtype.kind == "b" else 1 / 257 if value.dtype == "u2" else 1
+    largest = 65535 if value.dtype == "u2" else 255  # of whole numbers
+    got = f"got an array of {value.dtype} from {least:g} to {most:g} as {name}"
+    if not (-0.5 <= least <= most <= 1.5 if floats else 0 <= least <= most <= largest):
+        raise ValueError(f"{got}, expected {'[0,1]' if floats else f'0 to {largest}'}")
+    if value.dtype.kind in "iu" and 0 < most <= largest // 255:
+        log.warning("%s, read as 0 to %d: it is nearly black", got, largest)
+    scale = 255 if floats or value.dtype.kind == "b" else 255 / largest
     result = np.empty(value.shape, dtype=np.uint8)
     for row, into in zip(value, result, strict=True):  # by row: eight times less memory
         into[:] = (row.astype(np.float64) * scale).round().clip(0, 255)

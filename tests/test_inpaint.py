@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from runs import SAMPLERS, decoded_latents, unet_calls
 
 from ldm_lite import Pipeline
 from ldm_lite import inpaint as command
+from ldm_lite.image import mask_of, to_image
 
 CAT = "a cat on a yellow background"
 
@@ -92,6 +94,64 @@ def test_all_white_is_txt2img(bundled: Pipeline, apple: Image.Image) -> None:
     [result] = bundled.inpaint(CAT, [apple], [white], steps=4, output="result")
     [plain] = bundled.txt2img(CAT, steps=4, output="result")
     assert (result.pixels - plain.pixels).abs().max() < 1e-4
+
+
+MASK = np.zeros((128, 128), np.uint8)
+MASK[32:64, 16:80] = 1
+PLANE = torch.from_numpy(MASK)
+SIGNED = PLANE.float().expand(3, -1, -1) * 2 - 1
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        *(MASK, MASK * 255, MASK > 0, MASK.astype(np.int64), MASK.astype(np.uint16), MASK / 1.0),
+        *(MASK[None], MASK[..., None]),
+        *(PLANE, PLANE[None], PLANE * 255, PLANE > 0, PLANE.float(), PLANE.half()[None, None]),
+        *(SIGNED, (SIGNED + 1) / 2),
+        *map(Image.fromarray, (MASK, MASK * 255, MASK > 0)),
+    ],
+)
+def test_a_mask_has_any_usual_range(mask: Any) -> None:
+    assert np.array_equal(np.asarray(mask_of(mask)), MASK * 255)
+
+
+def test_a_mask_out_of_range_is_one_line() -> None:
+    for mask in (MASK * 2.0 - 1, PLANE.float() * 255, MASK.astype(int) * 300, MASK - 1.0, PLANE.float()[:, :, None]):
+        with pytest.raises(ValueError, match=r"got an? (array|tensor) .* as a mask, expected"):
+            mask_of(mask)
+
+
+def test_images_that_fit_another_range_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    ones = MASK.repeat(3).reshape(128, 128, 3)
+    to_image(ones)
+    to_image(ones.astype(np.uint16) * 200)
+    to_image(torch.from_numpy(ones / 2.0).permute(2, 0, 1))
+    assert caplog.messages == [
+        "got an array of uint8 from 0 to 1 as an image, read as 0 to 255: it is nearly black",
+        "got an array of uint16 from 0 to 200 as an image, read as 0 to 65535: it is nearly black",
+        "got a tensor from 0 to 0.5 as an image, read as [-1,1]: scale [0,1] by 2 * x - 1",
+    ]
+    caplog.clear()
+    for image in (ones * 255, ones * 2, torch.ones(3, 8, 8), torch.linspace(-1, 1, 192).view(3, 8, 8), ones > 0):
+        to_image(image)
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"no_paste": True, "feather": 8.0}, "`feather` has no effect with `no_paste`"),
+        ({"mask": (), "extend": "left=8", "invert_mask": True}, "`invert_mask` has no effect without `mask`"),
+        ({"only_masked": 8, "resize": "fit"}, "`resize` has no effect with `only_masked`"),
+        ({"resize": "fit", "width": 64}, "`resize` has no effect without both `width` and `height`"),
+    ],
+)
+def test_options_without_effect_are_named(
+    bundled: Pipeline, apple: Image.Image, options: dict[str, Any], message: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    bundled.inpaint(CAT, apple, **{"mask": MASK, "steps": 1, **options})
+    assert sum(message in text for text in caplog.messages) == 1
 
 
 def test_all_black_is_an_error(bundled: Pipeline, apple: Image.Image) -> None:

@@ -25,7 +25,13 @@ def open_image(source: Any) -> Image.Image:
 
 def open_mask(source: Any) -> Image.Image:
     """Open a mask, as open_image does: 255 where it is lighter than middle grey, else 0; transparency is 0."""
-    return _flatten(source, "black").convert("L").point(lambda value: 255 * (value >= 128))
+    return black_or_white(_flatten(source, "black").convert("L"))
+
+
+def black_or_white(grey: Image.Image) -> Image.Image:
+    """Return a grey image with 255 where it is lighter than middle grey, and 0 elsewhere; of 0 and 1, 1 is white."""
+    least = 1 if grey.getextrema()[1] == 1 else 128
+    return grey.point(lambda value: 255 * (value >= least))
 
 
 def _flatten(source: Any, background: str) -> Image.Image:

@@ -51,6 +51,8 @@ class Hires(Feature):
             value = getattr(options, name)
             if value is not None and value is not False:
                 raise ValueError(f"`hires` does not go with `{name}`: leave one of them out")
+        if options.hires_esrgan is not None and options.hires_upscaler != HiresOptions.hires_upscaler:
+            raise ValueError("got `hires_upscaler` and `hires_esrgan`, which replaces it: give one of them")
         if isinstance(options.noise, Tensor):
             raise ValueError("`hires` draws the noise of its second pass itself: give `noise` as the name of a program")
         if options.hires_prompt is not None and options.cond is not None:

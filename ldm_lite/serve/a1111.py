@@ -30,7 +30,7 @@ from ldm_lite.cli.task_options import UPSCALERS, Img2imgOptions, InpaintOptions,
 from ldm_lite.cli.version import __version__
 from ldm_lite.diffusion.names import has, resolve
 from ldm_lite.diffusion.webui import OFFERED, TYPES, from_webui
-from ldm_lite.image import PIXEL_UPSCALERS, to_image, to_rgb
+from ldm_lite.image import PIXEL_UPSCALERS, to_pil, to_rgb
 from ldm_lite.serve import http
 from ldm_lite.serve.http import Body, PictureRequest, Refused, encoded, open_base64, read_json, reading
 from ldm_lite.serve.library import Library, Loras
@@ -608,7 +608,7 @@ def _detected(engine: Engine, asked: DetectRequest) -> list[str]:
         ratio = max(asked.controlnet_processor_res, 1) / min(image.size)
         ratio = min(ratio, math.sqrt(engine.limits.max_pixels / (image.width * image.height)))
         size = max(1, int(image.width * ratio)), max(1, int(image.height * ratio))
-        answers.append(encoded(to_image(Control("", image, preprocess=way).pixels(size)[0].clamp(0, 1) * 2 - 1)))
+        answers.append(encoded(to_pil(Control("", image, preprocess=way).pixels(size)[0] * 2 - 1)))
     return answers
 
 

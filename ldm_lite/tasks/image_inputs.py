@@ -88,6 +88,8 @@ def size_of(model: Model, options: ImageOptions, source: NamedImage) -> tuple[in
                 "%s: is cropped to the proportions of %d x %d; `resize=fit` keeps all of it", source.name, width, height
             )
         return width, height
+    if options.resize != "crop":
+        log.warning("%s: `resize` has no effect without both `width` and `height`", source.name)
     if width is not None:
         return width, max(1, round(own_height * width / own_width))
     if height is not None:

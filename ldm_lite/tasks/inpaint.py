@@ -23,12 +23,11 @@ from ldm_lite.image import (
     extend,
     list_images,
     mask_latent,
+    mask_of,
     mask_weights,
     open_mask,
     pad,
     resize,
-    to_image,
-    to_mask,
     to_pil,
     to_pixels,
 )
@@ -86,6 +85,7 @@ def prepare(model: Model, options: InpaintOptions, further: Sequence[core.Featur
     else:
         raise ValueError(f"`compat` inpaints with networks of 4 input channels, not {model.family.title}: leave it out")
     task = replace(task, plan=start.plan)
+    _warn_of_idle(options)
     return replace(
         task,
         parts=(
@@ -93,6 +93,17 @@ def prepare(model: Model, options: InpaintOptions, further: Sequence[core.Featur
             for place, pair in enumerate(images)
         ),
     )
+
+
+def _warn_of_idle(options: InpaintOptions) -> None:
+    """Log a warning for each option that changes nothing beside the others."""
+    has_mask = bool(options.mask) or options.indir is not None
+    if options.feather > 0 and options.no_paste and options.only_masked is None:
+        log.warning("`feather` has no effect with `no_paste`, which keeps nothing of the image: leave one of them out")
+    if options.invert_mask and not has_mask:
+        log.warning("`invert_mask` has no effect without `mask`: `extend` alone repaints what it adds")
+    if options.resize != "crop" and options.only_masked is not None:
+        log.warning("`resize` has no effect with `only_masked`, which fits the area itself: leave it out")
 
 
 def check(options: InpaintOptions) -> tuple[InpaintOptions, list[Feature]]:
@@ -235,9 +246,7 @@ def _opened(
     name, image = open_source(source)
     mask = Image.new("L", image.size)
     if mask_source is not None:
-        drawn = (
-            open_mask(mask_source) if isinstance(mask_source, (str, os.PathLike)) else to_mask(to_image(mask_source))
-        )
+        drawn = open_mask(mask_source) if isinstance(mask_source, (str, os.PathLike)) else mask_of(mask_source)
         if abs(drawn.width / drawn.height * image.height / image.width - 1) > 0.01:
             raise ValueError(
                 f"{name} has {image.width} x {image.height} pixels, but its mask {drawn.width} x {drawn.height}: "

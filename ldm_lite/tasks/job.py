@@ -84,6 +84,8 @@ def check(options: Options) -> tuple[Options, list[Feature]]:
     for conditioning in map(as_conditioning, (options.cond, options.uncond)):
         if conditioning is not None and any(part.ndim == 0 for part in conditioning.values()):
             raise ValueError("got conditioning of shape (), expected one row for each prompt: (N,T,D)")
+    if options.guidance is not None and options.scale is not None:
+        raise ValueError("got `guidance` and `scale`, which it replaces: give one of them")
     if options.guidance is not None and not callable(options.guidance):
         options = replace(options, guidance=checked_scale(options.guidance))
     return options, features
