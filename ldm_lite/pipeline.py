@@ -335,6 +335,7 @@ class Pipeline(Model):
         from ldm_lite.adapters.strength import strength_of
 
         opened = source if isinstance(source, lora.Lora) else lora.open_lora(source)
+        lora.check_base(opened, self.family)
         if names := ", ".join(repr(embedding.name) for embedding in opened.embeddings):
             log.warning("%s: for prompts to use %s, which it bundles, give `embedding=FILE` too", opened.name, names)
         strength = strength_of(weight.split(":")) if isinstance(weight, str) else float(weight)

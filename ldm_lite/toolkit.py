@@ -125,6 +125,8 @@ def merge_loras(
 
     pairs = [parse(file) if isinstance(file, str) else file for file in files]
     opened = [(lora.open_lora(file), weight) for file, weight in pairs]
+    for adapter, _ in opened:
+        lora.check_base(adapter, model.family)
     return lora.merge_lora(model.networks, opened, model.offloader).remove
 
 

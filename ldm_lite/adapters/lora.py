@@ -47,6 +47,8 @@ from ldm_lite.models.unet import UNet
 from ldm_lite.models.z_image import ZImage
 from ldm_lite.runtime.blocks import BlockLinear
 from ldm_lite.runtime.offload import Offloader
+from ldm_lite.zoo.families import FAMILIES
+from ldm_lite.zoo.family import Family
 
 log = logging.getLogger("ldm_lite")
 
@@ -148,6 +150,7 @@ class Lora:
         default=(), repr=False
     )  # bundled textual inversions; merging does not use them
     names: tuple[str, ...] = ()  # what it is called: its file, folder or repository, and in its metadata
+    bases: Mapping[str, str] = field(default_factory=dict)  # what its metadata call the model that it is for
 
 
 def open_lora(source: str | os.PathLike[str]) -> Lora:
@@ -162,6 +165,7 @@ def open_lora(source: str | os.PathLike[str]) -> Lora:
     names = [f"{folder}/{last}" if last in (*peft.WEIGHTS, *peft.DIFFUSERS) else last]
     modules: dict[str, Changes] = {}
     embeddings: list[Embedding] = []
+    bases: dict[str, str] = {}
     for role, weights, config in files:
         part = _read(weights, role, config)
         if twice := part.modules.keys() & modules.keys():
@@ -169,7 +173,8 @@ def open_lora(source: str | os.PathLike[str]) -> Lora:
         modules |= part.modules
         embeddings += part.embeddings
         names += part.names
-    return Lora(title, modules, tuple(embeddings), tuple(names))
+        bases |= part.bases
+    return Lora(title, modules, tuple(embeddings), tuple(names), bases)
 
 
 def _read(path: Path, role: str, config: Path | None) -> Lora:
@@ -215,7 +220,43 @@ def _read(path: Path, role: str, config: Path | None) -> Lora:
         except ValueError as error:
             raise ValueError(f"{path}: {dotted[module]} {error}") from error
     names = [file.metadata[key] for key in ("ss_output_name", "modelspec.title") if key in file.metadata]
-    return Lora(path.name, modules, tuple(bundled(file)), tuple(names))
+    bases = {key: file.metadata[key] for key in BASES if file.metadata.get(key)}
+    for config_of_role in configs.values():
+        bases |= {PEFT_BASE: config_of_role.base} if config_of_role.base else {}
+    return Lora(path.name, modules, tuple(bundled(file)), tuple(names), bases)
+
+
+# Metadata that name the base model; Stability AI's standard, kohya's, PEFT's.
+BASES = ("modelspec.architecture", "ss_base_model_version")
+PEFT_BASE = "base_model_name_or_path"
+
+
+def check_base(lora: Lora, family: Family) -> None:
+    """Raise ValueError if a file's metadata say that it is for another family, whose layers may have the same names.
+
+    What names none that is known is said, and so is a file's name that has another family's.
+    """
+    if not family.called:
+        return
+
+    def other(text: str) -> str | None:
+        if re.search(family.called, text, re.IGNORECASE):
+            return None
+        rows = (row for row in FAMILIES.values() if row.called and re.search(row.called, text, re.IGNORECASE))
+        return next((row.title for row in rows), None)
+
+    for key, text in lora.bases.items():
+        if (title := other(text)) is not None:
+            raise ValueError(
+                f"{lora.name}: is for {title}, as its metadata say ({key} {text!r:.60}), but this is {family.title}"
+            )
+    if any(re.search(family.called, text, re.IGNORECASE) for text in lora.bases.values()):
+        return
+    for key in [key for key in BASES if key in lora.bases]:
+        log.warning("%s: is for %.60r, as its metadata say (%s): is that this model?", lora.name, lora.bases[key], key)
+    for name in lora.names[:1]:
+        if (title := other(name)) is not None:
+            log.warning("%s: by its name it is for %s, but this is %s", lora.name, title, family.title)
 
 
 # ---- merging --------------------------------------------------------------------------------------------------------
@@ -281,6 +322,9 @@ def _matched(
     Raises ValueError if nothing is, if a shape differs, or if two modules of the file are one in a network.
     """
     left = [module for module in lora.modules if module not in table]
+    deeper = [module for module in left if re.sub(r"\d+", "0", module) in table]
+    if len(deeper) > len(lora.modules) / 2:
+        raise ValueError(f"{lora.name}: is for a model of more blocks: this one lacks {deeper[0]}")
     if len(left) == len(lora.modules):
         raise ValueError(f"{lora.name}: none of its {len(left)} modules is in this model (has {left[0]})")
 

@@ -51,6 +51,7 @@ class PeftConfig:
     alphas: Sequence[tuple[re.Pattern[str], float]]
     rotation: Mapping[str, Any]  # settings of OFT, by name
     feedforward: Sequence[re.Pattern[str]] | None  # IA3: modules whose columns are scaled
+    base: str = ""  # the model that it was trained with
 
     def alpha_of(self, module: str, rank: int) -> float:
         """Return the alpha of a module, for a scale of alpha / rank; with rank 0, which a whole LoKr has, the scale.
@@ -109,7 +110,8 @@ def read_config(about: Any, where: str, most: int) -> PeftConfig:
     ranks, alphas = (_patterns(about.get(name), f"{where}: its {name}", most) for name in HEEDED[3:5])
     rotation = _rotation(about, where) if kind == "OFT" else {}
     feedforward = _feedforward(about, where, most) if kind == "IA3" else None
-    return PeftConfig(where, rank, float(alpha), rslora, ranks, alphas, rotation, feedforward)
+    base = str(about.get("base_model_name_or_path") or "")
+    return PeftConfig(where, rank, float(alpha), rslora, ranks, alphas, rotation, feedforward, base)
 
 
 def _rotation(about: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -80,6 +80,8 @@ def load_model(options: LoadOptions, kind: type[M], check: Callable[[M], None] |
 
     # What the file is, and which of its weights count.
     family, parts, file, metadata = recognise(opened, options)
+    for lora, _ in loras:
+        imported(f"{ADAPTERS}.lora:check_base")(lora, family)
     ema = options.ema if options.ema != "original" else "auto" if family.original_ema else "no"
     copy, weights = ema_copy(file, parts["unet"]), "main"
     if copy is None and ema == "yes":

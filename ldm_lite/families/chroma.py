@@ -25,6 +25,7 @@ HD = replace(
     steps=40,
     scale=3.0,
     with_loras=None,
+    called=r"chroma",
     hints=(),
     recipes=(Recipe(r"flash(?![a-z])", "lodestones/Chroma1-Flash", 8, 1.0, "heun", lora=r"chroma.*flash"),),
 )

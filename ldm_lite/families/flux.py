@@ -73,6 +73,7 @@ DEV = replace(
     vae_overflows=True,
     scale=2.5,
     with_loras=widened,
+    called=r"flux(?![-_. ]?2)",
     recipes=(
         Recipe(r"schnell", "black-forest-labs/FLUX.1-schnell", 4, 1.0, "euler flow:shift=1"),
         Recipe(r"turbo", "alimama-creative/FLUX.1-Turbo-Alpha", 8, 3.5, lora=r"turbo[-_ ]?alpha|flux.*turbo"),

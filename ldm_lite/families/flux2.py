@@ -60,6 +60,7 @@ KLEIN = replace(
     vae_overflows=True,
     steps=4,
     scale=1.0,
+    called=r"flux[-_. ]?2|klein",
     references=References(fitted),
     recipes=(Recipe(r"(?<![a-z])base(?![a-z])", "black-forest-labs/FLUX.2-klein-base-4B", 50, 4.0),),
 )

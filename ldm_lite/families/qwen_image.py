@@ -63,6 +63,7 @@ QWEN_IMAGE = replace(
     steps=50,
     scale=4.0,
     norm_patch=2,
+    called=r"qwen[-_ ]?image",
     recipes=(
         Recipe(
             r"lightning", "lightx2v/Qwen-Image-Lightning", 4, 1.0, "euler flow:shift=3", lora=r"lightning.*\d[-_ ]?step"

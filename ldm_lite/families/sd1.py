@@ -68,4 +68,4 @@ RECIPES = (
     Recipe(r"(sd|xl)[-_ ]?flash", "sd-community/sdxl-flash", 7, 3.0, "dpmpp_sde_trailing"),
     Recipe(r"turbo", "stabilityai/sdxl-turbo", 4, 1.0, "euler_a_trailing", lora=r"(sd|xl)[-_ ]?turbo"),
 )
-ROWS = {"sd1": replace(SD1, vae_file=VAE_FILE, recipes=RECIPES)}
+ROWS = {"sd1": replace(SD1, vae_file=VAE_FILE, called=r"(sd|stable[-_]diffusion)[-_ ]?v?1", recipes=RECIPES)}

@@ -37,6 +37,7 @@ SD3 = replace(
     dtype="bf16",
     vae_overflows=True,
     scale=5.0,
+    called=r"(sd|stable[-_]diffusion)[-_ ]?v?3",
 )
 HYPER = Recipe(r"hyper[-_ ]?(sd|\d)", "ByteDance/Hyper-SD", 8, 3.0, "euler")
 SD3 = replace(SD3, recipes=(HYPER,))

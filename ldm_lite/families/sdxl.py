@@ -39,6 +39,7 @@ PLAIN = replace(
     vae_overflows=True,
     vae_file="stabilityai/sdxl-vae/sdxl_vae.safetensors",
     scale=5.0,
+    called=r"sd[-_]?xl|stable[-_]diffusion[-_]xl|illustrious|noobai",
     ays="ays_sdxl",
 )
 SDXL = replace(PLAIN, hints=(Hint("turbo", "sdxl_turbo"),), recipes=RECIPES)

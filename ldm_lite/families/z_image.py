@@ -33,6 +33,7 @@ PLAIN = replace(
     vae_overflows=True,
     steps=50,
     scale=5.0,  # 1 more than its makers'
+    called=r"z[-_ ]?image",
 )
 ROWS = {
     "z_image_turbo": replace(

@@ -239,6 +239,7 @@ class Family:
     dtype: str | None = None  # on a GPU, if not float16, which some values exceed
     vae_file: str = "FILE"  # one with the autoencoder, on the hub, for a file that lacks it
     scheduler: str | None = None  # in a diffusers folder, which tells it from others with the same networks
+    called: str = ""  # a pattern of what trainers and hubs call it, by which a LoRA's metadata name its base
     hints: tuple[Hint, ...] = ()
     recipes: tuple[Recipe, ...] = ()  # the first whose word a file's name has gives its defaults
     predicts: Callable[[Tensors], tuple[Prediction, str]] | None = None  # by a UNet's weights, with the reason
