@@ -13,7 +13,7 @@ import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 import numpy as np
 import torch
@@ -334,6 +334,13 @@ def grid(images: Sequence[Image.Image], columns: int) -> Image.Image:
 
 class Images(list[Any]):
     """A list of images, or of what has an `image`, that a notebook shows as a grid."""
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Raise AttributeError: `images` of what diffusers returns, and methods of a single image."""
+            what = "" if name.startswith("_") else ": it is a list of images, take one of them, images[0]"
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{what}")
 
     def _repr_png_(self) -> bytes | None:
         """Return a PNG of the grid, of up to MOST_SHOWN pixels a side; None without images."""

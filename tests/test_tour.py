@@ -4,40 +4,21 @@ import re
 from pathlib import Path
 from typing import Any
 
+import page_files
 import pytest
-import random_checkpoint
 import registries
 import torch
-import toy
-import toy_zoo
-from safetensors.torch import save_file
-
-import ldm_lite
 
 pytestmark = pytest.mark.slow  # some twenty seconds
 TOUR = Path(__file__).parents[1] / "docs" / "tour.md"
 BLOCKS = re.findall(r"```python\n(.*?)```", TOUR.read_text(encoding="utf-8"), re.DOTALL)
 
 
-def write_files(folder: Path) -> None:
-    """The files that the page names: a LoRA and a ControlNet for the bundled model, and an x4 upscaler in miniature."""
-    unet = ldm_lite.load(device="cpu").unet
-    values = {}
-    for number, (module, layer) in enumerate(unet.named_modules()):
-        if module.endswith(("to_q", "to_v")):
-            rows, columns = layer.weight.shape
-            values[f"diffusion_model.{module}.lora_down.weight"] = toy.normal(number, 4, columns) / columns**0.5
-            values[f"diffusion_model.{module}.lora_up.weight"] = toy.normal(1000 + number, rows, 4) / 2
-    save_file(values, folder / "style.safetensors")
-    save_file(toy.control(unet.spec), folder / "control_canny.safetensors")
-    random_checkpoint.write(folder / "x4-upscaler.safetensors", toy_zoo.small("x4"))
-
-
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The names that all blocks leave behind, run in order as a reader would."""
     folder, space = tmp_path_factory.mktemp("tour"), {"__name__": "tour"}
-    write_files(folder)
+    page_files.write(folder)
     with registries.restored(), pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         for block in BLOCKS:

@@ -207,7 +207,7 @@ TABLES: dict[str, dict[str, str]] = {
         "blocks_to_swap": "`offload=sequential`",
         "cache_latents cache_latents_to_disk": "leave it out: latents are always kept on disk",
         "cache_text_encoder_outputs cache_text_encoder_outputs_to_disk pre_compute_text_embeddings": (
-            "leave it out: python -m ldm_lite.batch DATA --encode does it, and `data` takes its folder"
+            "leave it out: `data` also takes the folder that batch --encode writes"
         ),
         "allow_tf32": "`matmul_precision=high`",
         "torch_compile dynamo_backend": "`compile_network`",

@@ -121,9 +121,9 @@ def _spellings() -> dict[str, str]:
 
 
 def _normal(name: str) -> str:
-    """Lower case, words joined by _, "++" as pp, without k-diffusion's prefixes and diffusers' suffix."""
+    """Lower case, words joined by _, "++" as pp, without k-diffusion's prefixes, diffusers' suffix and ComfyUI's."""
     words = name.strip().lower().replace(" ", "_").replace("-", "_").replace("dpm++", "dpmpp")
-    return words.removeprefix("sample_").removeprefix("k_").removesuffix("scheduler")
+    return words.removeprefix("sample_").removeprefix("k_").removesuffix("scheduler").removesuffix("_gpu")
 
 
 def label(name: str) -> str:

@@ -109,7 +109,7 @@ def _extra(level: Level, hat: Level) -> float:
     return math.sqrt(max(0.0, hat.sigma**2 - level.sigma**2))
 
 
-@register(label="Euler", aliases=("eulerdiscrete",), replace=True)
+@register(label="Euler", aliases=("eulerdiscrete", "flowmatcheulerdiscrete"), replace=True)
 def euler(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace", churn: float = 0.0) -> Plan:
     """Euler's method on dy/dsigma, with churn.  Karras et al. 2022, alg. 2 without the second half."""
     schedule = straightened(schedule)

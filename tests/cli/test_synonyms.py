@@ -205,6 +205,11 @@ def test_attributes_of_diffusers_pipelines_are_answered(pipe: Pipeline) -> None:
     with pytest.raises(AttributeError, match="'Pipeline' object has no attribute 'xyzzy'"):
         _ = pipe.xyzzy  # type: ignore[attr-defined]
     assert not hasattr(pipe, "_repr_anything_")
+    images = pipe.txt2img("a cat", steps=1)
+    for name in ("images", "save"):
+        with pytest.raises(AttributeError, match=rf"'Images' object has no attribute '{name}': .* images\[0\]"):
+            getattr(images, name)
+    assert not hasattr(images, "_repr_html_")
 
 
 def test_classes_of_diffusers_are_answered() -> None:
