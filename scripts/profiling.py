@@ -42,7 +42,7 @@ from ldm_lite.runtime import attention as attention_backends
 from ldm_lite.runtime import cpu, timing
 from ldm_lite.runtime.memory import keep_freed_memory
 from ldm_lite.runtime.patching import unpatch
-from ldm_lite.runtime.setup import prepare
+from ldm_lite.runtime.setup import prepare_networks
 from ldm_lite.runtime.tiling import tiled
 from ldm_lite.zoo.families import FAMILIES
 from ldm_lite.zoo.family import build
@@ -124,7 +124,7 @@ def strips(args: argparse.Namespace) -> None:
     """Stable Diffusion's decoder on a CPU, the whole image at once and strip by strip."""
     dtype = getattr(torch, args.dtype)
     whole = AutoencoderKL(SD1.vae).eval().to(dtype)
-    prepare({"vae": whole}, RuntimeOptions(), torch.device("cpu"))
+    prepare_networks({"vae": whole}, RuntimeOptions(), torch.device("cpu"))
     unpatch(whole.decoder)  # which takes strips by itself
     in_strips = tiled(whole)
     z = torch.randn(1, 4, args.size // 8, args.size // 8, dtype=dtype)
@@ -200,7 +200,7 @@ def sd1_step() -> tuple[Any, Tensor, Tensor, Tensor]:
     with on_meta():
         unet: Any = build(SD1.networks["unet"])
     load_weights(unet, split(random_checkpoint("sd1", SD1))["unet"], "unet", torch.device("cpu"), torch.float32)
-    prepare({"unet": unet}, RuntimeOptions(), torch.device("cpu"))
+    prepare_networks({"unet": unet}, RuntimeOptions(), torch.device("cpu"))
     return unet, torch.randn(2, 4, 64, 64), torch.tensor([500.0, 500.0]), torch.randn(2, 77, 768)
 
 

@@ -39,7 +39,7 @@ from ldm_lite.checkpoint.model import Model
 from ldm_lite.cli.options import RuntimeOptions
 from ldm_lite.families.sd1 import SD1
 from ldm_lite.models.unet import UNet
-from ldm_lite.runtime.setup import prepare
+from ldm_lite.runtime.setup import prepare_networks
 from ldm_lite.train.additions import LoRA
 from ldm_lite.train.batches import Batch, Draws
 from ldm_lite.train.losses import DiffusionLoss
@@ -74,7 +74,7 @@ def ours(family: Family, options: argparse.Namespace, folder: Path) -> Step:
         unet = UNet(family.unet)
     unet.load_state_dict(weights(family), assign=True)
     unet.requires_grad_(False).eval()
-    prepare({"unet": unet}, RuntimeOptions(), torch.device("cpu"))
+    prepare_networks({"unet": unet}, RuntimeOptions(), torch.device("cpu"))
     model: Model = ldm_lite.load(device="cpu").with_networks(unet=unet)
     model = replace(model, family=family, schedule=family.noise.schedule("eps"))
     networks: dict[str, nn.Module] = {"unet": unet}

@@ -34,8 +34,7 @@ from ldm_lite.core.files import Tensors, imported
 from ldm_lite.diffusion.schedule import Schedule
 from ldm_lite.models.clip import num_known
 from ldm_lite.runtime.precision import pick_device, pick_dtypes, short_name
-from ldm_lite.runtime.setup import check as check_runtime
-from ldm_lite.runtime.setup import load_device, num_parameters, prepare
+from ldm_lite.runtime.setup import check_runtime, load_device, num_parameters, prepare_networks
 from ldm_lite.text.tokenizer import CLIPTokenizer, OpenCLIPTokenizer, TextTokenizer
 from ldm_lite.zoo.families import (
     DENOISERS,
@@ -140,7 +139,7 @@ def load_model(options: LoadOptions, kind: type[M], check: Callable[[M], None] |
         load_weights(network, parts[role], role.replace("_", " "), home, dtypes[role], in_blocks=not quantises)
     if loras and not quantises:
         imported(f"{ADAPTERS}.lora:merge_lora")(networks, loras, removable=False)
-    step, offloader = prepare(networks, options, device)
+    step, offloader = prepare_networks(networks, options, device)
     if loras and quantises:  # they are kept beside the quantised weights
         imported(f"{ADAPTERS}.lora:merge_lora")(networks, loras, offloader, removable=False)
     if latents_are_pixels:

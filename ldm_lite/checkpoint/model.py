@@ -190,5 +190,5 @@ def _decode(vae: Autoencoder, z: Tensor) -> tuple[Autoencoder, Tensor]:
             raise
         log.warning("out of memory: decoding in tiles, which `vae_tiling` does from the start")
     # Outside the except block, which keeps the failed attempt's tensors alive.
-    vae = tiled(vae, rest="cpu")
+    vae = tiled(vae, storage_device="cpu")
     return vae, vae.decode(z)[0].float()

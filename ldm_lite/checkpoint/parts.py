@@ -25,7 +25,7 @@ from ldm_lite.checkpoint.reader import (
 from ldm_lite.cli.options import RuntimeOptions
 from ldm_lite.core.files import Tensors, imported
 from ldm_lite.runtime.precision import pick_device, pick_dtype
-from ldm_lite.runtime.setup import prepare
+from ldm_lite.runtime.setup import prepare_networks
 from ldm_lite.zoo.families import with_vae
 from ldm_lite.zoo.family import Autoencoder, Spec, build, infer_vae
 
@@ -49,7 +49,7 @@ def load_autoencoder(
     torch_device, (tensors, spec) = pick_device(device), open_autoencoder(source)
     network: Autoencoder = load_network(spec, tensors, "vae", torch_device, pick_dtype(dtype, torch_device))
     # The matmul precision is set per process: leave it alone.
-    prepare({"vae": network}, RuntimeOptions(), torch_device)
+    prepare_networks({"vae": network}, RuntimeOptions(), torch_device)
     return network
 
 

@@ -215,7 +215,7 @@ def check_name(name: str) -> None:
         raise ValueError(f"unknown attention {name!r:.60}: expected one of {', '.join(names())}, or sliced:4")
 
 
-def resolve(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> AttentionFn:
+def attention_function(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> AttentionFn:
     """Return the function with a name, or "sliced:n", after a trial run on this device and dtype.
 
     "mha" and "fastest" are no functions of q, k and v: see use.  Raises ValueError if the name is unknown or does not
@@ -259,19 +259,19 @@ def use(
     """
     if not isinstance(attention, str) and not callable(attention):
         raise TypeError(f"got attention {attention!r}, expected a name or a function of q, k and v")
-    found = _matching(network, pattern)
+    chosen = _matching(network, pattern)
     if attention == "mha":
-        if lacks := [name for name, layer in found.items() if not hasattr(layer, "to_q")]:
+        if lacks := [name for name, layer in chosen.items() if not hasattr(layer, "to_q")]:
             raise ValueError(f"attention 'mha' needs layers with to_q, to_k and to_v; {lacks[0]} has none: take sdpa")
-        for layer in found.values():
+        for layer in chosen.values():
             patch(layer, _mha)
         return
     functions: dict[int, AttentionFn] = {}  # by the channels of a head; all are tried before a layer changes
     if isinstance(attention, str) and attention != "fastest":
         first = next(network.parameters())
-        for channels in set(map(head_dim, found.values())):
-            functions[channels] = resolve(attention, device or first.device, first.dtype, channels)
-    for layer in found.values():
+        for channels in set(map(head_dim, chosen.values())):
+            functions[channels] = attention_function(attention, device or first.device, first.dtype, channels)
+    for layer in chosen.values():
         if patch_of(layer) is _mha:
             unpatch(layer)
         if callable(attention):
@@ -280,13 +280,13 @@ def use(
             layer.attention = Fastest(layer) if attention == "fastest" else functions[head_dim(layer)]
 
 
-def follow(network: nn.Module, other: nn.Module) -> None:
+def use_like(network: nn.Module, template: nn.Module) -> None:
     """Copy the attention of another network, layer by layer and by name: a ControlNet uses its UNet's."""
-    found = layers(other)
+    theirs_by_name = layers(template)
     for name, layer in layers(network).items():
-        theirs = found[name].attention
+        theirs = theirs_by_name[name].attention
         layer.attention = Fastest(layer) if isinstance(theirs, Fastest) else theirs
-        if patch_of(found[name]) is _mha:
+        if patch_of(theirs_by_name[name]) is _mha:
             patch(layer, _mha)
 
 

@@ -137,7 +137,7 @@ FORMATS = {
 }
 
 
-WHOLE = 2**26  # values; all linears of FLUX.1 have fewer
+ONE_KERNEL_MAX_VALUES = 2**26  # values; all linears of FLUX.1 have fewer
 PIECE = 2**16  # blocks, of 32 or 256 values, or of one
 
 
@@ -152,7 +152,7 @@ class Blocks(NamedTuple):
         """Return the tensor, on the device of the blocks; a large one, an embedding, piece by piece."""
         form = FORMATS[self.format]
         blocks = self.data.view(-1, form.bytes)
-        if len(blocks) * form.values <= WHOLE:
+        if len(blocks) * form.values <= ONE_KERNEL_MAX_VALUES:
             return form.dequantize(blocks).to(dtype).view(self.shape)
         values = torch.empty(len(blocks), form.values, dtype=dtype, device=blocks.device)
         for start in range(0, len(blocks), PIECE):

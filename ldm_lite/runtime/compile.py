@@ -90,7 +90,7 @@ class CompiledStep:
         self._step: Step | None = None  # compiled
         self._regional: WeakSet[nn.Module] = WeakSet()  # networks whose blocks are compiled
         self._joined: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()  # layers, by network: joined.py
-        self._told = False  # that a model cannot be compiled
+        self._has_warned = False  # that a model cannot be compiled
         self._lock = threading.Lock()
         self.failure: str | None = None  # why compilation failed, so that plain steps run, in one line
 
@@ -111,9 +111,9 @@ class CompiledStep:
         if self.failure is not None or now < self._start:
             return self._plain(model, *args)
         if not isinstance(model, nn.Module) and self.tier != "regional":
-            if not self._told:
+            if not self._has_warned:
                 log.info("the model is a function, not a module: its steps are not compiled")
-                self._told = True
+                self._has_warned = True
             return self._plain(model, *args)
         try:
             return self._prepared(model, *args)(model, *args)

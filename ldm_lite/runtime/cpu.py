@@ -42,10 +42,10 @@ _is_last = functools.partial(Tensor.is_contiguous, memory_format=torch.channels_
 HALF = (torch.bfloat16,) if torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported() else ()
 
 
-def use(network: nn.Module, may_move: bool = False, attends: bool = True) -> None:
+def use(network: nn.Module, owns_weights: bool = False, attends: bool = True) -> None:
     """Give the layers of a network on a CPU these kernels, that of attention if `attends`.
 
-    may_move tells that nobody else moves weights: those of 3x3 convolutions are laid out at first use, in memory of
+    owns_weights tells that nobody else moves weights: those of 3x3 convolutions are laid out at first use, in memory of
     their own.
     """
     layer: Any
@@ -66,7 +66,7 @@ def use(network: nn.Module, may_move: bool = False, attends: bool = True) -> Non
             and min(layer.weight.shape[:2]) >= MIN_CHANNELS
         ):
             patch(layer, _conv3x3)
-            vars(layer)["may_move"] = may_move
+            vars(layer)["owns_weights"] = owns_weights
         elif kind in (Encoder, Decoder):
             patch(layer, _in_strips)
 
@@ -156,16 +156,16 @@ _ONEDNN: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)  # not publi
 
 @kernel
 def _linear(layer: nn.Linear, x: Tensor) -> Tensor:
-    return product(x, layer.weight, layer.bias)
+    return matmul(x, layer.weight, layer.bias)
 
 
 @kernel
 def _conv1x1(layer: Conv1x1, x: Tensor) -> Tensor:
     pixels = channels_last(x).permute(0, 2, 3, 1)
-    return product(pixels, layer.weight.flatten(1), layer.bias).permute(0, 3, 1, 2)
+    return matmul(pixels, layer.weight.flatten(1), layer.bias).permute(0, 3, 1, 2)
 
 
-def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x (...,C) times weight (K,C) transposed, plus bias (K,), by the faster library if it is large: (...,K).
 
     Of weights (P,K,C) each multiplies its x (P,M,C), without bias: (P,M,K).
@@ -211,7 +211,7 @@ def _geglu(layer: GEGLU, x: Tensor) -> Tensor:
 
 
 def _gated(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    value, gate = product(x, weight, bias).chunk(2, dim=-1)
+    value, gate = matmul(x, weight, bias).chunk(2, dim=-1)
     return value * F.gelu(gate)
 
 
@@ -238,11 +238,11 @@ _LOCK = threading.Lock()  # held while a weight is laid out
 @kernel
 def _conv3x3(conv: nn.Conv2d, x: Tensor) -> Tensor:
     weight = conv.weight
-    other = x.dtype not in (torch.float32, *HALF) or x.device.type != "cpu" or torch.is_autocast_enabled("cpu")
-    if other or torch.compiler.is_compiling():
+    is_unsuited = x.dtype not in (torch.float32, *HALF) or x.device.type != "cpu" or torch.is_autocast_enabled("cpu")
+    if is_unsuited or torch.compiler.is_compiling():
         return conv._conv_forward(x, weight, conv.bias)
     about = vars(conv)  # not while compiling: torch 2.6 cannot
-    if about.get("may_move", False):
+    if about.get("owns_weights", False):
         with _LOCK:
             # Lay the weight out if it is frozen.  At the first call, before any thread reads it, and whatever the map's
             # size: later, it would change the last bits of what came before.  Not when it is loaded: that takes as
@@ -251,21 +251,21 @@ def _conv3x3(conv: nn.Conv2d, x: Tensor) -> Tensor:
             if not weight.requires_grad and not _is_last(before):
                 weight.data = channels_last(before)
                 MappedPages().release(before)
-            about["may_move"] = False
+            about["owns_weights"] = False
     return WAYS[way(x, weight)](x, weight, conv.bias)
 
 
 def way(x: Tensor, weight: Tensor) -> str:
     """Name the fastest way of WAYS to convolve x (B,C,h,w) with weight (K,C,3,3)."""
-    positions, trains = x[:, 0].numel(), torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    pixels, trains = x[:, 0].numel(), torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     if x.dtype != torch.float32:
-        is_product = weight.numel() >= LARGE and positions < SOME and _is_last(weight) and not trains
+        is_product = weight.numel() >= LARGE and pixels < SOME and _is_last(weight) and not trains
         return "product" if is_product else "plain"
-    if positions >= MANY and min(weight.shape[:2]) >= (MIN_TRAINED if trains else MIN_CHANNELS):
+    if pixels >= MANY and min(weight.shape[:2]) >= (MIN_TRAINED if trains else MIN_CHANNELS):
         return "tiles of 4"
-    if SOME <= positions < MANY and not trains:
+    if SOME <= pixels < MANY and not trains:
         return "tiles of 2"
-    return "product" if weight.numel() >= LARGE and positions < MANY and _is_last(weight) else "plain"
+    return "product" if weight.numel() >= LARGE and pixels < MANY and _is_last(weight) else "plain"
 
 
 def _plain(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -282,9 +282,9 @@ def as_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """
     h, w = x.shape[2:]
     padded = F.pad(x.permute(0, 2, 3, 1), (0, 0, 1, 1, 1, 1))
-    neighbours = [padded[:, i : i + h, j : j + w] for i in range(3) for j in range(3)]
+    patches = [padded[:, i : i + h, j : j + w] for i in range(3) for j in range(3)]
     rows = weight.permute(0, 2, 3, 1).flatten(1)  # (K, 9C), a view if channels are last
-    return product(torch.cat(neighbours, dim=-1), rows, bias).permute(0, 3, 1, 2)
+    return matmul(torch.cat(patches, dim=-1), rows, bias).permute(0, 3, 1, 2)
 
 
 # ---- Winograd's minimal filtering -----------------------------------------------------------------------------------
@@ -312,7 +312,7 @@ def _transforms(points: tuple[float, ...]) -> tuple[Tensor, Tensor, Tensor]:
     powers = np.vander(points, n, increasing=True)
     to_input, to_weight, to_output = np.zeros((n, n)), np.zeros((n, 3)), np.zeros((n - 2, n))
     for i, point in enumerate(points):
-        others = [other for other in points if other != point]
+        others = [root for root in points if root != point]
         to_input[i, :-1] = np.poly(others)[::-1]
         to_weight[i] = powers[i, :3] / np.prod(point - np.array(others))
         to_output[:, i] = powers[i, : n - 2]
@@ -356,7 +356,7 @@ def filtered(x: Tensor, weight: Tensor, bias: Tensor | None, m: int, of_input: b
                 size = n, n, batch, count, columns, channels
                 tiles = strip.as_strided(size, (line, pixel, image, m * line, m * pixel, 1))
                 inputs = (to_input @ tiles.reshape(n * n, -1)).view(n * n, -1, channels)  # (n*n, T, C)
-            products = product(inputs, weights)  # (n*n, T, some of K)
+            products = matmul(inputs, weights)  # (n*n, T, some of K)
             if bias is not None:
                 products[n + 1] += bias[part]  # this position goes to each output of its tile with weight 1
             outputs = (to_output @ products.view(n * n, -1)).view(m, m, batch, count, columns, -1)

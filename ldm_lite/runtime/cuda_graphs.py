@@ -139,8 +139,8 @@ class Graphs:
             self._streams[device] = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream, graph = self._streams[device], torch.cuda.CUDAGraph()
         # One graph runs at a time, and its result is copied at once, so all graphs of a device can share their memory.
-        others = (other for graphs in self._graphs.values() for other in graphs.values())
-        pool = next((other.graph.pool() for other in others if next(tensors_of(other.out)).device == device), None)
+        captured = (kept for graphs in self._graphs.values() for kept in graphs.values())
+        pool = next((kept.graph.pool() for kept in captured if next(tensors_of(kept.out)).device == device), None)
         stream.wait_stream(outside)
         # Around the capture too, which does not restore the stream if it fails.
         with torch.cuda.device_of(tensor), torch.cuda.stream(stream):  # type: ignore[no-untyped-call]
@@ -176,7 +176,7 @@ class Captured:
         self.graph, self.out = graph, out
         self._buffers = list(tensors_of(static))
         # The tensor, and its version, that each buffer holds a copy of.
-        self._held: list[tuple[Any, int]] = [(lambda: None, 0)] * len(self._buffers)
+        self._last_inputs: list[tuple[Any, int]] = [(lambda: None, 0)] * len(self._buffers)
         self.is_stale = False  # one of the weights is gone
 
     def watch(self, weights: Sequence[Tensor]) -> None:
@@ -190,12 +190,12 @@ class Captured:
     def run(self, values: list[Tensor]) -> Any:
         """Replay for these values; tensors that have not changed since the last call are not copied again."""
         for i, (buffer, value) in enumerate(zip(self._buffers, values, strict=True)):
-            last, version = self._held[i]
+            last, version = self._last_inputs[i]
             if value.is_inference():  # such tensors have no version
                 buffer.copy_(value)
             elif last() is not value or version != value._version:
                 buffer.copy_(value)
-                self._held[i] = TensorWeakRef(value), value._version
+                self._last_inputs[i] = TensorWeakRef(value), value._version
         self.graph.replay()
         return mapped(self.out, lambda x: x.clone())  # the next replay overwrites it
 

@@ -28,7 +28,7 @@ from ldm_lite.runtime.quantization import STORAGES, Quantized, dequantize, quant
 OFFLOADS = ("model", "sequential")
 BLOCK = 2**26  # parameters: larger blocks are divided where that is safe
 AHEAD = 2**21  # parameters, about: smaller blocks compute too fast to hide the copy of the next
-WHOLE = (DoubleStreamBlock, JointBlock)  # they call layers of their parts
+ATOMIC = (DoubleStreamBlock, JointBlock)  # they call layers of their parts
 DIVISIBLE = (T5Stack,)  # it calls each of its parts
 
 
@@ -120,7 +120,7 @@ class Offloader:
     def release(self, *roles: str) -> None:
         """Free the copies of networks that stay where they are now: on the device, say, in a phase that never ends."""
         for group in [self._phases.pop(role) for role in roles if role in self._phases]:
-            self._groups = {tensor: other for tensor, other in self._groups.items() if other is not group}
+            self._groups = {tensor: home for tensor, home in self._groups.items() if home is not group}
             group.kept, group._home = {}, []
 
     def _read(self, forward: Any, block: nn.Module, *args: Any, **named: Any) -> Any:
@@ -151,14 +151,14 @@ class Offloader:
             hooks = _Hooks(group, order if self.offload == "sequential" else None)
             block.register_forward_pre_hook(hooks.before)
             block.register_forward_hook(hooks.after, always_call=True)
-        rest = [tensor for tensor in _tensors(network) if tensor not in self._groups]
+        unblocked = [tensor for tensor in _tensors(network) if tensor not in self._groups]
         if self.offload is None:
-            for tensor in rest:
+            for tensor in unblocked:
                 mapped, tensor.data = tensor.data, tensor.data.to(self.device, copy=storage is not None)
                 if tensor.data_ptr() != mapped.data_ptr():
                     self._release(mapped)
             return
-        self._phases[role] = self._group(rest + (moved if self.offload == "model" else []), None, None)
+        self._phases[role] = self._group(unblocked + (moved if self.offload == "model" else []), None, None)
         self._phases[role].blocks = groups
 
     def _group(self, tensors: Iterable[Tensor], storage: str | None, stream: Any) -> "_Group":
@@ -166,11 +166,11 @@ class Offloader:
         homes = {tensor: quantize(tensor.data, storage) for tensor in tensors}
         values = [value for kept in homes.values() for value in kept[:2] if value is not None]
         if self.offload is None:
-            placed = iter([value.to(self.device) for value in values])
+            stored = iter([value.to(self.device) for value in values])
         else:
-            placed = iter(in_one_piece(values, pin_memory=True) if self.device.type == "cuda" else values)
+            stored = iter(in_one_piece(values, pin_memory=True) if self.device.type == "cuda" else values)
         for tensor, kept in homes.items():
-            homes[tensor] = kept._replace(values=next(placed), scale=None if kept.scale is None else next(placed))
+            homes[tensor] = kept._replace(values=next(stored), scale=None if kept.scale is None else next(stored))
             if homes[tensor].values.data_ptr() != tensor.data_ptr():
                 self._release(tensor.data)
         group = _Group(homes, self.device, stream)
@@ -342,7 +342,7 @@ def _blocks(network: nn.Module) -> list[nn.Module]:
             continue
         called = type(child).forward is not nn.Module.forward
         layers = any(_tensors(part) and not list(part.children()) for part in child.children())
-        own = next(child.parameters(recurse=False), None) is not None
-        whole = isinstance(child, WHOLE) or ((layers or own) and not isinstance(child, DIVISIBLE))
-        blocks += _blocks(child) if not called or (size > BLOCK and not whole) else [child]
+        has_tensors = next(child.parameters(recurse=False), None) is not None
+        is_whole = isinstance(child, ATOMIC) or ((layers or has_tensors) and not isinstance(child, DIVISIBLE))
+        blocks += _blocks(child) if not called or (size > BLOCK and not is_whole) else [child]
     return blocks

@@ -56,9 +56,9 @@ def twin(network: nn.Module) -> Any:
     return copy.deepcopy(network, {id(value): value for value in shared})
 
 
-def follow(network: nn.Module, other: nn.Module) -> None:
+def patch_like(network: nn.Module, template: nn.Module) -> None:
     """Patch the modules of a network by the kernels that another network's modules of the same names have."""
-    theirs = {name: patch_of(module) for name, module in other.named_modules()}
+    theirs = {name: patch_of(module) for name, module in template.named_modules()}
     for name, module in network.named_modules():
         if (function := theirs.get(name)) in _KERNELS and function is not None:
             patch(module, function)

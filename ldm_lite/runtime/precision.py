@@ -47,7 +47,7 @@ def pick_dtype(name: str | torch.dtype | None, device: torch.device) -> torch.dt
     if name == AUTO and device.type == "cpu" and has_fast_bf16(device):
         return torch.bfloat16
     if name is None and device.type == "cpu" and has_fast_bf16(device):
-        log.info('this CPU multiplies in bfloat16: `dtype="auto"` takes it; it is faster than fp32, and less exact')
+        log.info('this CPU has fast bfloat16: `dtype="auto"` uses it, faster than fp32 and slightly less exact')
     if name is None or name == AUTO:
         return torch.float16 if device.type == "cuda" else torch.float32
     if isinstance(name, str) and name not in DTYPES:

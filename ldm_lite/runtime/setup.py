@@ -16,7 +16,7 @@ from ldm_lite.runtime.compile import LAUNCH_BOUND, compiled_step
 from ldm_lite.runtime.cuda_graphs import Step
 from ldm_lite.runtime.memory import keep_freed_memory, weights_channels_last
 from ldm_lite.runtime.offload import Offloader
-from ldm_lite.runtime.patching import follow
+from ldm_lite.runtime.patching import patch_like
 from ldm_lite.runtime.precision import check_matmul_precision, set_matmul_precision
 from ldm_lite.runtime.tiling import tile
 
@@ -29,7 +29,7 @@ BY_DEFAULT = frozenset({"qkv"})
 SETTINGS = {"pdl": "triton.enable_pdl", "tma": "triton.enable_persistent_tma_matmul"}  # of Inductor
 
 
-def prepare(
+def prepare_networks(
     networks: Mapping[str, nn.Module], options: RuntimeOptions, device: torch.device
 ) -> tuple[Step, Offloader | None]:
     """Set up networks, by role, in place and before their first use; they are on load_device(options, device).
@@ -40,7 +40,7 @@ def prepare(
     Raises ValueError for options that are unknown, exclude each other, or do not fit the UNet.  Other networks that
     cannot run the attention keep PyTorch's, and the log names them.
     """
-    check(options, device)
+    check_runtime(options, device)
     compiles = options.compile not in (None, "off")
     moves = options.offload is not None or options.storage is not None
     kernels = BY_DEFAULT if options.kernels is None else choose_kernels(options.kernels, device)
@@ -54,7 +54,7 @@ def prepare(
                 if role == "unet":
                     raise
                 log.info("%s keeps attention sdpa: %s", role.replace("_", " "), error)
-        _use_kernels(network, device, kernels, may_move=not moves, attends=options.attention is None)
+        _use_kernels(network, device, kernels, owns_weights=not moves, attends=options.attention is None)
         if role == "vae" and options.vae_tiling:
             tile(network)
     unet, step = networks.get("unet"), denoise_step
@@ -72,7 +72,7 @@ def prepare(
     return step, Offloader(networks, device, offload=options.offload, storage=options.storage) if moves else None
 
 
-def check(options: RuntimeOptions, device: torch.device) -> None:
+def check_runtime(options: RuntimeOptions, device: torch.device) -> None:
     """Raises ValueError for options that are wrong whatever the networks."""
     compiles = options.compile not in (None, "off")
     moves = options.offload is not None or options.storage is not None
@@ -90,16 +90,16 @@ def check(options: RuntimeOptions, device: torch.device) -> None:
         attention.check_name(options.attention)
 
 
-def prepare_like(network: nn.Module, other: nn.Module, device: torch.device) -> None:
+def prepare_like(network: nn.Module, template: nn.Module, device: torch.device) -> None:
     """Set up a network like another one that has layers of the same names: a ControlNet like its UNet.
 
     device is where it computes; its weights may be elsewhere.
     """
-    attention.follow(network, other)
-    plain, joins = vars(other).get("plain_kernels", False), any(joined.joined_layers(other))
+    attention.use_like(network, template)
+    plain, joins = vars(template).get("plain_kernels", False), any(joined.joined_layers(template))
     kernels = frozenset({PLAIN} if plain else {"qkv"} if joins else ())
-    _use_kernels(network, device, kernels, may_move=False, attends=False)
-    follow(network, other)
+    _use_kernels(network, device, kernels, owns_weights=False, attends=False)
+    patch_like(network, template)
 
 
 def load_device(options: RuntimeOptions, device: torch.device) -> torch.device:
@@ -128,7 +128,9 @@ def choose_kernels(text: str, device: torch.device) -> frozenset[str]:
     return names
 
 
-def _use_kernels(network: Any, device: torch.device, kernels: frozenset[str], may_move: bool, attends: bool) -> None:
+def _use_kernels(
+    network: Any, device: torch.device, kernels: frozenset[str], owns_weights: bool, attends: bool
+) -> None:
     """Give a network the kernels of its device; attends tells whether that of a CPU's attention is among them."""
     weight = next(network.parameters())
     on_cpu, in_float32 = device.type == "cpu", weight.dtype == torch.float32
@@ -141,7 +143,7 @@ def _use_kernels(network: Any, device: torch.device, kernels: frozenset[str], ma
             joined.use(network)
     if on_cpu and PLAIN not in kernels:
         keep_freed_memory()
-        cpu.use(network, may_move, attends)
+        cpu.use(network, owns_weights, attends)
 
 
 def _is_on(weight: torch.Tensor, device: torch.device) -> bool:

@@ -30,19 +30,19 @@ TILE = 4  # strips with their neighbouring rows are multiples of this, so that n
 Network = TypeVar("Network", bound=nn.Module)
 
 
-def tile(vae: Any, rest: torch.device | str | None = None) -> None:
+def tile(vae: Any, storage_device: torch.device | str | None = None) -> None:
     """Make an autoencoder compute strip by strip, for inference.
 
-    rest is the device that keeps feature maps between layers, None for the computing one.  Only KL autoencoders change:
+    storage_device keeps feature maps between layers, None for the computing one.  Only KL autoencoders change:
     TAESD, seamless ones, and forks with an encoder or decoder class of their own, stay as they are.
     """
     if _is_kl(vae):
-        strips = Strips(rest)
+        strips = Strips(storage_device)
         patch(vae.encoder, strips.encode)
         patch(vae.decoder, strips.decode)
 
 
-def tiled(vae: Network, rest: torch.device | str | None = None) -> Network:
+def tiled(vae: Network, storage_device: torch.device | str | None = None) -> Network:
     """Return a strip-by-strip version of the autoencoder with the same weights; the given one does not change.
 
     See tile, which may leave it as it is.
@@ -50,7 +50,7 @@ def tiled(vae: Network, rest: torch.device | str | None = None) -> Network:
     if not _is_kl(vae):
         return vae
     result: Network = twin(vae)
-    tile(result, rest)
+    tile(result, storage_device)
     return result
 
 
@@ -86,8 +86,8 @@ def _layers(levels: Iterable[Any]) -> Iterator[nn.Module]:
 class Strips:
     """The layers of an autoencoder, each strip by strip."""
 
-    def __init__(self, rest: torch.device | str | None = None) -> None:
-        self.rest = rest
+    def __init__(self, storage_device: torch.device | str | None = None) -> None:
+        self.storage_device = storage_device
 
     def encode(self, encoder: Encoder, x: Tensor) -> Tensor:
         """Compute Encoder.forward."""
@@ -159,8 +159,8 @@ class Strips:
             over = width // y.shape[3]
             if result is None:
                 shape = batch, y.shape[1], height // over, y.shape[3]
-                rest = x.device if self.rest is None else self.rest
-                result = torch.empty(shape, dtype=x.dtype, device=rest, memory_format=torch.channels_last)
+                storage_device = x.device if self.storage_device is None else self.storage_device
+                result = torch.empty(shape, dtype=x.dtype, device=storage_device, memory_format=torch.channels_last)
             if ready is not None:
                 ready[1].copy_(ready[0])
             skipped, first, last = (start - top) // over, start // over, stop // over
@@ -181,7 +181,7 @@ def normalised(norm: Any, x: Tensor, device: torch.device) -> Callable[[slice], 
     if not isinstance(norm, nn.GroupNorm):  # each position is normalised alone
         return lambda rows: norm(x[:, :, rows].to(device))
     (batch, channels, height, width), groups = x.shape, norm.num_groups
-    lines, shares, of_strips = max(1, NORM_STRIP // width), [], []
+    lines, fractions, of_strips = max(1, NORM_STRIP // width), [], []
     # The kernel of a CPU reads either layout, those of other devices refuse channels last.
     layout = torch.channels_last if device.type == "cpu" else torch.contiguous_format
     for start in range(0, height, lines):
@@ -192,11 +192,11 @@ def normalised(norm: Any, x: Tensor, device: torch.device) -> Callable[[slice], 
         out, mean, rate = torch.native_group_norm(part, None, None, *size, groups, norm.eps)  # rate: 1/deviation
         _, left, factor = torch.native_group_norm(out, None, None, *size, groups, 0.0)
         of_strips.append((mean + left / rate, rate * factor))
-        shares.append(part.shape[2] / height)
-    share = torch.tensor(shares, device=device).view(-1, 1, 1)
+        fractions.append(part.shape[2] / height)
+    fraction = torch.tensor(fractions, device=device).view(-1, 1, 1)
     means, rates = (torch.stack(values) for values in zip(*of_strips, strict=True))  # (S, B, G)
-    mean = (share * means).sum(dim=0)
-    variance = (share * (rates**-2 + (means - mean).square())).sum(dim=0)
+    mean = (fraction * means).sum(dim=0)
+    variance = (fraction * (rates**-2 + (means - mean).square())).sum(dim=0)
     scale = (variance + norm.eps).rsqrt()[..., None] * norm.weight.float().view(groups, -1)  # (B, G, C/G)
     shift = norm.bias.float().view(groups, -1) - mean[..., None] * scale
     scale, shift = (value.flatten(1).to(x.dtype)[:, :, None, None] for value in (scale, shift))

@@ -28,41 +28,46 @@ _TIMES = threading.RLock()  # one thread times at a time: two would slow each ot
 CAPTURES = threading.Lock()  # one thread of the process captures a CUDA graph at a time
 
 
-def fastest(what: str, key: Hashable, ways: Mapping[str, Callable[[], object]], device: torch.device) -> str:
+def fastest(
+    label: str, shape_key: Hashable, candidates: Mapping[str, Callable[[], object]], device: torch.device
+) -> str:
     """Return the name of the fastest way; the first is the default, which another must clearly beat.
 
-    what names it in the log, key tells sizes and dtype.  A way that raises is left out, unless it is the default.
+    label names it in the log, shape_key tells sizes and dtype.  A candidate that raises is left out, unless it is the
+    default.
     """
     on_cpu = device.type == "cpu"
-    full_key = what, torch.cuda.get_device_name(device) if device.type == "cuda" else device.type, key
+    full_key = label, torch.cuda.get_device_name(device) if device.type == "cuda" else device.type, shape_key
     if full_key in _CHOICES:
         return _CHOICES[full_key]
     with _TIMES:
         if full_key not in _CHOICES:
-            known = _kept(f"{what}, {key}", ways) if on_cpu else None
-            _CHOICES[full_key] = known or _time(what, f"{what}, {key}", ways, device)
+            known = _kept(f"{label}, {shape_key}", candidates) if on_cpu else None
+            _CHOICES[full_key] = known or _time(label, f"{label}, {shape_key}", candidates, device)
         return _CHOICES[full_key]
 
 
-def _time(what: str, size: str, ways: Mapping[str, Callable[[], object]], device: torch.device) -> str:
-    """Time the ways, and return the choice; that of a CPU goes to the file."""
-    on_cpu, seconds, default = device.type == "cpu", dict.fromkeys(ways, math.inf), next(iter(ways))
+def _time(label: str, size: str, candidates: Mapping[str, Callable[[], object]], device: torch.device) -> str:
+    """Time the candidates, and return the choice; that of a CPU goes to the file."""
+    if not _CHOICES:
+        log.info("timing kernels for this %s (once)", "CPU" if device.type == "cpu" else "GPU")
+    on_cpu, seconds, default = device.type == "cpu", dict.fromkeys(candidates, math.inf), next(iter(candidates))
     for number in range(3 if on_cpu else 4):  # in turn; the first round warms up
-        for name, way in list(ways.items()):
+        for name, way in list(candidates.items()):
             try:
                 taken = _seconds(way, device)
             except Exception as error:  # compilers raise anything
                 if name == default or isinstance(error, torch.OutOfMemoryError):
                     raise
-                log.info("%s: %s does not run here (%s)", what, name, str(error).partition("\n")[0][:150])
-                ways = {other: ways[other] for other in ways if other != name}
+                log.info("%s: %s does not run here (%s)", label, name, str(error).partition("\n")[0][:150])
+                candidates = {key: candidate for key, candidate in candidates.items() if key != name}
                 continue
             seconds[name] = min(seconds[name], taken) if number else math.inf
-    best = min(ways, key=seconds.__getitem__)
+    best = min(candidates, key=seconds.__getitem__)
     chosen = best if seconds[best] < (CPU_MARGIN if on_cpu else MARGIN) * seconds[default] else default
     if on_cpu:
-        chosen = _remember(size, chosen, ways)
-    log.info("%s: %s (%s)", what, chosen, ", ".join(f"{name} {1e6 * seconds[name]:.0f} us" for name in ways))
+        chosen = _remember(size, chosen, candidates)
+    log.debug("%s: %s (%s)", label, chosen, ", ".join(f"{name} {1e6 * seconds[name]:.0f} us" for name in candidates))
     return chosen
 
 
@@ -117,7 +122,7 @@ def summary() -> str:
 
 
 def _read() -> dict[str, list[str]]:
-    """Return what the file has for this machine: what was timed, and the fastest ways, the oldest first."""
+    """Return what the file has for this machine: what was timed, and the fastest candidates, the oldest first."""
     try:
         lines = [line.split("\t") for line in choices_file().read_text("utf-8", "replace").splitlines()]
     except FileNotFoundError:
@@ -132,12 +137,12 @@ def _read() -> dict[str, list[str]]:
     return names
 
 
-def _kept(size: str, ways: Collection[str]) -> str | None:
-    """Return the first choice of the file that is one of these ways, or None."""
-    return next((name for name in _read().get(size, ()) if name in ways), None)
+def _kept(size: str, candidates: Collection[str]) -> str | None:
+    """Return the first choice of the file that is one of these candidates, or None."""
+    return next((name for name in _read().get(size, ()) if name in candidates), None)
 
 
-def _remember(size: str, name: str, ways: Collection[str]) -> str:
+def _remember(size: str, name: str, candidates: Collection[str]) -> str:
     """Add a choice to the file, and return it; if another process was first, return its choice if it is a way."""
     path = choices_file()
     try:
@@ -148,7 +153,7 @@ def _remember(size: str, name: str, ways: Collection[str]) -> str:
     except OSError as error:
         log.warning("%s cannot be written (%s): every process times its kernels", path, error)
         return name
-    return _kept(size, ways) or name
+    return _kept(size, candidates) or name
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ import ldm_lite
 from ldm_lite import Pipeline
 from ldm_lite.core.vae import AutoencoderKL
 from ldm_lite.runtime import attention, timing
-from ldm_lite.runtime.attention import available, head_dim, layers, names, resolve, use
+from ldm_lite.runtime.attention import attention_function, available, head_dim, layers, names, use
 
 CPU = torch.device("cpu")
 HERE = [name for name in available(CPU, torch.float32, 40) if name not in ("mha", "fastest")] + ["sliced:1", "sliced:3"]
@@ -47,7 +47,7 @@ def qkv(shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_all_backends_agree(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     q, k, v = qkv(shape, dtype)
-    outs = {name: resolve(name, CPU, dtype, shape[-1])(q, k, v) for name in HERE}
+    outs = {name: attention_function(name, CPU, dtype, shape[-1])(q, k, v) for name in HERE}
     tolerance = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}[dtype]
     for one, other in itertools.combinations(outs, 2):
         assert outs[one].shape == q.shape
@@ -59,7 +59,7 @@ def test_vanilla_is_the_formula() -> None:
     q, k, v = (x.double() for x in qkv((1, 2, 7, 5, 40), torch.float32))
     logits = torch.einsum("bhnd,bhmd->bhnm", q, k) / 40**0.5
     weights = logits.exp() / logits.exp().sum(-1, keepdim=True)
-    torch.testing.assert_close(resolve("vanilla", CPU, torch.float64, 40)(q, k, v), weights @ v)
+    torch.testing.assert_close(attention_function("vanilla", CPU, torch.float64, 40)(q, k, v), weights @ v)
 
 
 @pytest.fixture
@@ -132,7 +132,7 @@ def test_the_fastest_is_chosen_for_each_layer_at_its_first_call(
     clock, (x, context, _) = Timings(monkeypatch), toy.unet_inputs(SMALL.unet)
     wanted = unet(x, toy.T, context)
     use(unet, "fastest")
-    with caplog.at_level(logging.INFO, "ldm_lite"), torch.no_grad():
+    with caplog.at_level(logging.DEBUG, "ldm_lite"), torch.no_grad():
         found = unet(x, toy.T, context)
     assert toy.relative_error(found, wanted.numpy()) < 2e-6
     functions = {head_dim(layer): layer.attention for layer in layers(unet).values()}
@@ -151,7 +151,7 @@ def test_compiled_code_has_the_chosen_kernel(unet: nn.Module, monkeypatch: pytes
     clock, (x, context, _) = Timings(monkeypatch), toy.unet_inputs(SMALL.unet)
     use(unet, "fastest")
     other = toy.network(SMALL.unet)
-    attention.follow(other, unet)
+    attention.use_like(other, unet)
     copied = copy.deepcopy(unet)
     with torch.no_grad():
         wanted = unet(x, toy.T, context)
@@ -318,13 +318,13 @@ def test_flash3_is_called_as_its_package_wants_it(monkeypatch: pytest.MonkeyPatc
     """With heads after tokens; compiled code has it as one operator.  No CPU runs the package itself."""
     q, k, v = qkv((2, 8, 63, 77, 40), torch.float32)
     with pytest.raises(ValueError, match="attention 'flash3' is not available on cpu in fp32 for heads of 40 channels"):
-        resolve("flash3", CPU, torch.float32, 40)
+        attention_function("flash3", CPU, torch.float32, 40)
 
     def flash_attn_func(*heads: Tensor) -> Tensor:
         return attention.vanilla(*(x.transpose(1, 2) for x in heads)).transpose(1, 2)
 
     monkeypatch.setitem(sys.modules, "flash_attn_interface", SimpleNamespace(flash_attn_func=flash_attn_func))
-    flash3, counter = resolve("flash3", CPU, torch.float32, 40), CompileCounter()
+    flash3, counter = attention_function("flash3", CPU, torch.float32, 40), CompileCounter()
     for function in (flash3, torch.compile(lambda *qkv: flash3(*qkv), backend=counter, fullgraph=True)):
         torch.testing.assert_close(function(q, k, v), attention.vanilla(q, k, v))
     assert (counter.frame_count, counter.op_count) == (1, 1)

@@ -144,7 +144,7 @@ def test_step_is_one_graph_for_batches_sizes_prompts_and_samplers(
 def test_weights_that_plain_steps_lay_out_do_not_compile_again() -> None:
     """Compiled code checks how weights lie."""
     unet, counter = toy.network(replace(PLAIN, model_channels=128)).requires_grad_(False), CompileCounter()
-    cpu.use(unet, may_move=True)
+    cpu.use(unet, owns_weights=True)
     step = CompiledStep("step", unet, counter)  # type: ignore[arg-type]
     given = arguments(0, 2, 8, 8)
     step(unet, *given)
@@ -663,15 +663,15 @@ def test_the_default_is_a_graph_where_launches_bound_a_step(small_path: Path, mo
     asked: list[str] = []
     monkeypatch.setattr(setup, "compiled_step", lambda tier, unet: asked.append(tier) or denoise_step)
     unet, cuda = toy.network(SMALL.unet), torch.device("cuda")
-    setup.prepare({"unet": unet}, RuntimeOptions(), cuda)
+    setup.prepare_networks({"unet": unet}, RuntimeOptions(), cuda)
     assert asked == ["graph"]
     for options in (RuntimeOptions(compile="off"), RuntimeOptions(kernels="plain"), RuntimeOptions(offload="model")):
         with monkeypatch.context() as patched:
             patched.setattr(setup, "Offloader", lambda *args, **options: None)
-            setup.prepare({"unet": unet}, options, cuda)
-    setup.prepare({"unet": unet}, RuntimeOptions(), CPU)
+            setup.prepare_networks({"unet": unet}, options, cuda)
+    setup.prepare_networks({"unet": unet}, RuntimeOptions(), CPU)
     monkeypatch.setattr(setup, "LAUNCH_BOUND", 1)
-    setup.prepare({"unet": unet}, RuntimeOptions(), cuda)
+    setup.prepare_networks({"unet": unet}, RuntimeOptions(), cuda)
     assert asked == ["graph"]
     assert compiled_step("graph", unet) is denoise_step, "without CUDA"
 

@@ -18,7 +18,7 @@ from ldm_lite.core.layers import Conv1x1
 from ldm_lite.core.unet import GEGLU, SpatialTransformer
 from ldm_lite.runtime import cpu, timing
 from ldm_lite.runtime.patching import is_unmodified, patch_of
-from ldm_lite.runtime.setup import prepare
+from ldm_lite.runtime.setup import prepare_networks
 
 CPU = torch.device("cpu")
 
@@ -237,7 +237,7 @@ def test_plain_takes_no_kernel_of_ours() -> None:
 
     def ours(option: str | None) -> set[object]:
         network = nn.Sequential(SpatialTransformer(128, 16, 2, 1), nn.Conv2d(128, 128, 3, padding=1))
-        prepare({"vae": network}, RuntimeOptions(kernels=option), CPU)
+        prepare_networks({"vae": network}, RuntimeOptions(kernels=option), CPU)
         attentions = {module.attention for module in network.modules() if hasattr(module, "attention")}
         return {patch_of(module) for module in network.modules()} & kernels | attentions
 

@@ -17,8 +17,8 @@ from ldm_lite.core.unet import Attention
 from ldm_lite.runtime import cpu, fused_norm
 from ldm_lite.runtime.attention import Fastest, record, use
 from ldm_lite.runtime.offload import Offloader
-from ldm_lite.runtime.patching import follow, is_unmodified, kernel, patch, patch_of, twin, unpatch, unpatched
-from ldm_lite.runtime.setup import prepare
+from ldm_lite.runtime.patching import is_unmodified, kernel, patch, patch_like, patch_of, twin, unpatch, unpatched
+from ldm_lite.runtime.setup import prepare_networks
 
 CPU = torch.device("cpu")
 
@@ -90,7 +90,7 @@ def test_only_kernels_leave_a_network_as_written(layer: nn.Linear) -> None:
 def test_which_of_our_own_networks_run_as_written() -> None:
     """Kernels do; another attention layer and the hooks of the offloader do not."""
     unet = toy.network(SMALL.unet)
-    prepare({"unet": unet}, RuntimeOptions(), CPU)
+    prepare_networks({"unet": unet}, RuntimeOptions(), CPU)
     assert any(patch_of(module) for module in unet.modules())
     assert is_unmodified(unet)
     use(unet, "mha")
@@ -123,7 +123,7 @@ def test_copies_of_networks_with_kernels(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_controlnet_follows_its_unet() -> None:
     first, second = (nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.GroupNorm(2, 4)) for _ in range(2))
     fused_norm.use(first)
-    follow(second, first)
+    patch_like(second, first)
     assert [patch_of(each) for each in second] == [None, fused_norm._forward]
 
 

@@ -16,7 +16,7 @@ from ldm_lite.runtime import attention, cpu, fused_norm, joined, offload, setup
 from ldm_lite.runtime.attention import layers, vanilla
 from ldm_lite.runtime.patching import patch_of
 from ldm_lite.runtime.precision import pick_dtype, pick_dtypes, set_matmul_precision
-from ldm_lite.runtime.setup import prepare
+from ldm_lite.runtime.setup import prepare_networks
 
 
 def functions(network: torch.nn.Module) -> set[object]:
@@ -45,7 +45,7 @@ def test_offloaded_networks_are_set_up_for_where_they_compute(
     monkeypatch.setattr(attention, "_runs", lambda function, device, *shape: tried.add(device.type) or True)
     try:
         options = RuntimeOptions(attention="cudnn", offload="model", matmul_precision="medium")
-        prepare(networks, options, torch.device("cuda"))
+        prepare_networks(networks, options, torch.device("cuda"))
         assert torch.get_float32_matmul_precision() == "medium"
     finally:
         torch.set_float32_matmul_precision(before)
@@ -70,7 +70,7 @@ def test_bfloat16_on_a_cpu_is_named_for_what_it_is(
 ) -> None:
     cpu = torch.device("cpu")
     for units in (("amx_tile", "avx512_bf16"), ("avx512_bf16",), ()):
-        auto, asked = ('`dtype="auto"` takes it', "") if units else ("", "bf16 is emulated")
+        auto, asked = ('`dtype="auto"` uses it', "") if units else ("", "bf16 is emulated")
         monkeypatch.setattr(torch.cpu, "_is_avx2_supported", lambda: True)
         for unit in ("amx_tile", "avx512_bf16"):
             monkeypatch.setattr(torch.cpu, f"_is_{unit}_supported", lambda has=unit in units: has)
@@ -163,7 +163,7 @@ def test_kernels_are_switched_one_by_one(
     monkeypatch.setattr(attention, "_runs", lambda *given: True)
     with monkeypatch.context() as patched:  # weights are where they compute, as far as setup can see
         patched.setattr(setup, "_is_on", lambda weight, device: True)
-        prepare(networks, RuntimeOptions(kernels=text, compile="step"), torch.device("cuda"))
+        prepare_networks(networks, RuntimeOptions(kernels=text, compile="step"), torch.device("cuda"))
     unet = networks["unet"]
     assert any(map(joined.is_joined, joined.joined_layers(unet))) == ("qkv" in wanted)
     names = {"pdl": "triton.enable_pdl", "tma": "triton.enable_persistent_tma_matmul"}
@@ -184,7 +184,7 @@ def test_weights_that_move_are_not_joined(small_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(attention, "_runs", lambda *given: True)
     unet = ldm_lite.load(small_path, device="cpu").unet
     networks = {"unet": toy.fill(type(unet)(unet.spec))}
-    prepare(networks, RuntimeOptions(offload="model"), torch.device("cuda"))
+    prepare_networks(networks, RuntimeOptions(offload="model"), torch.device("cuda"))
     assert not any(joined.joined_layers(networks["unet"]))
 
 

@@ -15,7 +15,7 @@ from ldm_lite.cli.options import RuntimeOptions
 from ldm_lite.core.vae import Decoder, VAESpec
 from ldm_lite.models.taesd import TAESD, TAESDSpec
 from ldm_lite.runtime import tiling
-from ldm_lite.runtime.setup import prepare
+from ldm_lite.runtime.setup import prepare_networks
 from ldm_lite.runtime.tiling import is_tiled, tiled
 
 
@@ -146,9 +146,9 @@ def test_it_is_how_large_images_are_decoded_on_a_cpu_in_float32(monkeypatch: pyt
         return list(runs)
 
     assert strips(vae) == []
-    prepare({"vae": vae}, RuntimeOptions(kernels="plain"), cpu)
+    prepare_networks({"vae": vae}, RuntimeOptions(kernels="plain"), cpu)
     assert strips(vae) == []
-    prepare({"vae": vae}, RuntimeOptions(), cpu)
+    prepare_networks({"vae": vae}, RuntimeOptions(), cpu)
     assert strips(vae) == ["encode", "decode"]
     with torch.enable_grad():
         assert strips(vae) == []

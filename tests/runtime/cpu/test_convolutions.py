@@ -15,9 +15,9 @@ from ldm_lite.runtime import cpu
 from ldm_lite.runtime.patching import patch_of
 
 
-def use(network: nn.Module, may_move: bool = False) -> int:
+def use(network: nn.Module, owns_weights: bool = False) -> int:
     """Give a network the kernels, and count its convolutions that have a choice."""
-    cpu.use(network, may_move)
+    cpu.use(network, owns_weights)
     return sum(patch_of(layer) is cpu._conv3x3 for layer in network.modules())
 
 
@@ -87,7 +87,7 @@ def test_large_weights_on_small_maps_take_a_product(
     monkeypatch.setattr(cpu, "LARGE", 9 * 128 * 128)
     network = nn.ModuleList([nn.Conv2d(128, 128, 3, padding=1), nn.Conv2d(128, 64, 3, padding=1)])
     before = {key: value.clone() for key, value in network.state_dict().items()}
-    use(network.requires_grad_(False), may_move=True)
+    use(network.requires_grad_(False), owns_weights=True)
     with torch.no_grad():
         for conv in network:
             for side in (32, 4, 8, 16, 32):
@@ -185,7 +185,7 @@ def test_weights_are_not_moved_while_a_thread_reads_them(monkeypatch: pytest.Mon
         conv = nn.Conv2d(128, 128, 3, padding=1).requires_grad_(False)
         conv.weight.data = toy.normal(seed, 128, 128, 3, 3)
         wanted = [F.conv2d(x, conv.weight, conv.bias, padding=1) for x in (small, large)]
-        use(conv, may_move=True)
+        use(conv, owns_weights=True)
         with ThreadPoolExecutor(6) as pool:
             found = list(pool.map(conv, [small, large] * 12))
         for i, out in enumerate(found):
@@ -199,7 +199,7 @@ def test_weights_are_not_moved_while_a_thread_reads_them(monkeypatch: pytest.Mon
 def test_a_batch_does_not_change_the_bits_of_what_comes_after(side: int) -> None:
     """PyTorch's convolution has other bits for other layouts of a weight, and a large batch wants another one."""
     conv = toy.fill(nn.Conv2d(128, 192, 3, padding=1)).requires_grad_(False)
-    use(conv, may_move=True)
+    use(conv, owns_weights=True)
     x = toy.normal(0, 2, 128, side, side)
     images = [x, x.contiguous(memory_format=torch.channels_last)]
     before = [conv(each) for each in images]
@@ -211,9 +211,9 @@ def test_a_batch_does_not_change_the_bits_of_what_comes_after(side: int) -> None
 def test_weights_that_others_move_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "LARGE", 9 * 128 * 128)
     x = toy.normal(0, 2, 128, 4, 4)
-    for may_move, learns in ((False, False), (True, True)):
+    for owns_weights, learns in ((False, False), (True, True)):
         conv = nn.Conv2d(128, 128, 3, padding=1).requires_grad_(learns)
-        use(conv, may_move)
+        use(conv, owns_weights)
         with torch.no_grad():
             conv(x)
         assert not conv.weight.is_contiguous(memory_format=torch.channels_last)
