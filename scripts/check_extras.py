@@ -50,11 +50,21 @@ def main() -> None:
     [packages] = wheel.glob("lib/python*/site-packages")
     for extra in sys.argv[3:] or [extra for extra in extras if extra != "suite"]:  # the sum of others
         start, environment = time.monotonic(), wheel.parent / "extra"
-        venv.create(environment, with_pip=True, clear=True)
+        venv.create(environment, clear=True)
         [own] = environment.glob("lib/python*/site-packages")
         (own / "wheel.pth").write_text(f"{packages}\n")
         python = str(environment / "bin" / "python")
-        install = [python, "-m", "pip", "install", "-q", "-c", str(ROOT / ".ci" / "constraints.txt")]
+        install = [
+            sys.executable,
+            "-m",
+            "pip",
+            "--python",
+            python,
+            "install",
+            "-q",
+            "-c",
+            str(ROOT / ".ci" / "constraints.txt"),
+        ]
         subprocess.run([*install, f"{file}[{extra}]"], check=True)
         code = [python, "-c", IMPORT, extra, *NEEDING.get(extra, ())]
         modules = subprocess.run(code, cwd=wheel, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()

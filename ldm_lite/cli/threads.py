@@ -46,7 +46,7 @@ def settings(
 def _quotas(groups: Path, memberships: Path) -> Iterator[float]:
     """The cores that may be used, as limited by each control group of this process and by those around it."""
     try:
-        lines = memberships.read_text().splitlines()
+        lines = os.fsdecode(memberships.read_bytes()).splitlines()  # groups may have any name
     except OSError:  # not Linux, or hidden
         return
     for line in lines:
