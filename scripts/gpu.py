@@ -18,6 +18,7 @@ import contextlib
 import importlib.util
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -78,7 +79,8 @@ def rates() -> None:
 
 def about() -> str:
     """Tell the commit, the card and the versions."""
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True).stdout.strip()
+    git = ["git", "describe", "--always", "--dirty"]
+    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
     card = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     return f"commit {commit or 'unknown'}, {card}, torch {torch.__version__}, CUDA {torch.version.cuda}"
 

@@ -27,7 +27,7 @@ CASES: list[tuple[ModuleType, str, str]] = [
     (txt2img, "a --x nonsense=1", "got 'nonsense' as an axis"),
     (txt2img, "a --x steps=1,2 --y height=64,65", "expected multiples of 8"),
     (txt2img, "a --regions 0,0,0.5,1", "the regions leave part of the image out"),
-    (txt2img, "a --regions 0,0,0.5,1;0.5,0,1,1", "got 2 --regions for a prompt of 1 parts"),
+    (txt2img, "a --regions 0,0,0.5,1;0.5,0,1,1", "got 2 --regions, but the prompt has 1 part"),
     (txt2img, "a --embedding FOLDER/none.pt", "none.pt: no such file"),
     (txt2img, "a --embedding FOLDER/bad.pt", "bad.pt: is not a checkpoint"),
     (txt2img, "a --control FOLDER/none.pt:FOLDER/a.png", "none.pt: no such file"),
@@ -68,7 +68,7 @@ def test_errors_come_before_weights_are_read(
     Image.new("RGB", (64, 64)).save(tmp_path / "a.png")
     (tmp_path / "bad.png").write_bytes(b"\x89PNG\r\n\x1a\n")
     (tmp_path / "bad.pt").write_bytes(b"nothing")
-    words = arguments.replace("FOLDER", str(tmp_path)).split()
+    words = [word.replace("FOLDER", str(tmp_path)) for word in arguments.split()]
     assert status_of(command.main, *words, "--device", "cpu", "--out", tmp_path / "out") == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("error: ")

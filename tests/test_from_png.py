@@ -210,10 +210,10 @@ def test_files_that_hold_no_text(pipe: Pipeline, tmp_path: Path) -> None:
     ],
 )
 def test_hostile_texts_take_no_time(text: str) -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     with contextlib.suppress(ValueError):
         parse_parameters(f"x\n{text}, Steps: 1, Seed: 2")
-    assert time.perf_counter() - start < 10
+    assert time.process_time() - start < 10
 
 
 def test_the_command(pipe: Pipeline, small_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

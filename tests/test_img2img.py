@@ -359,10 +359,9 @@ def run(arguments: list[str], out: Path) -> int:
 
 def test_the_original_s_command_line(tmp_path: Path, circle: Image.Image, capsys: pytest.CaptureFixture[str]) -> None:
     circle.save(tmp_path / "circle.png")
-    line = (
-        f"--init-img {tmp_path}/circle.png --strength 0.8 --ddim_steps 5 --n_samples 2 --n_iter 1 --scale 5.0 --seed 3"
-    )
-    assert run(["--prompt", APPLE, *line.split(), "--C", "16", "--f", "8", "--precision", "full"], tmp_path / "o") == 0
+    values = "--strength 0.8 --ddim_steps 5 --n_samples 2 --n_iter 1 --scale 5.0 --seed 3"
+    line = ["--init-img", os.fspath(tmp_path / "circle.png"), *values.split()]
+    assert run(["--prompt", APPLE, *line, "--C", "16", "--f", "8", "--precision", "full"], tmp_path / "o") == 0
     names = sorted(path.relative_to(tmp_path / "o").as_posix() for path in (tmp_path / "o").rglob("*.png"))
     assert names == ["grid-0000.png", "samples/00000.png", "samples/00001.png"]
     with Image.open(tmp_path / "o" / "samples" / "00001.png") as image:
@@ -389,8 +388,9 @@ def test_folders_of_images_and_prompts(tmp_path: Path, circle: Image.Image) -> N
 def test_edit_cli_s_command_line(tmp_path: Path, circle: Image.Image, capsys: pytest.CaptureFixture[str]) -> None:
     circle.save(tmp_path / "circle.png")
     random_checkpoint.write(tmp_path / "small.safetensors", toy.PICTURE_FAMILIES["instruct"])
-    line = f"--input {tmp_path}/circle.png --output {tmp_path}/out.png --cfg-text 7 --cfg-image 1.2 --steps 2"
-    arguments = [*line.split(), "--edit", "make it blue", "--device", "cpu"]
+    files = ["--input", os.fspath(tmp_path / "circle.png"), "--output", os.fspath(tmp_path / "out.png")]
+    values = "--cfg-text 7 --cfg-image 1.2 --steps 2 --device cpu"
+    arguments = [*files, *values.split(), "--edit", "make it blue"]
     assert command.main([*arguments, "--ckpt", os.fspath(tmp_path / "small.safetensors")]) == 0
     with Image.open(tmp_path / "out.png") as image:
         text = image.info["parameters"]

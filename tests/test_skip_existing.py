@@ -236,10 +236,10 @@ def test_keys_are_read_quickly_and_only_from_whole_files(tmp_path: Path, job: Ca
         path.write_bytes(content[:number])
         assert read_key(path) is None
     path.write_bytes(content)
-    start = time.perf_counter()
+    start = time.process_time()
     for _ in range(1000):
         read_key(path)
-    assert time.perf_counter() - start < 20
+    assert time.process_time() - start < 20
     os.mkfifo(tmp_path / "pipe.png")
     assert read_key(tmp_path / "pipe.png") is read_key(tmp_path) is read_key(tmp_path / "none") is None
 

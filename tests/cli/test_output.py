@@ -121,7 +121,7 @@ def test_writers_on_a_file_system_without_hard_links_lose_nothing(tmp_path: Path
     for writer in writers:  # all have imported what they need
         assert writer.stdout is not None
         writer.stdout.readline()
-    named = {line for writer in writers for line in writer.communicate("\n")[0].split()}
+    named = {line for writer in writers for line in writer.communicate("\n")[0].splitlines()}
     saved = sorted((tmp_path / "samples").iterdir())
     assert {os.fspath(path) for path in saved} == named
     parameters = {texts.load(path).info["parameters"] for path in saved}

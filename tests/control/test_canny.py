@@ -50,6 +50,6 @@ def test_a_winding_edge_takes_no_longer_than_its_length() -> None:
     weak[1::4, -1] = weak[3::4, 0] = True  # from row to row, at alternate ends
     strong = np.zeros_like(weak)
     strong[0, 0] = True
-    start = time.monotonic()
+    start = time.process_time()
     assert np.array_equal(_grown(strong, weak), weak)
-    assert time.monotonic() - start < 5
+    assert time.process_time() - start < 5

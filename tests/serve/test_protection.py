@@ -241,10 +241,10 @@ def test_decoding_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     content = picture(512, "JPEG", progressive=True)
     scan = content[content.rfind(b"\xff\xda") : -2]
     monkeypatch.setattr(http, "DECODING", 0.2)
-    start = time.monotonic()
+    start = time.process_time()
     with pytest.raises(ValueError, match=r"image: (is not an image that can be read|.*scans)"):
         open_bytes(content[:-2] + scan * (3 * 10**6 // len(scan)) + content[-2:], "image", 2**20)
-    assert time.monotonic() - start < 5
+    assert time.process_time() - start < 5
 
 
 def test_pictures_that_wait_have_a_limit(library: Any) -> None:
