@@ -17,7 +17,7 @@ from ldm_lite import Pipeline
 from ldm_lite.core.vae import AutoencoderKL
 from ldm_lite.models.clip import CLIP_L, CLIPTextEncoder
 from ldm_lite.models.unet import UNet
-from ldm_lite.zoo.families import FAMILIES, apply_user_metadata, detect_family
+from ldm_lite.zoo.families import FACTS, FAMILIES, apply_user_metadata, detect_family
 from ldm_lite.zoo.family import KL_F8
 
 DATA = Path(__file__).parent / "data"
@@ -143,6 +143,24 @@ def test_a_family_that_fits_nothing_is_refused() -> None:
         apply_user_metadata(sd1, sd1, lcm)
     assert apply_user_metadata(sd1, sd1, {"family": "sd1"}) == sd1
     assert apply_user_metadata(sd1, sd1, told) == replace(sd1, resolution=768, steps=8)
+
+
+def test_facts_of_an_unknown_model_are_the_same_from_the_user_and_from_its_file(
+    tmp_path: Path, small_path: Path
+) -> None:
+    weights = load_file(small_path)
+    save_file(weights, tmp_path / "bare.safetensors")
+    told = random_checkpoint.metadata(SMALL)
+    told.pop("family", None)  # which would supply what is missing
+    save_file(weights, tmp_path / "told.safetensors", {f"ldm_lite.{name}": text for name, text in told.items()})
+    by_file = ldm_lite.load(tmp_path / "told.safetensors", device="cpu").family
+    assert ldm_lite.load(tmp_path / "bare.safetensors", device="cpu", metadata=told).family == by_file
+    required = {fact.name: told[fact.name] for fact in FACTS if fact.required}
+    assert ldm_lite.load(tmp_path / "bare.safetensors", device="cpu", metadata=required).family.resolution == 64
+    for name in required:
+        fewer = {other: text for other, text in required.items() if other != name}
+        with pytest.raises(ValueError, match=f"must give {name}$"):
+            ldm_lite.load(tmp_path / "bare.safetensors", device="cpu", metadata=fewer)
 
 
 def test_metadata_as_an_argument(tmp_path: Path, small_path: Path) -> None:

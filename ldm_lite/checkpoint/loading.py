@@ -38,7 +38,6 @@ from ldm_lite.runtime.setup import check_runtime, load_device, num_parameters, p
 from ldm_lite.text.tokenizer import CLIPTokenizer, OpenCLIPTokenizer, TextTokenizer
 from ldm_lite.zoo.families import (
     DENOISERS,
-    ONLY_OF_UNKNOWN,
     apply_user_metadata,
     check_complete,
     check_metadata,
@@ -204,8 +203,11 @@ def recognise(opened: Tensors, options: LoadOptions) -> Recognised:
         sgm = any(key.startswith(SGM) for key in file)
         family = detect_family(shapes, metadata, sgm)
         if told:
-            untitled = {key: text for key, text in metadata.items() if key not in ONLY_OF_UNKNOWN}
-            family = apply_user_metadata(family, detect_family(shapes, untitled, sgm), told)
+            fitting = family
+            if "family" in told:
+                untitled = {key: text for key, text in metadata.items() if key != "title"}
+                fitting = detect_family(shapes, untitled, sgm)
+            family = apply_user_metadata(family, fitting, told)
         check_complete(parts, family.networks, family)
         if "unet" in replaced and "vae" not in replaced and "unet" in networks:
             _check_latents(networks, family)

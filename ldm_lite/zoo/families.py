@@ -115,7 +115,7 @@ def detect_family(shapes: Mapping[str, Shapes], metadata: Mapping[str, str], sgm
         row = rows.get(metadata.get("family", "")) or _guessed(rows, metadata, sgm)
         if "ln_final.weight" in shapes.get("text_encoder", {}):
             row = _fit_open_clip(row, shapes["text_encoder"])
-        family = with_facts(row, {name: text for name, text in metadata.items() if name not in ONLY_OF_UNKNOWN})
+        family = with_facts(row, metadata)
     elif unet.context_dim is not None and unet.middle_depth == 0:
         raise ValueError(
             "this UNet has no attention in its middle block: it is distilled (SSD-1B, Segmind-Vega, BK-SDM or the "
@@ -184,7 +184,7 @@ def _retrained(family: Family, metadata: Mapping[str, str]) -> Family:
     stated = family.resolution if "resolution" in metadata else None
     if (prediction := metadata.get("prediction", metadata.get("modelspec.prediction_type"))) is not None:
         family = with_prediction(family, prediction)
-    if stated is not None and family.title == metadata.get("title"):  # not a row's, which a v model has another of
+    if stated is not None:
         family = replace(family, resolution=stated)
     if "sample_size" in metadata and "resolution" not in metadata:
         size = int(metadata["sample_size"]) * family.vae.factor
@@ -195,23 +195,15 @@ def _retrained(family: Family, metadata: Mapping[str, str]) -> Family:
     return family
 
 
-# What a diffusers folder tells -> the required keys that it is in place of.
-INSTEAD = {
-    "unet_head_dim": ("unet_num_heads",),
-    "scaling_factor": ("scale_factor",),
-    "sample_size": ("resolution",),
-    "trained_betas": ("beta_start", "beta_end"),
-}
-
-
 def _described(unet: UNetSpec, shapes: Mapping[str, Shapes], metadata: Mapping[str, str]) -> Family:
     """Return the family of networks that no row has, from which the metadata tell the rest.
 
     If the metadata name a row as "family", it supplies the missing values.  Raises ValueError naming the nearest UNet
     if they tell too little.
     """
-    told = {*metadata, *(key for fact in INSTEAD.keys() & metadata.keys() for key in INSTEAD[fact])}
-    missing = [key for key in (*REQUIRED, "prediction") if key not in told]
+    told = {*metadata, *(key for fact in FACTS if fact.name in metadata for key in fact.gives)}
+    told |= {"beta_start", "beta_end"} if metadata.get("beta_schedule") == COSINE else set()
+    missing = [fact.name for fact in FACTS if fact.required and fact.name not in told]
     if missing and "family" not in metadata:
         name, key = nearest_unet(unet, shapes["unet"])
         raise ValueError(
@@ -306,40 +298,50 @@ def with_vae(family: Family, vae: Spec, name: str) -> Family:
 
 # ---- what metadata tell of a family ----------------------------------------------------------------------------------
 
-# What metadata tell -> a field of Family, and its type; the first two are one, and the last one counts.
-FACTS: dict[str, tuple[str, Callable[[str], object]]] = {
-    "scaling_factor": ("scale_factor", float),
-    "scale_factor": ("scale_factor", float),
-    "shift_factor": ("shift_factor", float),
-    "title": ("title", str),
-    "resolution": ("resolution", int),
-    "steps": ("steps", int),
-    "guidance": ("scale", float),
-    "sampler": ("sampler", str),
-}
-ONLY_OF_UNKNOWN = ("title", "resolution", "steps", "guidance")  # facts that a row has of its own
-OF_UNETS = (
-    *("unet_num_heads", "unet_head_dim", "beta_start", "beta_end", "beta_schedule", "trained_betas", "num_timesteps"),
+
+class Fact(NamedTuple):
+    """Something that metadata tell of a family: a file's, the user's, or the configuration of a diffusers folder."""
+
+    name: str
+    field: str = ""  # of Family, if it is the value of one
+    kind: Callable[[str], object] = str
+    of_unets: bool = False  # whether only a latent diffusion UNet has it
+    required: bool = False  # of a UNet that no row has
+    gives: tuple[str, ...] = ()  # the required facts that it takes the place of
+    in_folders: bool = False  # whether only the configuration of a diffusers folder tells it
+
+
+FACTS = (
+    Fact("family"),
+    Fact("title", "title"),
+    Fact("prediction", of_unets=True, required=True),
+    Fact("modelspec.prediction_type", of_unets=True, gives=("prediction",)),
+    Fact("scaling_factor", "scale_factor", float, gives=("scale_factor",), in_folders=True),
+    Fact("scale_factor", "scale_factor", float, required=True),  # after scaling_factor, which it overrules
+    Fact("shift_factor", "shift_factor", float),
+    Fact("resolution", "resolution", int, required=True),
+    Fact("sample_size", gives=("resolution",), in_folders=True),  # of the latents
+    Fact("steps", "steps", int),
+    Fact("guidance", "scale", float),
+    Fact("sampler", "sampler", in_folders=True),
+    Fact("unet_num_heads", of_unets=True, required=True),
+    Fact("unet_head_dim", of_unets=True, gives=("unet_num_heads",)),
+    Fact("text_num_heads", required=True),
+    Fact("text_activation", required=True),
+    Fact("text_skip"),
+    Fact("text_2_num_heads"),
+    Fact("text_2_activation"),
+    Fact("beta_start", of_unets=True, required=True),
+    Fact("beta_end", of_unets=True, required=True),
+    Fact("beta_schedule", of_unets=True),
+    Fact("trained_betas", of_unets=True, gives=("beta_start", "beta_end")),
+    Fact("num_timesteps", of_unets=True),
+    *(Fact(name, in_folders=True) for name in ("spacing", "scheduler", "zero_snr", "pipeline")),
+    *(Fact(name, in_folders=True) for name in ("flow_shifts", "flow_settings")),
+    *(Fact(name, in_folders=True) for name in ("global_pool_conditions", "vision_num_heads")),
 )
-REQUIRED = (
-    "unet_num_heads",
-    "text_num_heads",
-    "text_activation",
-    "scale_factor",
-    "beta_start",
-    "beta_end",
-    "resolution",
-)
-METADATA_KEYS = (
-    *REQUIRED,
-    *("family", "title", "prediction", "modelspec.prediction_type", "beta_schedule", "num_timesteps", "steps"),
-    *("guidance", "unet_head_dim", "text_2_num_heads", "text_2_activation", "trained_betas", "text_skip"),
-    "shift_factor",
-)
-FROM_FOLDERS = (  # what only the configuration files of a folder of diffusers tell
-    *("scaling_factor", "sample_size", "sampler", "spacing", "scheduler", "zero_snr", "pipeline"),
-    *("flow_shifts", "flow_settings", "global_pool_conditions", "vision_num_heads"),
-)
+METADATA_KEYS = [fact.name for fact in FACTS if not fact.in_folders]
+FROM_FOLDERS = [fact.name for fact in FACTS if fact.in_folders]
 
 
 def check_metadata(metadata: Mapping[str, str]) -> Mapping[str, str]:
@@ -372,23 +374,25 @@ def apply_user_metadata(family: Family, fitting: Family, told: Mapping[str, str]
     """
     if (name := told.get("family")) is not None and fitting.title != FAMILIES[name].title:
         raise ValueError(f"got `metadata` family={name}, whose networks are others than this file's: leave it out")
-    used = {"family", *FACTS} if family.text_encoders or isinstance(family.unet, UNetSpec) else set()
-    if isinstance(family.unet, UNetSpec):
-        used |= {*OF_UNETS, "prediction", "modelspec.prediction_type"}
+    is_unet = isinstance(family.unet, UNetSpec)
+    has_facts = is_unet or bool(family.text_encoders)
+    general = {fact.name for fact in FACTS if fact.field or fact.name == "family"}
+    used = general if has_facts else set()
+    used |= {fact.name for fact in FACTS if fact.of_unets and is_unet}
     for role, spec in family.texts.items():
         if hasattr(spec, "skip"):  # CLIP's and OpenCLIP's
             fact = "activation" if hasattr(spec, "activation") else "skip"
             used |= {f"{role.replace('_encoder', '')}_{what}" for what in ("num_heads", fact)}
     if unused := sorted(told.keys() - used):
         raise ValueError(f"got `metadata` {unused[0]}, which {family.title} does not use: leave it out")
-    return with_facts(family, {key: text for key, text in told.items() if key in ONLY_OF_UNKNOWN})
+    return with_facts(family, told)
 
 
 def with_facts(row: Family, metadata: Mapping[str, str]) -> Family:
     """Return a row with what the metadata say.  Raises ValueError for nonsense."""
     try:
         values: dict[str, Any] = {
-            field: kind(metadata[name]) for name, (field, kind) in FACTS.items() if name in metadata
+            fact.field: fact.kind(metadata[fact.name]) for fact in FACTS if fact.field and fact.name in metadata
         }
         texts = [_text_from_metadata(role, spec, metadata) for role, spec in row.texts.items()]
         family = replace(row, text_encoders=tuple(texts), **values)

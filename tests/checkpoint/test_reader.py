@@ -255,7 +255,7 @@ HOSTILE = {
     "wrong shapes": r"the unet does not fit: 1 tensors of another shape \(out.0.weight \(33,\) in place of \(32,\)\)",
     "missing tensors": r"the vae does not fit: 16 tensors missing \(decoder.mid.block_1.conv1.bias, ",
     "extra tensors": r"the unet does not fit: 1 tensors unexpected \(middle_block.3.weight\)",
-    "no metadata": "unknown UNet: the nearest is .*, from which it differs at .* must give unet_num_heads",
+    "no metadata": "unknown UNet: the nearest is .*, from which it differs at .* must give prediction, scale_factor, ",
     "LoRA": "is a LoRA",
     "SD3": "holds no known UNet",
     "Flux": "holds no known UNet",

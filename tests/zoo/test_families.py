@@ -28,7 +28,7 @@ from ldm_lite.diffusion.names import make_plan
 from ldm_lite.families.sd2 import SD2
 from ldm_lite.families.sdxl import SDXL
 from ldm_lite.train import __main__ as train
-from ldm_lite.zoo.families import FAMILIES, check_metadata, detect_family, with_prediction
+from ldm_lite.zoo.families import FAMILIES, check_metadata, detect_family, stored_facts, with_prediction
 from ldm_lite.zoo.family import build
 
 DATA = Path(__file__).parents[1] / "data"
@@ -256,6 +256,12 @@ def test_turbo_is_detected_by_layout_or_two_signs(caplog: pytest.LogCaptureFixtu
     assert make_plan(FAMILIES["sdxl_turbo"].sampler, toy_schedule(), 4).t.tolist() == [999, 749, 499, 249]
 
 
+def test_prefixed_facts_of_a_known_model_overrule_its_row() -> None:
+    shapes = {"unet": {key: tuple(s) for key, s in MANIFESTS["unet_sd1"]["shapes"].items()}}
+    told = stored_facts({"ldm_lite.resolution": "768", "ldm_lite.steps": "8", "guidance": "3"})
+    assert detect_family(shapes, told) == replace(FAMILIES["sd1"], resolution=768, steps=8)
+
+
 def test_a_turbo_file_name_gives_a_hint(
     files: Callable[[str], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -312,7 +318,7 @@ def test_miniatures_are_detected_by_their_metadata() -> None:
 def test_metadata_keys() -> None:
     for family in FAMILIES.values():
         assert set(metadata(family)) <= set(check_metadata(metadata(family)))
-    with pytest.raises(ValueError, match="got `metadata` guidence, expected one of unet_num_heads, "):
+    with pytest.raises(ValueError, match="got `metadata` guidence, expected one of family, title, "):
         check_metadata({"family": "sd1", "guidence": "5"})
 
 
