@@ -1,6 +1,7 @@
 """Change the code in one place, a hundred times, and see whether a test that concerns the file fails each time.
 
     python scripts/mutate.py --count 100 --seed 0
+    python scripts/mutate.py --core --count 60           # the core, by the tests that a fork has
 
 A mutant is a comparison, an operator, a number, a condition or a statement that is changed in a copy of the package.
 Its tests are those named after its file, those of its folder, and those that import it, until the first failure, in a
@@ -81,8 +82,11 @@ def changes_of(source: bytes) -> Iterator[Change]:
     return visit(ast.parse(source))
 
 
-def tests_of(file: Path, line: int) -> list[str]:
-    """Those named after the file, of its folder, or that import it; first those that name what the line is part of."""
+def tests_of(file: Path, line: int, folder: str) -> list[str]:
+    """Those named after the file, of its folder, or that import it; first those that name what the line is part of.
+
+    Of a folder of tests and the folders in it.
+    """
     part, module = file.parts[1], ".".join(file.with_suffix("").parts)
     package, _, name = module.rpartition(".")
     tree = ast.walk(ast.parse((ROOT / file).read_bytes()))
@@ -92,7 +96,7 @@ def tests_of(file: Path, line: int) -> list[str]:
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.lineno <= line <= (node.end_lineno or line)
     ]
     scores = {}
-    for path in sorted(ROOT.glob("tests/**/test_*.py")):
+    for path in sorted(ROOT.glob(f"{folder}/**/test_*.py")):
         text = path.read_text()
         named = file.stem.strip("_") in path.stem.removeprefix("test_").split("_")
         imports = module in text or f"from {package} import {name}" in text
@@ -126,13 +130,14 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=100, help="mutants (default: 100)")
     parser.add_argument("--seed", type=int, default=0, help="of the choice (default: 0)")
     parser.add_argument("--seconds", type=int, default=40, help="of the processor for each mutant (default: 40)")
+    parser.add_argument("--core", action="store_true", help="mutants of the core alone, and tests of tests/core alone")
     parser.add_argument("--only", type=int, nargs="*", help="the numbers of some mutants alone")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch  # noqa: F401  # once, for all children
 
     mutants = []
-    for part, fraction in PARTS.items():
+    for part, fraction in ({"core": 1.0} if options.core else PARTS).items():
         path = ROOT / "ldm_lite" / part
         files = [path] if path.is_file() else sorted(path.glob("*.py"))
         every = [(file.relative_to(ROOT), change) for file in files for change in changes_of(file.read_bytes())]
@@ -151,7 +156,8 @@ def main() -> None:
             source = (ROOT / file).read_bytes()
             (folder / file).write_bytes(source[:start] + text.encode() + source[end:])
             line = source[:start].count(b"\n") + 1
-            outcomes.append(outcome(folder, tests_of(file, line), options.seconds))
+            tests = tests_of(file, line, "tests/core" if options.core else "tests")
+            outcomes.append(outcome(folder, tests, options.seconds))
             (folder / file).write_bytes(source)
             print(
                 f"{number} {outcomes[-1]} {file}:{line} {source[start:end].decode()!r} -> {text!r}"

@@ -47,7 +47,8 @@ class Embeddings(nn.Module):
         self.position_embedding = nn.Embedding(spec.length, spec.width)
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        return self.token_embedding(token_ids) + self.position_embedding.weight[: token_ids.shape[1]]
+        positions = self.position_embedding.weight[: token_ids.shape[1]]
+        return self.token_embedding(token_ids) + positions
 
 
 class SelfAttention(nn.Module):
@@ -55,15 +56,19 @@ class SelfAttention(nn.Module):
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.heads, self.causal = heads, True
+        self.heads = heads
+        self.causal = True
         self.k_proj = nn.Linear(width, width)
         self.v_proj = nn.Linear(width, width)
         self.q_proj = nn.Linear(width, width)
         self.out_proj = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (split_heads(proj(x), self.heads) for proj in (self.q_proj, self.k_proj, self.v_proj))  # (B,H,T,D/H)
-        return self.out_proj(merge_heads(F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)))
+        q = split_heads(self.q_proj(x), self.heads)  # (B, H, T, D/H)
+        k = split_heads(self.k_proj(x), self.heads)
+        v = split_heads(self.v_proj(x), self.heads)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        return self.out_proj(merge_heads(out))
 
 
 class QuickGELU(nn.Module):
@@ -81,7 +86,11 @@ class EncoderLayer(nn.Module):
         self.self_attn = SelfAttention(width, heads)
         self.layer_norm1 = nn.LayerNorm(width)
         self.mlp = nn.Sequential(
-            OrderedDict(fc1=nn.Linear(width, mlp_width), activation=QuickGELU(), fc2=nn.Linear(mlp_width, width))
+            OrderedDict(
+                fc1=nn.Linear(width, mlp_width),
+                activation=QuickGELU(),
+                fc2=nn.Linear(mlp_width, width),
+            )
         )
         self.layer_norm2 = nn.LayerNorm(width)
 
@@ -95,9 +104,11 @@ class CLIPTextEncoder(nn.Module):
 
     def __init__(self, spec: CLIPSpec) -> None:
         super().__init__()
+        if spec.heads is None:
+            raise ValueError("the weights of a text encoder do not tell its heads: give replace(spec, heads=...)")
         self.spec = spec
         self.embeddings = Embeddings(spec)
-        layers = (EncoderLayer(spec.width, spec.mlp_width, spec.heads or 1) for _ in range(spec.layers))
+        layers = (EncoderLayer(spec.width, spec.mlp_width, spec.heads) for _ in range(spec.layers))
         self.encoder = nn.ModuleDict({"layers": nn.ModuleList(layers)})
         self.final_layer_norm = nn.LayerNorm(spec.width)
 

@@ -93,7 +93,10 @@ def weighted(outputs: Outputs) -> Tensor:
     convention.
     """
     outs = outputs.outs
-    return outs[0] if len(outs) == 1 else outs[0] + (outputs.weights[1:] * (outs[1:] - outs[:1])).sum(dim=0)
+    if len(outs) == 1:
+        return outs[0]
+    differences = outs[1:] - outs[:1]
+    return outs[0] + (outputs.weights[1:] * differences).sum(dim=0)
 
 
 class Guided(NamedTuple):
@@ -135,11 +138,15 @@ def join(branches: Sequence[Branch], scale: float, device: torch.device) -> Guid
         if len({part[name].shape for part in parts}) > 1:
             shapes = " and ".join(str(tuple(part[name].shape)) for part in parts)
             raise ValueError(f"got {name} of shapes {shapes}, expected the same for all branches of the guidance")
-    conditioning = {name: to_device(torch.cat([part[name] for part in parts]), device) for name in parts[0]}
-    weights = [scale * torch.as_tensor(branch.weight, dtype=torch.float64, device="cpu") for branch in branches]
+    conditioning = {}
+    for name in parts[0]:
+        tensor = torch.cat([part[name] for part in parts])
+        conditioning[name] = to_device(tensor, device)
+    weights = [torch.as_tensor(branch.weight, dtype=torch.float64, device="cpu") for branch in branches]
     size = next((weight.shape[-2:] for weight in weights if weight.ndim), (1, 1))  # of the maps, if there are any
-    stacked = torch.stack([weight.float().expand(1, 1, *size) for weight in weights])
-    return Guided(conditioning, to_device(stacked, device), tuple(branch.positive for branch in branches))
+    stacked = torch.stack([(scale * weight).float().expand(1, 1, *size) for weight in weights])
+    positive = tuple(branch.positive for branch in branches)
+    return Guided(conditioning, to_device(stacked, device), positive)
 
 
 # ---- the step -------------------------------------------------------------------------------------------------------
@@ -161,11 +168,14 @@ def denoise_step(
     serves every sampler, number of steps and guidance scale; it compiles again for another network, number of branches,
     combine or adjust.
     """
-    x, num_branches = registers[0], len(guided.positive)
-    batch = x if num_branches == 1 else x.repeat(num_branches, 1, 1, 1)
-    out = network(batch, row.t.expand(len(batch)), **guided.conditioning, **(arguments or {})).float()
-    outputs = Outputs(out.view(num_branches, *x.shape), guided.weights, guided.positive, x, row)
-    out = combine(outputs)
+    x = registers[0]
+    num_branches = len(guided.positive)
+    batch = x if num_branches == 1 else x.repeat(num_branches, 1, 1, 1)  # (K*B, C, h, w)
+    t = row.t.expand(len(batch))
+    out = network(batch, t, **guided.conditioning, **(arguments or {})).float()
+    outs = out.view(num_branches, *x.shape)  # (K, B, C, h, w)
+    outputs = Outputs(outs, guided.weights, guided.positive, x, row)
+    out = combine(outputs)  # (B, C, h, w)
     for change in adjust:
         out = change(out, outputs)
     h = row.to_h[0] * x + row.to_h[1] * out
@@ -279,15 +289,19 @@ def run_plan(
 
 def _run_row(inputs: Inputs, registers: Tensor, row: Row, noise: Tensor, guided: Guided) -> Tensor:
     """Run the step of a call, with gradients if its inputs ask for them, and return the registers without."""
-    arguments = inputs.arguments and {
-        name: value(guided.positive) if callable(value) else value for name, value in inputs.arguments.items()
-    }
+    arguments = None
+    if inputs.arguments is not None:
+        arguments = {
+            name: value(guided.positive) if callable(value) else value  # of the branches that run
+            for name, value in inputs.arguments.items()
+        }
     functions = inputs.combine, inputs.adjust
     if not inputs.gradients:
         return inputs.step(inputs.network, registers, row, noise, guided, *functions, arguments)
     with torch.enable_grad():
         registers = registers.detach().requires_grad_()
-        return inputs.step(inputs.network, registers, row, noise, guided, *functions, arguments).detach()
+        registers = inputs.step(inputs.network, registers, row, noise, guided, *functions, arguments)
+    return registers.detach()
 
 
 def _constrained(constrain: Constraint, number: int, registers: Tensor) -> Tensor:

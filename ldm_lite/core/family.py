@@ -49,7 +49,8 @@ class Family:
     @property
     def schedule(self) -> Schedule:
         """The noise schedule of its betas."""
-        return Schedule.from_betas(scaled_linear_betas(self.beta_start, self.beta_end), self.prediction)
+        betas = scaled_linear_betas(self.beta_start, self.beta_end)
+        return Schedule.from_betas(betas, self.prediction)
 
 
 # What metadata may tell: fact -> field of Family, and its type; and of networks, whose weights do not tell their heads:
@@ -124,9 +125,14 @@ def recognise(parts: Mapping[str, Tensors], metadata: Mapping[str, str], told: F
         near = difflib.get_close_matches(name, names, n=1)
         hint = f"did you mean {near[0]}? " if near else ""
         raise ValueError(f"no metadata {name!r}: {hint}expected some of {', '.join(names)}")
-    facts = {name.removeprefix(PREFIX): value for name, value in metadata.items() if name.startswith(PREFIX)}
-    facts = {**(metadata if metadata.keys() >= SIGNATURE else {}), **facts, **told}
-    specs = {kind: imported(KINDS[kind].spec).from_shapes(tensors.shapes) for kind, tensors in parts.items()}
+    facts: dict[str, str] = {}
+    if metadata.keys() >= SIGNATURE:
+        facts |= metadata
+    facts |= {name.removeprefix(PREFIX): value for name, value in metadata.items() if name.startswith(PREFIX)}
+    facts |= told
+    specs = {}
+    for kind, tensors in parts.items():
+        specs[kind] = imported(KINDS[kind].spec).from_shapes(tensors.shapes)
     for kind, family_of in FAMILIES:
         if kind in parts and (family := imported(family_of)(specs, parts, facts)) is not None:
             return family
@@ -140,8 +146,13 @@ def matches(specs: Specs, row: Family, told: bool) -> bool:
     """Whether the networks of a file are those of a row: in kind and, unless the family is told, in size."""
     if not row.networks.keys() <= specs.keys():
         return False
-    differing = [vars(specs[kind]).items() - vars(spec).items() for kind, spec in row.networks.items()]
-    return told or all(value is None for items in differing for _, value in items)  # None: weights do not tell
+    if told:
+        return True
+    for kind, spec in row.networks.items():
+        differing = dict(vars(specs[kind]).items() - vars(spec).items())
+        if any(value is not None for value in differing.values()):  # None: weights do not tell
+            return False
+    return True
 
 
 def with_facts(row: Family, specs: Specs, facts: Facts) -> Family:
@@ -192,4 +203,5 @@ def facts_of(family: Family) -> dict[str, str]:
     """Return the metadata of which with_facts() makes the same family again: see saving.save."""
     values = {fact: getattr(family, field) for fact, (field, _) in FACTS.items()}
     heads = {fact: family.networks[kind].heads for kind, (fact, _) in HEADS.items()}
-    return {PREFIX + fact: str(value) for fact, value in {"family": "sd1", **values, **heads}.items()}
+    facts = {"family": "sd1", **values, **heads}
+    return {PREFIX + fact: str(value) for fact, value in facts.items()}

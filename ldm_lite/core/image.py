@@ -92,7 +92,9 @@ def stretch(image: Image.Image, size: tuple[int, int]) -> Image.Image:
 
 def pad(pixels: Tensor, factor: int) -> Tensor:
     """Pad pixels (C,H,W) on the right and bottom to multiples of `factor` by repeating the edge."""
-    return F.pad(pixels[None], (0, -pixels.shape[2] % factor, 0, -pixels.shape[1] % factor), mode="replicate")[0]
+    _, height, width = pixels.shape
+    right, bottom = -width % factor, -height % factor
+    return F.pad(pixels[None], (0, right, 0, bottom), mode="replicate")[0]
 
 
 # ---- tensors --------------------------------------------------------------------------------------------------------

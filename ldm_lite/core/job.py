@@ -84,8 +84,15 @@ class Result(NamedTuple):
 
 
 Events = Iterator[State | Latents]
-# What the steps of a batch read: latents (B,C,h,w) float32, on the model's device; inputs, None without steps; noise.
-Started = tuple[Tensor, Any, Draw, Constraint]
+
+
+class Started(NamedTuple):
+    """A batch that is ready to be denoised: what its steps read."""
+
+    latents: Tensor  # (B,C,h,w) float32, on the model's device
+    inputs_of: Any  # an InputSource; None for a job without steps
+    draw: Draw
+    constrain: Constraint
 
 
 def batches(job: Job) -> Iterator[list[Item]]:
@@ -98,26 +105,30 @@ def batches(job: Job) -> Iterator[list[Item]]:
 def start(job: Job, batch: Sequence[Item]) -> Started:
     """Draw the first noise of a batch, and encode its prompts, which a job without steps does not read."""
     draw = job.noise_source(job, batch)
-    x, constrain = job.begin(job, batch, draw)
-    inputs_of: Any = None if job.plan is None else job.encode(job, batch)
-    for wrap in job.wrappers if inputs_of is not None else ():
-        inputs_of = wrap(inputs_of, job)
-    return x.to(job.model.device, torch.float32), inputs_of, draw, constrain
+    latents, constrain = job.begin(job, batch, draw)
+    inputs_of: Any = None
+    if job.plan is not None:
+        inputs_of = job.encode(job, batch)
+        for wrap in job.wrappers:
+            inputs_of = wrap(inputs_of, job)
+    return Started(latents.to(job.model.device, torch.float32), inputs_of, draw, constrain)
 
 
 def run(job: Job) -> Events:
     """Yield the states of every batch, and its latents at the end."""
     for batch in batches(job):
-        x, *how = start(job, batch)
-        for state in job.solve(x, job.plan, *how) if job.plan is not None else ():
-            x = state.latents
-            yield state
-        yield Latents(job, batch, x)
+        latents, inputs_of, draw, constrain = start(job, batch)
+        if job.plan is not None:
+            for state in job.solve(latents, job.plan, inputs_of, draw, constrain):
+                latents = state.latents
+                yield state
+        yield Latents(job, batch, latents)
 
 
 def decode(events: Events) -> Iterator[Result]:
     """Yield the results of a run, each as soon as it is decoded."""
     for event in events:
         if isinstance(event, Latents):
-            for item, pixels in zip(event.items, event.job.model.decode_pixels(event.latents), strict=True):
+            decoded = event.job.model.decode_pixels(event.latents)
+            for item, pixels in zip(event.items, decoded, strict=True):
                 yield Result(item, event.job.finish(item, pixels))

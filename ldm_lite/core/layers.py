@@ -61,11 +61,19 @@ def use_attention(network: nn.Module, attention: str | AttentionFn, where: str =
     takes_place = _takes_place(function)
     layer: Any
     for name, layer in layers.items():
-        layer.attention = functools.partial(function, place=Place(name)) if takes_place else function
-        parents = [name.rsplit(".", depth)[0] for depth in range(name.count(".") + 1)] if takes_place else []
-        for module in [network.get_submodule(parent) for parent in parents]:
-            if note_size not in module._forward_pre_hooks.values():
-                module.register_forward_pre_hook(note_size)
+        layer.attention = function
+        if takes_place:
+            layer.attention = functools.partial(function, place=Place(name))
+            _note_sizes(network, name)
+
+
+def _note_sizes(network: nn.Module, name: str) -> None:
+    """Have a layer of a network, and the modules that it is in, note the size of their feature maps."""
+    names = name.split(".")
+    for depth in range(1, len(names) + 1):
+        module = network.get_submodule(".".join(names[:depth]))
+        if note_size not in module._forward_pre_hooks.values():
+            module.register_forward_pre_hook(note_size)
 
 
 def _takes_place(function: AttentionFn) -> bool:
@@ -175,7 +183,9 @@ class Conv1x1(nn.Conv2d):
         super().__init__(in_channels, out_channels, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(channels_last(x).permute(0, 2, 3, 1), self.weight.flatten(1), self.bias).permute(0, 3, 1, 2)
+        positions = channels_last(x).permute(0, 2, 3, 1)  # (B, h, w, C), a view
+        out = F.linear(positions, self.weight.flatten(1), self.bias)  # (B, h, w, K)
+        return out.permute(0, 3, 1, 2)
 
 
 class Upsample(nn.Module):
@@ -195,7 +205,8 @@ def sinusoids(t: Tensor, dim: int) -> Tensor:
     Frequencies exp(-ln 10000 * i / (dim/2)).  Vaswani et al. 2017, sec. 3.5, in the order of CompVis openaimodel.py.
     """
     half = dim // 2
-    freqs = torch.exp(torch.arange(half, dtype=torch.float32, device=t.device) * (-math.log(10000) / half))
+    numbers = torch.arange(half, dtype=torch.float32, device=t.device)
+    freqs = torch.exp(numbers * (-math.log(10000) / half))
     angles = t.float()[:, None] * freqs  # (B, dim/2)
     return torch.cat([angles.cos(), angles.sin()], dim=1)
 

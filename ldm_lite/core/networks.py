@@ -52,10 +52,11 @@ def split(tensors: Tensors, ema: bool = True) -> dict[str, Tensors]:
     parts: dict[str, Tensors] = {}
     used: set[str] = set()
     for kind, (probe, prefixes, _, _) in KINDS.items():
-        prefix = next((prefix for prefix in prefixes if prefix + probe in tensors.shapes.keys() - used), None)
+        free = [key for key in tensors if key not in used]
+        prefix = next((prefix for prefix in prefixes if prefix + probe in free), None)
         if prefix is None:
             continue
-        keys = {key.removeprefix(prefix): key for key in tensors if key.startswith(prefix) and key not in used}
+        keys = {key.removeprefix(prefix): key for key in free if key.startswith(prefix)}
         used |= set(keys.values())
         parts[kind] = tensors.renamed(keys)
     if not parts:
@@ -84,15 +85,18 @@ def load_network(kind: str, spec: Any, tensors: Tensors, device: torch.device, d
     Raises ValueError, one line with the first differences, if names or shapes differ.
     """
     network = build(kind, spec)
-    wanted = {key: tuple(value.shape) for key, value in network.state_dict().items()}
-    missing = sorted(wanted.keys() - tensors.shapes.keys())
-    unexpected = sorted(key for key in tensors.shapes.keys() - wanted.keys() if not NO_WEIGHTS.search(key))
-    reshaped = [key for key in wanted if key in tensors.shapes and tensors.shapes[key] != wanted[key]]
-    for what, keys in (("missing", missing), ("unexpected", unexpected), ("of another shape", reshaped)):
+    shapes = {key: tuple(value.shape) for key, value in network.state_dict().items()}
+    extra = tensors.shapes.keys() - shapes.keys()
+    differences = {
+        "missing": sorted(shapes.keys() - tensors.shapes.keys()),
+        "unexpected": sorted(key for key in extra if not NO_WEIGHTS.search(key)),
+        "of another shape": [key for key in shapes if tensors.shapes.get(key, shapes[key]) != shapes[key]],
+    }
+    for what, keys in differences.items():
         if keys:
             few = ", ".join(keys[:3])
             raise ValueError(f"{tensors.path}: the {kind} does not fit: {len(keys)} tensors {what} ({few})")
-    weights = {key: tensors[key].to(device=device, dtype=dtype) for key in wanted}
+    weights = {key: tensors[key].to(device=device, dtype=dtype) for key in shapes}
     network.load_state_dict(weights, assign=True)
     return network.eval()
 

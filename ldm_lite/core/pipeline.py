@@ -65,7 +65,8 @@ class Pipeline(Model):
     def stream(self, prompt: str | Sequence[str], **options: Any) -> Iterator[State]:
         """Yield the state after each step; leaving the loop stops it.  pipe.decode(state.latents), or .x0, shows it."""
         arguments = {"prompt": prompt, **options}
-        return (event for event in features.begin(self, *features.read(arguments)) if isinstance(event, State))
+        events = features.begin(self, *features.read(arguments))
+        return (event for event in events if isinstance(event, State))
 
     # ---- parts ------------------------------------------------------------------------------------------------------
 
@@ -74,8 +75,9 @@ class Pipeline(Model):
         seeds: Any = seed if np.ndim(seed) else [seed]
         if not len(seeds) or not all(isinstance(number, numbers.Integral) for number in seeds):
             raise ValueError(f"got seed={seed!r}, expected a whole number, or a list of them")
-        side = self.family.resolution
-        shape = self.latent_shape(side if height is None else height, side if width is None else width)
+        height = self.family.resolution if height is None else height
+        width = self.family.resolution if width is None else width
+        shape = self.latent_shape(height, width)
         return noise_of([int(number) for number in seeds], shape)()
 
     def plan(self, sampler: str | None = None, steps: int | None = None, **options: Any) -> Plan:
@@ -172,11 +174,11 @@ def pick_device(device: str | torch.device | None) -> torch.device:
 
 def bundled() -> Path:
     """The model that comes with the package: beside its modules, or in the checkout.  Raises FileNotFoundError."""
-    places = [folder / "weights" / "emoji.safetensors" for folder in list(Path(__file__).parents)[:3]]
-    for place in places:
-        if place.exists():
-            return place
-    raise FileNotFoundError(f"{places[-1]}: the bundled model is missing: give the path of a checkpoint")
+    for folder in list(Path(__file__).parents)[:3]:
+        path = folder / "weights" / "emoji.safetensors"
+        if path.exists():
+            return path
+    raise FileNotFoundError(f"{path}: the bundled model is missing: give the path of a checkpoint")
 
 
 def load(

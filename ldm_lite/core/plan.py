@@ -48,7 +48,8 @@ class Plan:
 
     def x0_of_h(self, call: int) -> tuple[float, float]:
         """Return (p, q) with x0 = p x + q H, for the H of a call."""
-        (p, q), (p0, q0) = self.to_h[call], self.to_x0[call]
+        p, q = self.to_h[call]  # H = p x + q out
+        p0, q0 = self.to_x0[call]  # x0 = p0 x + q0 out
         return float(p0 - q0 * p / q), float(q0 / q)
 
 
@@ -64,8 +65,10 @@ class Row(NamedTuple):
 
 def rows_of(plan: Plan, device: torch.device) -> list[Row]:
     """The rows of a plan on a device, copied there at once."""
-    tensors = [torch.tensor(getattr(plan, name), dtype=torch.float32, device=device) for name in Row._fields]
-    return [Row(*row) for row in zip(*tensors, strict=True)]
+    columns = []
+    for name in Row._fields:
+        columns.append(torch.tensor(getattr(plan, name), dtype=torch.float32, device=device))
+    return [Row(*row) for row in zip(*columns, strict=True)]
 
 
 @dataclass
@@ -73,7 +76,7 @@ class Rows:
     """Builds a plan: call add() once for each call of the network, then plan()."""
 
     schedule: Schedule
-    keep: Literal["eps", "x0"]  # what H is
+    h: Literal["eps", "x0"]  # what H is, whatever the network predicts
     rows: list[tuple[Level, Array, int, bool]] = field(default_factory=list)
 
     def add(self, step: int, now: Level, x: Array, aside: Array = ASIDE, remember: bool = True) -> None:
@@ -94,8 +97,8 @@ class Rows:
         plan = Plan(
             t=np.array([level.t for level in levels]),
             level=np.array([[level.a, level.s] for level in levels]),
-            to_h=np.array([self.schedule.to_kept(self.keep, level) for level in levels]),
-            to_x0=np.array([self.schedule.to_kept("x0", level) for level in levels]),
+            to_h=np.array([self.schedule.to_h(self.h, level) for level in levels]),
+            to_x0=np.array([self.schedule.to_h("x0", level) for level in levels]),
             mix=mix,
             step=np.array(steps),
             adds_noise=np.any(mix[:, :, -1] != 0, axis=1),

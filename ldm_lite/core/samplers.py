@@ -59,7 +59,9 @@ def make_plan(
     sigmas = [level.sigma if isinstance(level, Level) else math.nan for level in levels]
     if len(levels) != steps + 1 or not all(now > after for now, after in pairwise(sigmas)):
         raise ValueError(f"got spacing {spacing}, expected {steps + 1} Levels for {steps} steps, the noisiest first")
-    arguments: dict[str, Any] = {"spacing": spacing if last is None else lambda schedule, num: levels[-num - 1 :]}
+    arguments: dict[str, Any] = {"spacing": spacing}
+    if last is not None:
+        arguments["spacing"] = lambda schedule, num: levels[-num - 1 :]
     if eta is not None:
         if "eta" not in parameters or not 0 <= eta <= 1:
             able = ", ".join(key for key, f in SAMPLERS.items() if "eta" in inspect.signature(f).parameters)
@@ -105,10 +107,10 @@ def ddim(schedule: Schedule, steps: int, spacing: str | Spacing = "leading", eta
 
     With the spacing "leading" it ends at timestep 0, not clean: the last state's x0 is not the image, but nearly.
     """
-    rows = Rows(schedule, keep="eps" if schedule.prediction == "eps" else "x0")
+    rows = Rows(schedule, h="eps" if schedule.prediction == "eps" else "x0")
     levels = levels_of(spacing, schedule, steps)
     for i, (now, after) in enumerate(pairwise(levels)):
-        if rows.keep == "eps":
+        if rows.h == "eps":
             x = _transfer(now, after, H, eta=eta)
         else:
             old, new = _noise_shares(now, after, eta)
@@ -123,7 +125,7 @@ def plms(schedule: Schedule, steps: int, spacing: str | Spacing = "leading") -> 
 
     The first step makes two calls (pseudo improved Euler), so there is one call more than steps.
     """
-    rows, levels = Rows(schedule, keep="eps"), levels_of(spacing, schedule, steps)
+    rows, levels = Rows(schedule, h="eps"), levels_of(spacing, schedule, steps)
     for i, (now, after) in enumerate(pairwise(levels)):
         if after.s == 0 and i == 0:  # a single step to the clean image: no eps can be predicted at its end
             rows.add(i, now, _transfer(now, after, H))
@@ -152,7 +154,7 @@ def slope(y: Array, x0: Array, sigma: float) -> Array:
 @sampler
 def euler(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace") -> Plan:
     """Euler's method on dy/dsigma.  Karras et al. 2022, alg. 2 without the second half."""
-    rows, levels = Rows(schedule, keep="x0"), schedule.finite(levels_of(spacing, schedule, steps))
+    rows, levels = Rows(schedule, h="x0"), schedule.finite(levels_of(spacing, schedule, steps))
     for i, (now, after) in enumerate(pairwise(levels)):
         y = X / now.scale
         rows.add(i, now, after.scale * (y + slope(y, H, now.sigma) * (after.sigma - now.sigma)))
@@ -162,7 +164,7 @@ def euler(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace") -
 @sampler
 def euler_a(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace", eta: float = 1.0) -> Plan:
     """Euler ancestral: step below the next level, then add noise up to it.  k-diffusion sample_euler_ancestral."""
-    rows, levels = Rows(schedule, keep="x0"), schedule.finite(levels_of(spacing, schedule, steps))
+    rows, levels = Rows(schedule, h="x0"), schedule.finite(levels_of(spacing, schedule, steps))
     for i, (now, after) in enumerate(pairwise(levels)):
         down, up = ancestral(now.sigma, after.sigma, eta)
         y = X / now.scale
@@ -180,7 +182,7 @@ def dpmpp_2m(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace"
 
     The first step is of first order, and so is one to sigma 0, where lambda is infinite.
     """
-    rows, levels = Rows(schedule, keep="x0"), schedule.finite(levels_of(spacing, schedule, steps))
+    rows, levels = Rows(schedule, h="x0"), schedule.finite(levels_of(spacing, schedule, steps))
     for i, (now, after) in enumerate(pairwise(levels)):
         x0 = H
         if i > 0 and after.sigma > 0:

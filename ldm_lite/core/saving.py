@@ -73,7 +73,8 @@ def check_file(file: Tensors, model: Model) -> None:
                 f"cannot save the family's {name}, {getattr(expected, name)!r}: a file tells numbers and names only, "
                 f"and load() would use {getattr(family, name)!r}; put it back, and in again after loading"
             )
-    if type(schedule) is not type(model.schedule) or not np.array_equal(schedule.alpha_bar, model.schedule.alpha_bar):
+    has_levels = np.array_equal(schedule.alpha_bar, model.schedule.alpha_bar)
+    if type(schedule) is not type(model.schedule) or not has_levels:
         name = type(model.schedule).__name__
         raise ValueError(f"cannot save a schedule of the class {name}: a file holds alpha_bar and eps or v, no code")
     for kind, network in model.networks.items():
@@ -120,8 +121,9 @@ def modules_of(network: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Mod
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     """The parameters and buffers of a module that belong into a file, without those of modules in it."""
-    buffers = {key: value for key, value in module._buffers.items() if key not in module._non_persistent_buffers_set}
-    return {key: value for key, value in {**module._parameters, **buffers}.items() if value is not None}
+    tensors = {**module._parameters, **module._buffers}
+    left_out = module._non_persistent_buffers_set
+    return {key: value for key, value in tensors.items() if value is not None and key not in left_out}
 
 
 def weights_of(network: nn.Module) -> dict[str, Tensor]:
@@ -162,18 +164,25 @@ def difference_of(network: nn.Module, expected: nn.Module) -> str:
 
 def _changed_attributes(module: nn.Module, other: nn.Module) -> Iterator[str]:
     """Yield the attributes, hooks and methods that a module has of its own, and another of the same class not."""
-    attributes, others = _attributes(module), _attributes(other)
-    for key, value in attributes.items():
-        expected = others.get(key)
+    others = _attributes(other)
+    for key, value in _attributes(module).items():
         is_known = key in others or hasattr(type(module), key)  # else the class does not read it
-        is_array = isinstance(value, (Tensor, np.ndarray))
-        if is_known and value is not expected and (is_array or type(value) is not type(expected) or value != expected):
+        if is_known and not _is_same(value, others.get(key)):
             yield key
+
+
+def _is_same(value: Any, expected: Any) -> bool:
+    if value is expected:
+        return True
+    if isinstance(value, (Tensor, np.ndarray)) or type(value) is not type(expected):
+        return False
+    return bool(value == expected)
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
     """The attributes of a module that may change what it computes."""
-    attributes = {key: value for key, value in vars(module).items() if key not in HARMLESS and "backward" not in key}
+    names = [key for key in vars(module) if key not in HARMLESS and "backward" not in key]
+    attributes = {key: vars(module)[key] for key in names}
     hooks = attributes["_forward_pre_hooks"].values()
     attributes["_forward_pre_hooks"] = [hook for hook in hooks if hook is not note_size]  # layers.use_attention's
     return attributes

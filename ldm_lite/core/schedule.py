@@ -76,7 +76,8 @@ class Schedule:
 
     def at(self, t: int) -> Level:
         """The level of the integer timestep t in [0,1000)."""
-        return Level(float(t), float(np.sqrt(self.alpha_bar[t])), float(np.sqrt(1.0 - self.alpha_bar[t])))
+        alpha_bar = self.alpha_bar[t]
+        return Level(float(t), float(np.sqrt(alpha_bar)), float(np.sqrt(1.0 - alpha_bar)))
 
     def between(self, t: float) -> Level:
         """The level of a fractional timestep; log sigma is interpolated linearly, as in k-diffusion."""
@@ -110,27 +111,29 @@ class Schedule:
         a, s = self.levels_at(t, x0)
         return eps if self.prediction == "eps" else a * eps - s * x0
 
-    def to_kept(self, keep: str, level: Level) -> tuple[float, float]:
-        """Return (p, q) with kept = p x + q out, for the network's output; keep is "eps" or "x0".
+    def to_h(self, h: str, level: Level) -> tuple[float, float]:
+        """Return (p, q) with H = p x + q out, for the network's output; h says what H is, "eps" or "x0".
 
         NaN where it is undefined: x0 from eps at zero terminal SNR.  Salimans and Ho 2022, sec. 4.
         """
-        if keep not in ("eps", "x0"):
-            raise ValueError(f"got keep={keep!r}, expected eps or x0")
+        if h not in ("eps", "x0"):
+            raise ValueError(f"got h={h!r}, expected eps or x0")
         _, a, s = level
-        if self.prediction == keep:
+        if self.prediction == h:
             return 0.0, 1.0
         if self.prediction == "v":
-            return (s, a) if keep == "eps" else (a, -s)
+            return (s, a) if h == "eps" else (a, -s)
         return (1 / a, -s / a) if a > 0 else (np.nan, np.nan)
 
     def levels_at(self, t: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return a and s (B,1,1,1) of integer timesteps t (B,), in the dtype and on the device of another tensor."""
-        if (like.device, like.dtype) not in self._tables:  # copied once: training does not wait for the device
+        key = like.device, like.dtype
+        if key not in self._tables:  # copied once: training does not wait for the device
             alpha_bar = torch.from_numpy(self.alpha_bar)
-            self._tables[like.device, like.dtype] = alpha_bar.sqrt().to(like), (1 - alpha_bar).sqrt().to(like)
-        a, s = (table[t.to(like.device)][:, None, None, None] for table in self._tables[like.device, like.dtype])
-        return a, s
+            self._tables[key] = alpha_bar.sqrt().to(like), (1 - alpha_bar).sqrt().to(like)
+        a, s = self._tables[key]
+        t = t.to(like.device)
+        return a[t][:, None, None, None], s[t][:, None, None, None]
 
     @cached_property
     def _tables(self) -> dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]]:
@@ -179,7 +182,8 @@ def linspace(schedule: Schedule, steps: int) -> list[Level]:
 def karras(schedule: Schedule, steps: int, rho: float = 7.0) -> list[Level]:
     """Sigmas evenly spaced in sigma^(1/rho) over the schedule's range, then clean.  Karras et al. 2022, eq. 5."""
     low, high = (float(schedule.sigmas[i]) ** (1 / rho) for i in (0, -1))
-    return [*(schedule.at_sigma(float(sigma)) for sigma in np.linspace(high, low, steps) ** rho), CLEAN]
+    sigmas = np.linspace(high, low, steps) ** rho
+    return [*(schedule.at_sigma(float(sigma)) for sigma in sigmas), CLEAN]
 
 
 Spacing = Callable[[Schedule, int], list[Level]]

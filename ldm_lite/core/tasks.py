@@ -24,7 +24,9 @@ def prepare(model: Model, options: Options) -> Job:
     """Return the job of the options.  Raises ValueError, one line, for options that do not fit the model."""
     if options.mask is not None:
         return inpaint(model, options)
-    return text_to_image(model, options) if options.image is None else image_to_image(model, options)
+    if options.image is not None:
+        return image_to_image(model, options)
+    return text_to_image(model, options)
 
 
 def text_to_image(model: Model, options: Options) -> Job:
@@ -33,7 +35,16 @@ def text_to_image(model: Model, options: Options) -> Job:
     shape = model.latent_shape(options.height or side, options.width or side)
     texts = zip(options.prompts, options.seeds, strict=True)
     items = [Item(i, prompt, options.negative_prompt, seed) for i, (prompt, seed) in enumerate(texts)]
-    return Job(model, options, shape, plan_of(model, options), items, guided_text, from_noise, seeded_noise)
+    return Job(
+        model=model,
+        options=options,
+        shape=shape,
+        plan=plan_of(model, options),
+        items=items,
+        encode=guided_text,
+        begin=from_noise,
+        noise_source=seeded_noise,
+    )
 
 
 def image_to_image(model: Model, options: Options) -> Job:
@@ -43,13 +54,16 @@ def image_to_image(model: Model, options: Options) -> Job:
     """
     image = open_image(options.image)
     image = resize(image, size_of(model, options, image))
-    return _from_image(model, options, image, 0.75 if options.strength is None else options.strength)[0]
+    strength = 0.75 if options.strength is None else options.strength
+    job, _ = _from_image(model, options, image, strength)
+    return job
 
 
 def inpaint(model: Model, options: Options) -> Job:
     """Image to image where the mask is white; latents elsewhere are put back before every call, pixels at the end."""
     image = open_image(options.image)
-    mask, size = stretch(open_mask(options.mask), image.size), size_of(model, options, image)
+    mask = stretch(open_mask(options.mask), image.size)
+    size = size_of(model, options, image)
     image, mask = resize(image, size), resize(mask, size)
     if mask.getbbox() is None:
         raise ValueError("nothing to repaint, the mask is black: white is repainted")
@@ -64,10 +78,12 @@ def inpaint(model: Model, options: Options) -> Job:
         levels = [] if job.plan is None else [*job.plan.level.tolist(), (1.0, 0.0)]
 
         def constrain(number: int, x: Tensor) -> Tensor:
+            if number == 0:
+                return x
             a, s = levels[number]
-            return free * x + (1 - free) * (a * init + s * noise) if number else x
+            return free * x + (1 - free) * (a * init + s * noise)
 
-        return noised(init, job.plan, strength, noise), constrain
+        return first_latents(init, job.plan, strength, noise), constrain
 
     def finish(item: Item, pixels: Tensor) -> Tensor:
         return weights * base.finish(item, pixels) + (1 - weights) * to_pixels(image)
@@ -81,7 +97,7 @@ def _from_image(model: Model, options: Options, image: Image.Image, strength: fl
     init = model.encode_pixels(pixels[None])
 
     def begin(job: Job, items: Sequence[Item], draw: Draw) -> tuple[Tensor, Constraint]:
-        return noised(init, job.plan, strength, draw().to(init.device)), unconstrained
+        return first_latents(init, job.plan, strength, draw().to(init.device)), unconstrained
 
     def finish(item: Item, pixels: Tensor) -> Tensor:
         return pixels[:, : image.height, : image.width]
@@ -95,7 +111,8 @@ def _from_image(model: Model, options: Options, image: Image.Image, strength: fl
 
 def guided_text(job: Job, items: Sequence[Item]) -> InputSource:
     """Job.encode: the prompts of a batch with classifier-free guidance; scale 1 means none, and half the work."""
-    model, scale = job.model, job.model.family.scale if job.options.scale is None else job.options.scale
+    model = job.model
+    scale = model.family.scale if job.options.scale is None else job.options.scale
     branches: tuple[Branch, ...] = (Branch(model.encode_prompt([item.prompt for item in items])),)
     if scale != 1:
         negative = model.encode_prompt([item.negative for item in items])
@@ -119,7 +136,8 @@ def noise_of(seeds: Sequence[int], shape: tuple[int, int, int]) -> Draw:
     generators = [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
 
     def draw() -> Tensor:
-        return torch.stack([torch.randn(shape, generator=g, dtype=torch.float32, device="cpu") for g in generators])
+        images = [torch.randn(shape, generator=g, dtype=torch.float32, device="cpu") for g in generators]
+        return torch.stack(images)
 
     return draw
 
@@ -142,7 +160,7 @@ def plan_of(model: Model, options: Options, strength: float = 1.0) -> Plan | Non
     return make_plan(name, model.schedule, steps, spacing=options.spacing, eta=options.eta, last=last)
 
 
-def noised(init: Tensor, plan: Plan | None, strength: float, noise: Tensor) -> Tensor:
+def first_latents(init: Tensor, plan: Plan | None, strength: float, noise: Tensor) -> Tensor:
     """Return the first latents (B,C,h,w): those of the image (1,C,h,w) at the plan's first level, or noise."""
     if plan is None:
         return init.expand(len(noise), -1, -1, -1)

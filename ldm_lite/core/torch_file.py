@@ -66,12 +66,15 @@ def _pickles(file: BinaryIO, is_zip: bool) -> Iterator[IO[bytes]]:
     """Yield the pickles of a file.  Raises ValueError for what would take too much memory."""
     if not is_zip:
         file.seek(0)
-        yield from [io.BytesIO(file.read(MOST_PICKLE))] * 5  # magic, protocol, system, content, names of storages
+        pickles = io.BytesIO(file.read(MOST_PICKLE))
+        for _ in ("magic number", "protocol", "system", "content", "names of storages"):
+            yield pickles  # read to the end of one pickle, which is where the next begins
         return
     archive = zipfile.ZipFile(file)
     for member in archive.infolist():
         is_pickle = member.filename.lower().endswith("data.pkl")
-        if member.compress_type != zipfile.ZIP_STORED or (is_pickle and member.file_size > MOST_PICKLE):
+        is_compressed = member.compress_type != zipfile.ZIP_STORED
+        if is_compressed or (is_pickle and member.file_size > MOST_PICKLE):
             raise ValueError(f"{member.filename} is compressed or too large")
         if is_pickle:
             yield archive.open(member)
@@ -99,7 +102,9 @@ def _stand_ins(pickled: IO[bytes]) -> Iterator[type]:
         else:
             before = opcode.stack_before
             has_mark = pickletools.markobject in before
-            start = marks.pop() - before.index(pickletools.markobject) if has_mark else len(stack) - len(before)
+            start = len(stack) - len(before)
+            if has_mark:
+                start = marks.pop() - before.index(pickletools.markobject)
             size = 1 + (sum(stack[start:]) if "TUPLE" in opcode.name else len(str(argument)) // 64)
             stack[start:] = [memo[argument] if "GET" in opcode.name else size] * len(opcode.stack_after)
             total += stack[-1] if stack else 0

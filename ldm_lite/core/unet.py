@@ -57,7 +57,8 @@ class UNetSpec:
         width, in_channels = size(shapes, "input_blocks.0.0.weight", 4)[:2]
         num_blocks = count(shapes, r"input_blocks\.(\d+)\.")
         downsamplers = [i for i in range(num_blocks) if f"input_blocks.{i}.0.op.weight" in shapes]
-        blocks = tuple(after - before - 1 for before, after in pairwise([0, *downsamplers, num_blocks]))
+        bounds = [0, *downsamplers, num_blocks]  # a level's residual blocks are between two of these
+        blocks = tuple(after - before - 1 for before, after in pairwise(bounds))
         firsts = [1 + before for before in (0, *downsamplers)]  # the first residual block of each level
         widths = [size(shapes, f"input_blocks.{i}.0.out_layers.0.weight", 1)[0] for i in firsts]
         contexts = [size(shapes, key, 2)[1] for key in shapes if key.endswith("attn2.to_k.weight")]
@@ -95,9 +96,11 @@ class Attention(nn.Module):
         self.to_out = nn.Sequential(nn.Linear(channels, channels), nn.Identity())  # slot 1 held a Dropout
 
     def forward(self, x: Tensor, context: Tensor) -> Tensor:
-        q, k, v = self.to_q(x), self.to_k(context), self.to_v(context)  # (B, N, C), (B, T, C) twice
-        q, k, v = (split_heads(part, self.num_heads) for part in (q, k, v))  # (B, H, N or T, D)
-        return self.to_out(merge_heads(self.attention(q, k, v)))
+        q = split_heads(self.to_q(x), self.num_heads)  # (B, H, N, D)
+        k = split_heads(self.to_k(context), self.num_heads)  # (B, H, T, D)
+        v = split_heads(self.to_v(context), self.num_heads)  # (B, H, T, D)
+        out = self.attention(q, k, v)  # (B, H, N, D)
+        return self.to_out(merge_heads(out))
 
 
 class GEGLU(nn.Module):
@@ -117,7 +120,8 @@ class FeedForward(nn.Module):
 
     def __init__(self, channels: int) -> None:
         super().__init__()
-        self.net = nn.Sequential(GEGLU(channels, 4 * channels), nn.Identity(), nn.Linear(4 * channels, channels))
+        wide = 4 * channels
+        self.net = nn.Sequential(GEGLU(channels, wide), nn.Identity(), nn.Linear(wide, channels))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.net(x)
@@ -185,7 +189,8 @@ class ResBlock(nn.Module):
         # Slot 0 held a SiLU: UNet.embed applies it once for all blocks.  out_layers.2 held a Dropout.
         self.emb_layers = nn.Sequential(nn.Identity(), nn.Linear(emb_channels, out_channels))
         self.out_layers = nn.Sequential(nn.GroupNorm(32, out_channels), nn.SiLU(inplace=True), nn.Identity(), conv_out)
-        self.skip_connection = nn.Identity() if in_channels == out_channels else Conv1x1(in_channels, out_channels)
+        is_same = in_channels == out_channels
+        self.skip_connection = nn.Identity() if is_same else Conv1x1(in_channels, out_channels)
 
     def forward(self, x: Tensor, emb: Tensor) -> Tensor:
         h = self.in_layers(x) + self.emb_layers(emb)[:, :, None, None]
@@ -217,15 +222,20 @@ class UNet(nn.Module):
     def __init__(self, spec: UNetSpec) -> None:
         super().__init__()
         self.spec = spec
-        width, last = spec.model_channels, len(spec.channel_mult) - 1
-        self.time_embed = nn.Sequential(nn.Linear(width, 4 * width), nn.SiLU(), nn.Linear(4 * width, 4 * width))
+        width = spec.model_channels
+        last = len(spec.channel_mult) - 1
+        emb = 4 * width
+        self.time_embed = nn.Sequential(nn.Linear(width, emb), nn.SiLU(), nn.Linear(emb, emb))
 
         # down: the first convolution, then per level its residual blocks and a downsampler
-        self.input_blocks = nn.ModuleList([Block([nn.Conv2d(spec.in_channels, width, 3, padding=1)])])
-        channels, skips = width, [width]  # output channels of each input block
+        first = nn.Conv2d(spec.in_channels, width, 3, padding=1)
+        self.input_blocks = nn.ModuleList([Block([first])])
+        channels = width
+        skips = [width]  # output channels of each input block
         for level, mult in enumerate(spec.channel_mult):
             for _ in range(spec.num_res_blocks[level]):
-                layers = [self.residual(channels, mult * width), *self.attend(mult * width, level)]
+                layers = [self.res_block(channels, mult * width)]
+                layers += self.transformers(mult * width, level)
                 self.input_blocks.append(Block(layers))
                 channels = mult * width
                 skips.append(channels)
@@ -234,38 +244,47 @@ class UNet(nn.Module):
                 skips.append(channels)
 
         # middle
-        first, second = self.residual(channels, channels), self.residual(channels, channels)
-        self.middle_block = Block([first, *self.attend(channels, None), second])
+        layers = [self.res_block(channels, channels)]
+        second = self.res_block(channels, channels)
+        layers += self.transformers(channels, None)
+        self.middle_block = Block([*layers, second])
         self.skip_channels = tuple(skips)
 
         # up: one more residual block per level; each also reads the skip of its counterpart
         self.output_blocks = nn.ModuleList()
         for level, mult in reversed(list(enumerate(spec.channel_mult))):
             for i in range(spec.num_res_blocks[level] + 1):
-                layers = [self.residual(channels + skips.pop(), mult * width), *self.attend(mult * width, level)]
+                layers = [self.res_block(channels + skips.pop(), mult * width)]
+                layers += self.transformers(mult * width, level)
                 channels = mult * width
                 if level and i == spec.num_res_blocks[level]:
                     layers.append(Upsample(channels))
                 self.output_blocks.append(Block(layers))
         self.out = nn.Sequential(
-            nn.GroupNorm(32, channels), nn.SiLU(inplace=True), nn.Conv2d(channels, spec.out_channels, 3, padding=1)
+            nn.GroupNorm(32, channels),
+            nn.SiLU(inplace=True),
+            nn.Conv2d(channels, spec.out_channels, 3, padding=1),
         )
 
-    # The layers that it is made of, for networks of other kinds to replace.
+    # Methods, so that a subclass can be made of other layers.
 
-    def residual(self, in_channels: int, channels: int) -> nn.Module:
+    def res_block(self, in_channels: int, channels: int) -> nn.Module:
         """A residual block."""
         return ResBlock(in_channels, channels, 4 * self.spec.model_channels)
 
-    def attend(self, channels: int, level: int | None) -> list[nn.Module]:
+    def transformers(self, channels: int, level: int | None) -> list[nn.Module]:
         """The transformer after a residual block of a level, or of the middle (None); nothing if it has none."""
         depth = self.spec.middle_depth if level is None else self.spec.transformer_depth[level]
-        return [SpatialTransformer(channels, self.spec.context_dim, self.spec.heads or 1, depth)] if depth else []
+        if depth == 0:
+            return []
+        if self.spec.heads is None:
+            raise ValueError("the weights of a UNet do not tell its heads: give replace(spec, heads=...)")
+        return [SpatialTransformer(channels, self.spec.context_dim, self.spec.heads, depth)]
 
     def embed(self, t: Tensor) -> Tensor:
         """Embed the timestep t (B,): (B,E) in the weights' dtype, after the SiLU that starts every residual block."""
-        bias: Any = self.time_embed[0].bias  # its dtype is the network's; stored matrices may have another
-        return F.silu(self.time_embed(sinusoids(t, self.spec.model_channels).to(bias.dtype)))
+        dtype: Any = self.time_embed[0].bias.dtype  # which the network computes in
+        return F.silu(self.time_embed(sinusoids(t, self.spec.model_channels).to(dtype)))
 
     def forward(self, x: Tensor, t: Tensor, context: Tensor, residuals: Sequence[Tensor] | None = None) -> Tensor:
         """Latents x (B,in_channels,h,w) at timesteps t (B,) in [0,1000), text (B,T,D) -> (B,out_channels,h,w).
@@ -274,11 +293,14 @@ class UNet(nn.Module):
         computes in that of the weights.
         """
         emb = self.embed(t)
-        return self.run(x.to(emb.dtype), emb, context.to(emb.dtype), residuals)
+        return self.forward_embedded(x.to(emb.dtype), emb, context.to(emb.dtype), residuals)
 
-    def run(self, x: Tensor, emb: Tensor, context: Tensor, residuals: Sequence[Tensor] | None = None) -> Tensor:
-        """The same for an embedded timestep (B,E); all are in the weights' dtype."""
-        x, skips = channels_last(x), []
+    def forward_embedded(
+        self, x: Tensor, emb: Tensor, context: Tensor, residuals: Sequence[Tensor] | None = None
+    ) -> Tensor:
+        """As forward, for a timestep that is embedded already (B,E); all are in the weights' dtype."""
+        x = channels_last(x)
+        skips = []
         for block in self.input_blocks:
             x = block(x, emb, context)
             skips.append(x)
@@ -287,5 +309,6 @@ class UNet(nn.Module):
             *skips, x = (tensor + more for tensor, more in zip([*skips, x], residuals, strict=True))
         for block in self.output_blocks:
             x = torch.cat([x, skips.pop()], dim=1)
-            x = block(x, emb, context, skips[-1].shape[2:] if skips else None)
+            next_size = skips[-1].shape[2:] if skips else None  # that an upsampler resizes to
+            x = block(x, emb, context, next_size)
         return self.out(x)

@@ -37,12 +37,13 @@ class VAESpec:
         levels = range(count(shapes, r"encoder\.down\.(\d+)\."))
         widths = [size(shapes, f"encoder.down.{i}.block.0.conv1.weight", 4)[0] for i in levels]
         quant = bool({"quant_conv.weight", "post_quant_conv.weight"} & shapes.keys())
+        latent_key = "post_quant_conv.weight" if quant else "decoder.conv_in.weight"
         return VAESpec(
             channels=channels,
             channel_mult=tuple(width // channels for width in widths),
             num_res_blocks=count(shapes, r"encoder\.down\.0\.block\.(\d+)\."),
             z_channels=size(shapes, "decoder.conv_in.weight", 4)[1],
-            embed_dim=size(shapes, "post_quant_conv.weight" if quant else "decoder.conv_in.weight", 4)[1],
+            embed_dim=size(shapes, latent_key, 4)[1],
             attn_levels=tuple(i for i in levels if f"encoder.down.{i}.attn.0.norm.weight" in shapes),
             mid_attn="encoder.mid.attn_1.norm.weight" in shapes,
             quant=quant,
@@ -67,7 +68,8 @@ class ResnetBlock(nn.Module):
         self.conv1 = nn.Conv2d(in_channels, out_channels, 3, padding=1)
         self.norm2 = _norm(out_channels)
         self.conv2 = nn.Conv2d(out_channels, out_channels, 3, padding=1)
-        self.nin_shortcut = nn.Identity() if in_channels == out_channels else Conv1x1(in_channels, out_channels)
+        is_same = in_channels == out_channels
+        self.nin_shortcut = nn.Identity() if is_same else Conv1x1(in_channels, out_channels)
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.conv1(F.silu(self.norm1(x), inplace=True))
@@ -89,9 +91,14 @@ class AttnBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         normed = self.norm(x)
-        q, k, v = (conv(normed).flatten(2).transpose(1, 2)[:, None] for conv in (self.q, self.k, self.v))  # (B,1,hw,C)
+        q, k, v = (self._tokens(conv(normed)) for conv in (self.q, self.k, self.v))
         out = self.attention(q, k, v)[:, 0].transpose(1, 2).view_as(x)  # (B, C, h, w)
         return x + self.proj_out(out)
+
+    @staticmethod
+    def _tokens(x: Tensor) -> Tensor:
+        """(B,C,h,w) -> (B,1,h*w,C): one head."""
+        return x.flatten(2).transpose(1, 2)[:, None]
 
 
 class Downsample(nn.Module):
@@ -105,13 +112,15 @@ class Downsample(nn.Module):
         return self.conv(F.pad(x, (0, 1, 0, 1)))
 
 
-class Level(nn.Module):
+class Stage(nn.Module):
     """The residual blocks of one resolution, with attention or without, then a "downsample", an "upsample" or none."""
 
     def __init__(self, in_channels: int, channels: int, num_blocks: int, attn: bool, **resample: nn.Module) -> None:
         super().__init__()
-        self.block = nn.ModuleList(ResnetBlock(channels if i else in_channels, channels) for i in range(num_blocks))
-        self.attn = nn.ModuleList(AttnBlock(channels) if attn else nn.Identity() for _ in range(num_blocks))
+        self.block, self.attn = nn.ModuleList(), nn.ModuleList()
+        for i in range(num_blocks):
+            self.block.append(ResnetBlock(channels if i else in_channels, channels))
+            self.attn.append(AttnBlock(channels) if attn else nn.Identity())
         for name, module in resample.items():
             self.add_module(name, module)
 
@@ -148,7 +157,8 @@ class Encoder(nn.Module):
         for level, width in enumerate(widths):
             resample = {"downsample": Downsample(width)} if level + 1 < len(widths) else {}
             before = widths[level - 1] if level else spec.channels
-            self.down.append(Level(before, width, spec.num_res_blocks, level in spec.attn_levels, **resample))
+            has_attn = level in spec.attn_levels
+            self.down.append(Stage(before, width, spec.num_res_blocks, has_attn, **resample))
         self.mid = Middle(widths[-1], spec.mid_attn)
         self.norm_out = _norm(widths[-1])
         self.conv_out = nn.Conv2d(widths[-1], 2 * spec.z_channels, 3, padding=1)
@@ -172,7 +182,8 @@ class Decoder(nn.Module):
         for level, width in enumerate(widths):
             resample = {"upsample": Upsample(width)} if level else {}
             before = widths[min(level + 1, len(widths) - 1)]
-            self.up.append(Level(before, width, spec.num_res_blocks + 1, level in spec.attn_levels, **resample))
+            has_attn = level in spec.attn_levels
+            self.up.append(Stage(before, width, spec.num_res_blocks + 1, has_attn, **resample))
         self.norm_out = _norm(widths[0])
         self.conv_out = nn.Conv2d(widths[0], 3, 3, padding=1)
 
@@ -191,8 +202,11 @@ class AutoencoderKL(nn.Module):
         self.spec = spec
         self.encoder = Encoder(spec)
         self.decoder = Decoder(spec)
-        self.quant_conv = nn.Conv2d(2 * spec.z_channels, 2 * spec.embed_dim, 1) if spec.quant else nn.Identity()
-        self.post_quant_conv = nn.Conv2d(spec.embed_dim, spec.z_channels, 1) if spec.quant else nn.Identity()
+        self.quant_conv: nn.Module = nn.Identity()
+        self.post_quant_conv: nn.Module = nn.Identity()
+        if spec.quant:
+            self.quant_conv = nn.Conv2d(2 * spec.z_channels, 2 * spec.embed_dim, 1)
+            self.post_quant_conv = nn.Conv2d(spec.embed_dim, spec.z_channels, 1)
 
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Pixels (B,3,H,W) in [-1,1] -> mean and standard deviation of the latents, (B,embed_dim,h,w), unscaled."""

@@ -62,7 +62,7 @@ class Adaptive:
 
     def _attempt(self, s: float, t: float) -> tuple[Plan, float, float]:
         """Return the plan of the three calls from lambda s to t, where they aim to, and the sigma of noise to add."""
-        rows, last = Rows(self.schedule, keep="eps"), t >= self.end
+        rows, last = Rows(self.schedule, h="eps"), t >= self.end
         after = self.schedule.at_sigma(math.exp(-t))
         after = Level(after.t, 1.0, after.sigma) if last else after
         down, _ = ancestral(math.exp(-s), after.sigma, self.eta)

@@ -29,7 +29,7 @@ def dpmpp_2m_sd3(schedule: Schedule, steps: int, spacing: str | Spacing = "linsp
 @register(label="DPM++ 2S a", aliases=("dpmpp_2s_ancestral", "dpmpp_2s"))
 def dpmpp_2s_a(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace", eta: float = 1.0) -> Plan:
     """DPM-Solver++ (2S): step below the next level, then add noise up to it.  Lu et al. 2022b, alg. 1; k-diffusion."""
-    rows, levels = Rows(schedule, keep="x0"), straightened(schedule).finite(levels_of(spacing, schedule, steps))
+    rows, levels = Rows(schedule, h="x0"), straightened(schedule).finite(levels_of(spacing, schedule, steps))
     for i, (now, after) in enumerate(pairwise(levels)):
         down, factor, noise = level_below(schedule, now, after, eta)
         if down.s == 0:
@@ -58,7 +58,7 @@ def dpmpp_sde(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace
 
     As in k-diffusion, one Brownian motion in sigma drives both stages: the second stage's noise contains the first's.
     """
-    rows, levels = Rows(schedule, keep="x0"), finite_levels(schedule, steps, spacing)
+    rows, levels = Rows(schedule, h="x0"), finite_levels(schedule, steps, spacing)
     for i, (now, after) in enumerate(pairwise(levels)):
         if after.sigma == 0:
             rows.add(i, now, after.a * H)
@@ -100,7 +100,7 @@ def _multistep_sde(
     schedule: Schedule, steps: int, spacing: str | Spacing, eta: float, order: int, heun: bool = False
 ) -> Plan:
     """Extrapolate x0 by its differences D1 and D2 in lambda, weighted by the phi functions of h (1 + eta)."""
-    rows, levels = Rows(schedule, keep="x0"), finite_levels(schedule, steps, spacing)
+    rows, levels = Rows(schedule, h="x0"), finite_levels(schedule, steps, spacing)
     hs = [np.log(now.sigma / after.sigma) for now, after in pairwise(levels) if after.sigma > 0]
     for i, (now, after) in enumerate(pairwise(levels)):
         if after.sigma == 0:
@@ -145,7 +145,7 @@ def _unipc(schedule: Schedule, levels: list[Level], order: int, exponential: boo
 
     Both are y + phi1 (x0 + weights of the differences of x0 to those at other levels), lower at both ends.
     """
-    rows = Rows(schedule, keep="x0")
+    rows = Rows(schedule, h="x0")
     lambdas = [-np.log(level.sigma) if level.sigma > 0 else np.inf for level in levels]
     y, before = X / levels[0].a, 0
     for i, (now, after) in enumerate(pairwise(levels)):
@@ -203,7 +203,7 @@ def dpm_fast(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace"
     of them over the schedule's range; the spacing only sets the sigma that the first latent is scaled by, as in A1111.
     The result is y = x0 + sigma eps.
     """
-    rows, levels = Rows(schedule, keep="eps"), finite_levels(schedule, steps, spacing)
+    rows, levels = Rows(schedule, h="eps"), finite_levels(schedule, steps, spacing)
     only_preserving(schedule, "DPM fast or adaptive")  # even steps in log sigma, which is infinite at the start
     high, low = solver_span(schedule, steps, spacing)
     calls = min(steps, len(levels) - 1)

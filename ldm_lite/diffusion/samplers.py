@@ -113,7 +113,7 @@ def _extra(level: Level, hat: Level) -> float:
 def euler(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace", churn: float = 0.0) -> Plan:
     """Euler's method on dy/dsigma, with churn.  Karras et al. 2022, alg. 2 without the second half."""
     schedule = straightened(schedule)
-    rows = Rows(schedule, keep="x0")
+    rows = Rows(schedule, h="x0")
     for i, now, after, hat, extra in _churned(schedule, steps, spacing, churn):
         y = X / now.scale
         y = y + slope(y, H, now.sigma) * (after.sigma - now.sigma)
@@ -138,7 +138,7 @@ def level_below(schedule: Schedule, now: Level, after: Level, eta: float) -> tup
 def euler_a(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace", eta: float = 1.0) -> Plan:
     """Euler ancestral, for rectified flow too: step below the next level, then add noise up to it.  k-diffusion."""
     schedule = straightened(schedule)
-    rows, levels = Rows(schedule, keep="x0"), finite_levels(schedule, steps, spacing)
+    rows, levels = Rows(schedule, h="x0"), finite_levels(schedule, steps, spacing)
     for i, (now, after) in enumerate(pairwise(levels)):
         down, factor, noise = level_below(schedule, now, after, eta)
         y = X / now.scale
@@ -154,7 +154,7 @@ def heun(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace", ch
     Two calls a step, except for the last, which ends at sigma 0.
     """
     schedule = straightened(schedule)
-    rows = Rows(schedule, keep="x0")
+    rows = Rows(schedule, h="x0")
     for i, now, after, hat, _ in _churned(schedule, steps, spacing, churn):
         _heun_step(rows, i, now, after, hat)
     return rows.plan(end=after)
@@ -168,7 +168,7 @@ def restart(schedule: Schedule, steps: int, spacing: str | Spacing = "karras") -
     descents take a quarter each.  Levels are then those of "karras", between the spacing's first and last but one.
     """
     only_preserving(schedule, "Restart")
-    rows, levels = Rows(schedule, keep="x0"), finite_levels(schedule, steps, spacing)
+    rows, levels = Rows(schedule, h="x0"), finite_levels(schedule, steps, spacing)
     total, start, path = len(levels) - 1, levels[0].s, list(pairwise(levels))
     if total >= 20:
         again, times = (total // 4, 2) if total >= 36 else (9, 1)
@@ -207,7 +207,7 @@ def _heun_step(rows: Rows, step: int, now: Level, after: Level, hat: Level) -> N
 def dpm2(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace", churn: float = 0.0) -> Plan:
     """DPM-Solver-2: steps with the slope at the geometric mean of two sigmas.  Lu et al. 2022a, alg. 1; k-diffusion."""
     schedule = straightened(schedule)
-    rows = Rows(schedule, keep="x0")
+    rows = Rows(schedule, h="x0")
     for i, now, after, hat, extra in _churned(schedule, steps, spacing, churn):
         _dpm2_step(rows, i, now, after, hat.scale, hat.scale * extra)
     return rows.plan(end=after)
@@ -219,7 +219,7 @@ def dpm2(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace", ch
 def dpm2_a(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace", eta: float = 1.0) -> Plan:
     """DPM-Solver-2: step below the next level, then add noise up to it.  k-diffusion sample_dpm_2_ancestral."""
     schedule = straightened(schedule)
-    rows, levels = Rows(schedule, keep="x0"), finite_levels(schedule, steps, spacing)
+    rows, levels = Rows(schedule, h="x0"), finite_levels(schedule, steps, spacing)
     for i, (now, after) in enumerate(pairwise(levels)):
         down, factor, noise = level_below(schedule, now, after, eta)
         _dpm2_step(rows, i, now, down, factor * down.scale, noise)
@@ -274,7 +274,7 @@ def deis(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace") ->
     levels = finite_levels(schedule, steps, spacing)
     if isinstance(schedule, FlowSchedule):
         levels = schedule.finite(levels, 3e-4)  # eps cancels x at a higher first sigma, in float32
-    return _adams(Rows(schedule, keep="eps"), levels, order=3, log=True)
+    return _adams(Rows(schedule, h="eps"), levels, order=3, log=True)
 
 
 # ---- for distilled checkpoints --------------------------------------------------------------------------------------
@@ -286,7 +286,7 @@ def lcm(schedule: Schedule, steps: int, spacing: str | Spacing = "lcm") -> Plan:
 
     The network's own x0 of a variance-preserving process is mixed with x, more at low noise; that of a flow is not.
     """
-    rows, levels = Rows(schedule, keep="x0"), levels_of(spacing, schedule, steps)
+    rows, levels = Rows(schedule, h="x0"), levels_of(spacing, schedule, steps)
     for i, (now, after) in enumerate(pairwise(levels)):
         scaled = math.inf if isinstance(schedule, FlowSchedule) else 10.0 * now.t
         skip = 0.25 / (scaled**2 + 0.25)
@@ -303,7 +303,7 @@ def lcm_webui(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace
     only_preserving(schedule, "LCM webui")
     stride = len(schedule.alpha_bar) // 50
     trained = replace(schedule, alpha_bar=schedule.alpha_bar[stride - 1 :: stride])
-    rows, levels = Rows(schedule, keep="x0"), finite_levels(trained, steps, spacing)
+    rows, levels = Rows(schedule, h="x0"), finite_levels(trained, steps, spacing)
     for i, (now, after) in enumerate(pairwise(levels)):
         t = float(np.argmin(abs(np.log(now.sigma) - np.log(trained.sigmas))) * stride + stride - 1)
         scaled = 10.0 * t
@@ -319,7 +319,7 @@ def tcd(schedule: Schedule, steps: int, spacing: str | Spacing = "lcm", eta: flo
     eta is the paper's gamma: 0 adds no noise.  Zheng et al. 2024, alg. 4.
     """
     only_preserving(schedule, "TCD")
-    rows, levels = Rows(schedule, keep="x0"), finite_levels(schedule, steps, spacing)
+    rows, levels = Rows(schedule, h="x0"), finite_levels(schedule, steps, spacing)
     levels = [*levels[:-1], schedule.at(0)] if levels[-1].s == 0 else levels
     for i, (now, after) in enumerate(pairwise(levels)):
         down = after

@@ -178,13 +178,13 @@ class UNet(core.UNet):
                 self, lambda channels, kind: ResBlock(channels, channels, emb, spec.scale_shift, kind)
             )
 
-    def residual(self, in_channels: int, channels: int) -> nn.Module:
+    def res_block(self, in_channels: int, channels: int) -> nn.Module:
         """A residual block."""
         if not self.spec.scale_shift:
-            return super().residual(in_channels, channels)
+            return super().res_block(in_channels, channels)
         return ResBlock(in_channels, channels, 4 * self.spec.model_channels, scale_shift=True)
 
-    def attend(self, channels: int, level: int | None) -> list[nn.Module]:
+    def transformers(self, channels: int, level: int | None) -> list[nn.Module]:
         """The transformer after a residual block of a level, or of the middle (None); nothing if it has none."""
         spec = self.spec
         depth, heads = spec.middle_depth if level is None else spec.transformer_depth[level], spec.heads(channels)
@@ -235,7 +235,7 @@ class UNet(core.UNet):
         # Networks without text ignore the context.
         context = cast(Tensor, context if context is None else context.to(emb.dtype))
         if features is None:
-            return self.run(x.to(emb.dtype), emb, context, residuals)
+            return self.forward_embedded(x.to(emb.dtype), emb, context, residuals)
         *skips, x = self.down(x, emb, context, features)
         if residuals is not None:
             *skips, x = (tensor + more for tensor, more in zip([*skips, x], residuals, strict=True))

@@ -123,11 +123,11 @@ class UNetIF(core.UNet):
         if spec.super_resolution:
             self.aug_proj = mlp(width, emb, emb, nn.GELU)
 
-    def residual(self, in_channels: int, channels: int) -> nn.Module:
+    def res_block(self, in_channels: int, channels: int) -> nn.Module:
         """A residual block."""
         return PixelResBlock(in_channels, channels, self.spec)
 
-    def attend(self, channels: int, level: int | None) -> list[nn.Module]:
+    def transformers(self, channels: int, level: int | None) -> list[nn.Module]:
         """The attention after a residual block of a level, or of the middle (None); nothing if it has none."""
         depth = self.spec.middle_depth if level is None else self.spec.transformer_depth[level]
         return [TextAttention(channels, self.spec)] if depth else []
@@ -153,7 +153,7 @@ class UNetIF(core.UNet):
         emb = F.gelu(emb)  # (B, E)
         context = self.encoder_proj(context).transpose(1, 2)  # (B, E, L)
 
-        # as core.UNet.run, but the layout of x stays
+        # as core.UNet.forward_embedded, but the layout of x stays
         skips = []
         for block in self.input_blocks:
             x = block(x, emb, context)

@@ -63,7 +63,7 @@ def join(batches: Sequence[Started]) -> Started:
         return torch.cat([constrain_part(number, part) for constrain_part, part in parts])
 
     free = all(constraint is unconstrained for constraint in constraints)
-    return torch.cat(all_x), Constant(inputs), draw, unconstrained if free else constrain
+    return Started(torch.cat(all_x), Constant(inputs), draw, unconstrained if free else constrain)
 
 
 def _joined(branches: Sequence[Branch]) -> Branch:

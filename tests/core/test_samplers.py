@@ -249,7 +249,7 @@ def test_the_last_steps_are_those_of_the_whole_plan(name: str) -> None:
 def test_a_table_of_ones_own() -> None:
     """The docstring of Plan: Euler's method at four chosen timesteps, which is DDIM's update."""
     levels = [SD.at(t) for t in (999, 750, 500, 250)] + [CLEAN]
-    rows = Rows(SD, keep="x0")
+    rows = Rows(SD, h="x0")
     for step, (now, after) in enumerate(pairwise(levels)):
         eps = (X - now.a * H) / now.s
         rows.add(step, now, after.a * H + after.s * eps)
@@ -262,7 +262,7 @@ def test_a_table_of_ones_own() -> None:
 
 
 def test_registers_keep_a_latent_and_earlier_predictions() -> None:
-    rows = Rows(SD, keep="eps")
+    rows = Rows(SD, h="eps")
     rows.add(0, SD.at(900), X, aside=2 * X)
     rows.add(1, SD.at(800), ASIDE + H1 + 3 * NOISE, remember=False)
     rows.add(2, SD.at(700), H1 - ASIDE)
@@ -274,14 +274,14 @@ def test_registers_keep_a_latent_and_earlier_predictions() -> None:
 
 
 def test_tables_that_cannot_run_are_refused() -> None:
-    rows = Rows(SD, keep="x0")
+    rows = Rows(SD, h="x0")
     with pytest.raises(ValueError, match="a plan needs rows"):
         rows.plan(end=CLEAN)
     rows.add(0, SD.at(900), X, remember=False)
     with pytest.raises(ValueError, match="the first must remember its H"):
         rows.plan(end=CLEAN)
     for vector in (ASIDE, H1):
-        rows = Rows(SD, keep="x0")
+        rows = Rows(SD, h="x0")
         rows.add(0, SD.at(900), X + vector)
         with pytest.raises(ValueError, match="the first row reads ASIDE, H1, H2 or H3, which no call before"):
             rows.plan(end=CLEAN)

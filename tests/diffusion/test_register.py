@@ -52,7 +52,7 @@ def label(sd: Pipeline, name: str) -> str:
 
 def half_step(schedule: Any, steps: int, spacing: Any = "karras", eta: float = 0.0) -> Plan:
     """Euler with noise, as a user would write it."""
-    rows, levels = Rows(schedule, keep="x0"), levels_of(spacing, schedule, steps)
+    rows, levels = Rows(schedule, h="x0"), levels_of(spacing, schedule, steps)
     for i, (now, after) in enumerate(pairwise(levels)):
         eps = (X - now.a * H) / now.s
         noise = np.sqrt(1 - eta**2) * eps + eta * NOISE if after.s > 0 else eps
@@ -306,7 +306,7 @@ def run(pipe: Pipeline, plan: Plan) -> torch.Tensor:
 def test_a_plan_without_rows(bundled: Pipeline) -> None:
     """Every field of the table filled in by hand, for DDIM's update: x' = s'/s x + (a' - a s'/s) x0."""
     levels = [*(bundled.schedule.at(t) for t in (999, 600, 200)), CLEAN]
-    to_x0 = np.array([bundled.schedule.to_kept("x0", level) for level in levels[:-1]])
+    to_x0 = np.array([bundled.schedule.to_h("x0", level) for level in levels[:-1]])
     mix = np.zeros((3, NUM_REGISTERS, NUM_REGISTERS + 2))
     for i, (now, after) in enumerate(pairwise(levels)):
         mix[i, 0, 0] = after.s / now.s
