@@ -33,6 +33,7 @@ from ldm_lite.cli.options import LoadOptions
 from ldm_lite.core.files import Tensors, imported
 from ldm_lite.diffusion.schedule import Schedule
 from ldm_lite.models.clip import num_known
+from ldm_lite.runtime.memory import physical_memory
 from ldm_lite.runtime.precision import pick_device, pick_dtypes, short_name
 from ldm_lite.runtime.setup import check_runtime, load_device, num_parameters, prepare_networks
 from ldm_lite.text.tokenizer import CLIPTokenizer, OpenCLIPTokenizer, TextTokenizer
@@ -134,6 +135,8 @@ def load_model(options: LoadOptions, kind: type[M], check: Callable[[M], None] |
     dtype = options.dtype or (family.dtype if device.type == "cuda" else None)
     dtypes = pick_dtypes(dtype, device, networks, ("vae",) if family.vae_overflows else ())
     quantises, home = options.storage is not None, load_device(options, device)
+    if home.type == "cpu":
+        check_memory(networks, parts, dtypes)
     for role, network in networks.items():
         load_weights(network, parts[role], role.replace("_", " "), home, dtypes[role], in_blocks=not quantises)
     if loras and not quantises:
@@ -152,6 +155,21 @@ def load_model(options: LoadOptions, kind: type[M], check: Callable[[M], None] |
     )
     log.info("%s", description)
     return replace(model, description=description, offloader=offloader, step=step)
+
+
+def check_memory(networks: Mapping[str, Any], parts: Mapping[str, Tensors], dtypes: Mapping[str, Any]) -> None:
+    """Raise ValueError if the networks, which are on the meta device, do not fit into the machine's memory."""
+    memory = physical_memory()
+    loaded = {role: part for role, part in parts.items() if role in networks and not hasattr(part, "fill_blocks")}
+    needed = sum(num_parameters(networks[role]) * dtypes[role].itemsize for role in loaded)
+    if memory is None or needed <= memory:
+        return
+    largest = max(loaded, key=lambda role: num_parameters(networks[role]) * dtypes[role].itemsize)
+    half = '`dtype="bf16"`, ' if dtypes[largest].itemsize > 2 else ""
+    raise ValueError(
+        f"{parts[largest].path}: the networks take {needed / 2**30:.0f} GiB in {short_name(dtypes[largest])}, but this "
+        f"machine has {memory / 2**30:.0f} GiB of memory: take {half}or a GGUF file, whose weights stay in blocks"
+    )
 
 
 # ---- what a file is -------------------------------------------------------------------------------------------------

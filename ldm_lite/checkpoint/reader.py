@@ -93,7 +93,12 @@ def open_checkpoint(path: Path) -> Tensors:
     opener = next((opener for first_bytes, opener in OPENERS if re.match(first_bytes, head, re.DOTALL)), None)
     if opener is None:
         raise ValueError(f"{path}: is not a checkpoint (starts with {head[:8]!r}), expected .safetensors, .ckpt, .gguf")
-    tensors: Tensors = imported(opener)(path)
+    try:
+        tensors: Tensors = imported(opener)(path)
+    except RuntimeError as error:
+        if "mmap" not in str(error):
+            raise
+        tensors = imported("ldm_lite.formats.unmapped:open_safetensors")(path)
     if not tensors:
         raise ValueError(f"{path}: holds no tensors, expected a checkpoint")
     if len(tensors) > MOST_TENSORS:

@@ -11,6 +11,7 @@ import math
 import mmap
 import re
 import struct
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -108,7 +109,7 @@ def open_gguf(path: Path) -> BlockTensors:
     try:
         with open_file(path) as file:
             metadata, entries = _table(file)
-            mapped = torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
+            mapped, is_writable = _mapped(file)
     except NotImplementedError as error:
         raise ValueError(f"{path}: {str(error)[-300:]}") from error
     except (ValueError, struct.error, EOFError, UnicodeDecodeError) as error:
@@ -126,10 +127,20 @@ def open_gguf(path: Path) -> BlockTensors:
     return BlockTensors(
         path,
         {key: entry.shape for key, entry in entries.items()},
-        read=lambda key: stored(key).dequantize(torch.float32),
+        read=lambda key: (stored(key) if is_writable else stored(key).copied()).dequantize(torch.float32),
         metadata=metadata,
         blocks=lambda key: stored(key) if FORMATS[entries[key].format].values > 1 else None,
     )
+
+
+def _mapped(file: BinaryIO) -> tuple[torch.Tensor, bool]:
+    """Map a file, and return whether its values may be written; if it is larger than the memory they may not."""
+    try:
+        return torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8), True
+    except OSError:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The given buffer is not writable")
+            return torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), dtype=torch.uint8), False
 
 
 def _renamed(key: str, names: tuple[tuple[str, str], ...]) -> str:

@@ -148,6 +148,10 @@ class Blocks(NamedTuple):
     format: str
     shape: tuple[int, ...]
 
+    def copied(self) -> "Blocks":
+        """Return the same blocks in memory of their own."""
+        return self._replace(data=self.data.clone())
+
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Return the tensor, on the device of the blocks; a large one, an embedding, piece by piece."""
         form = FORMATS[self.format]

@@ -1,7 +1,9 @@
 """Memory of the process: pages of mapped files and free blocks of the heap, given back to the system or kept."""
 
 import ctypes
+import math
 import mmap
+import os
 import sys
 
 from torch import Tensor, nn
@@ -36,6 +38,14 @@ class MappedPages:
         if first < last and any(begin <= first and last <= stop for begin, stop in self._mappings):
             madvise = ctypes.CDLL(None).madvise
             madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), ctypes.c_int(mmap.MADV_DONTNEED))
+
+
+def physical_memory() -> int | None:
+    """Return the bytes of the machine's memory; None where the system does not tell."""
+    names = ("SC_PAGE_SIZE", "SC_PHYS_PAGES")
+    if not hasattr(os, "sysconf") or not {*names} <= os.sysconf_names.keys():
+        return None
+    return math.prod(map(os.sysconf, names))
 
 
 def trim_heap() -> None:

@@ -476,7 +476,7 @@ def test_embeddings_are_dequantised_piece_by_piece(tmp_path: Path, monkeypatch: 
         return real.dequantize(blocks)
 
     monkeypatch.setitem(FORMATS, "Q8_0", real._replace(dequantize=dequantize))
-    monkeypatch.setattr("ldm_lite.runtime.blocks.WHOLE", 2**10)
+    monkeypatch.setattr("ldm_lite.runtime.blocks.ONE_KERNEL_MAX_VALUES", 2**10)
     monkeypatch.setattr("ldm_lite.runtime.blocks.PIECE", 2**8)
     with torch.device("meta"):
         network = torch.nn.Sequential(torch.nn.Embedding(3000, 64))
