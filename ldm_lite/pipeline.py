@@ -221,8 +221,13 @@ class Pipeline(Model):
             raise TypeError(f"got `size` {size!r:.60}, expected (height, width) in pixels")
         names = [field.name for field in dataclasses.fields(ConditioningOptions)]
         if unknown := [name for name in options if name not in ("prompt_syntax", "clip_skip", *names)]:
-            takes = ", ".join(["negative", "size", "prompt_syntax", "clip_skip", *names])
-            raise TypeError(f"encode_prompt() has no argument {unknown[0]!r}: it takes {takes}")
+            from ldm_lite.cli.synonyms import advice  # a table that is only read here
+
+            takes = ["prompt", "negative", "size", "prompt_syntax", "clip_skip", *names]
+            hint = advice(unknown[0], {name: name for name in takes}, "encode_prompt", python=True, elsewhere=False)
+            raise TypeError(
+                f"encode_prompt() has no argument {unknown[0]!r}: {hint or 'it takes ' + ', '.join(takes[1:])}"
+            )
         read = Txt2imgOptions(prompt=prompt, height=sides[0], width=sides[1], **options)
         if not (prompts := read.prompt) and prompts != "":
             raise ValueError("no prompt: give a text, or a list of one or more")
@@ -420,7 +425,9 @@ def _outputs(
 ) -> list[Any]:
     """Return the images that a task makes of arguments."""
     if output not in OUTPUTS:
-        raise ValueError(f"got `output` {output!r}, expected one of {', '.join(OUTPUTS)}")
+        from ldm_lite.cli.synonyms import of_value  # a table that is only read here
+
+        raise ValueError(f"got `output` {output!r}{of_value('output', output, OUTPUTS)}")
     images: Iterator[Any] = results(*_prepared(task, model, kind, function, arguments))
     if output == "pil":
         return Images(result.image for result in images)

@@ -154,7 +154,7 @@ def test_a_control_is_loaded_once_and_used_often(pipe: Pipeline, tmp_path: Path)
         ({"original_size": (64, 64)}, "does not use: leave out `original_size`"),
         ({"prompt": []}, "got an empty list of prompts"),
         ({"control": ["a:b:c"]}, "got control 'a:b:c'"),
-        ({"prompt_syntax": "A1111"}, "got `prompt_syntax` 'A1111', expected one of plain, a1111"),
+        ({"prompt_syntax": "A1111"}, "got `prompt_syntax` 'A1111': use a1111"),
         ({"sampler": ""}, "got `sampler` '', an empty text: give a value, or leave it out"),
         ({"refiner": ""}, "got `refiner` '', an empty text"),
         ({"guidance": math.nan}, "got `guidance` nan, expected a finite number or a function"),

@@ -21,7 +21,7 @@ CASES: list[tuple[ModuleType, str, str]] = [
     (txt2img, "", "no prompt: give one"),
     (txt2img, "a --H 65", "expected multiples of 8"),
     (txt2img, "a --spacing nonsense", "nonsense"),
-    (txt2img, "a --prompt-syntax A1111", "got --prompt-syntax 'A1111', expected one of plain, a1111"),
+    (txt2img, "a --prompt-syntax A1111", "got --prompt-syntax 'A1111': use a1111"),
     (txt2img, "(a:1000000000) --prompt-syntax a1111", "got a prompt with the weight 1e+09, expected at most"),
     (samplers, "--spacing nonsense", "unknown spacing 'nonsense'"),
     (txt2img, "a --x nonsense=1", "got 'nonsense' as an axis"),

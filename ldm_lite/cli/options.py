@@ -91,7 +91,9 @@ class CheckedOptions:
             object.__setattr__(self, name, value)
             for choice in value if isinstance(value, tuple) else [value]:
                 if about["choices"] is not None and choice is not None and choice not in about["choices"]:
-                    raise ValueError(f"got `{name}` {choice!r:.60}, expected one of {', '.join(about['choices'])}")
+                    from ldm_lite.cli.synonyms import of_value  # a table that is only read here
+
+                    raise ValueError(f"got `{name}` {choice!r:.60}{of_value(name, choice, about['choices'])}")
             if about["within"] is not None:
                 least, most = about["within"]
                 for number in value if isinstance(value, tuple) else [value]:

@@ -138,6 +138,14 @@ TABLES: dict[str, dict[str, str]] = {
         "disable_nan_check upcast_sampling opt_channelslast force_channels_last deterministic directml": NOTHING,
         "skip_install skip_version_check skip_python_version_check no_hashing update_check cuda_malloc": NOTHING,
     },
+    "Everywhere": {
+        "size image_size resolution": "`width` and `height`",
+        "n batch count num_images num_outputs num_samples n_images": "`batch_size`",
+        "output output_path output_dir save_path": "`out`",
+        "path file filename checkpoint_path ckpt_path model_id repo_id": "`ckpt=FILE`",
+        "loras lora_path lora_weights lora_scale": "`lora=FILE:WEIGHT`",
+        "random_seed": "`seed`",
+    },
     "ComfyUI": {
         "cfg": "`scale`",
         "noise_seed": "`seed`",
@@ -300,6 +308,22 @@ OF_PACKAGE = {  # and in the package
     "UNet2DConditionModel *Transformer2DModel": "use ldm_lite.load(..., unet=FILE)",
     "CLIPTextModel T5EncoderModel": "use ldm_lite.load(..., text_encoder=FILE)",
 }
+VALUES = {  # an option that has choices -> values of other programs, in lower case, and what to use
+    "lr_schedule": {
+        "cosine_with_restarts": "`lr_schedule=cosine`, with `lr_cycles=N`",
+        "constant_with_warmup": "`lr_schedule=constant`, with `warmup=STEPS`",
+    },
+    "lora_kind": {"locon": "`lora_kind=lora`, with `lora_conv=RANK`"},
+    "prediction": {"epsilon": "`prediction=eps`", "v_prediction": "`prediction=v`", "sample": "`prediction=x0`"},
+    "output": {"np": "`output=numpy`", "pt": "`output=tensor`", "latent": "pipe.stream, whose states have latents"},
+    "resize": {"0": "`resize=stretch`", "1": "`resize=crop`", "2": "`resize=fit`"},
+    "masked_content": {
+        "0": "`masked_content=fill`",
+        "1": "`masked_content=original`",
+        "2": "`masked_content=noise`",
+        "3": "`masked_content=nothing`",
+    },
+}
 COMMANDS = {  # our command -> other programs' names for it
     "serve": "webui ui gui app server api launch",
     "txt2img": "generate sample text2img txt2image text2image image",
@@ -334,7 +358,7 @@ def advice(name: str, options: Mapping[str, str], place: str, python: bool = Fal
     the command or the function.  A name's meaning in another program comes before its spelling.  Without `elsewhere` no
     other place is named that takes such an option.
     """
-    key = name.lstrip("-").replace("-", "_")
+    key = name.lstrip("-").replace("-", "_").replace(" ", "_")
     if key in options:
         return f"use `{options[key] if python else key}`"
     meanings = _meanings(key, place, python)
@@ -360,6 +384,14 @@ def of_attribute(name: str, table: Mapping[str, str]) -> str:
     """Return what to use in place of an attribute that is not there, as a clause, or ""."""
     found = (text for names, text in table.items() if any(fnmatchcase(name, known) for known in names.split()))
     return next(found, "")
+
+
+def of_value(option: str, value: object, choices: Collection[str]) -> str:
+    """Return what to use in place of a value that an option has not, or what it can have, as a clause."""
+    text = str(value).lower()
+    if text in VALUES.get(option, {}):
+        return f": use {VALUES[option][text]}"
+    return f": use {text}" if text in choices else f", expected one of {', '.join(choices)}"
 
 
 def of_command(name: str) -> str:
@@ -426,6 +458,6 @@ def _nearest(key: str, names: Sequence[str]) -> str | None:
     for near in difflib.get_close_matches(key, names, n=3, cutoff=0.65):
         same = sum(block.size for block in difflib.SequenceMatcher(None, key, near).get_matching_blocks())
         slips = len(key) + len(near) - 2 * same  # a replaced letter counts twice
-        if slips <= min(len(key) // 2 - 1, 3) or (len(key) > 2 and sorted(key) == sorted(near)):
+        if slips <= min(len(key) // 2, 3) or (len(key) > 2 and sorted(key) == sorted(near)):
             return near
     return None

@@ -110,7 +110,7 @@ def resolve(name: str) -> tuple[str, str | None]:
             return known[words.removesuffix("_" + _normal(key))], key + colon + settings
     both = itertools.product(SAMPLERS, SPACINGS)
     names = {_normal(f"{key}_{spacing}"): label(f"{key}_{spacing}") for key, spacing in both} | known
-    near = dict.fromkeys(names[spelling] for spelling in difflib.get_close_matches(words, names, n=3, cutoff=0.4))
+    near = dict.fromkeys(names[spelling] for spelling in difflib.get_close_matches(words, names, n=3, cutoff=0.6))
     hint = f"did you mean {' or '.join(near)}? " if near else ""
     raise ValueError(f"unknown sampler {name!r:.100}: {hint}expected one of {', '.join(SAMPLERS)}")
 

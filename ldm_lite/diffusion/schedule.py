@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ldm_lite.core import schedule as core
 from ldm_lite.core.schedule import CLEAN, SPACINGS, Array, Level, Spacing, leading, linspace, scaled_linear_betas
+from ldm_lite.diffusion.webui import TYPES
 
 __all__ = ["CLEAN", "SPACINGS", "Array", "Level", "Spacing", "leading", "linspace", "scaled_linear_betas"]
 
@@ -104,7 +105,9 @@ def spacing_of(spacing: str | Spacing) -> Spacing:
         return spacing
     name, *settings = spacing.split(":")
     if name not in SPACINGS:
-        raise ValueError(f"unknown spacing {name!r}: expected one of {', '.join(SPACINGS)}")
+        theirs = {kind.lower(): spacing for kind, spacing in TYPES.items()}.get(name.lower())
+        hint = f"did you mean {theirs}? " if theirs is not None else ""
+        raise ValueError(f"unknown spacing {name!r}: {hint}expected one of {', '.join(SPACINGS)}")
 
     def levels(schedule: core.Schedule, steps: int) -> list[Level]:
         if name in MADE_FOR_BETAS and getattr(schedule, "is_flow", False):  # the core's schedules are none

@@ -12,6 +12,7 @@ from typing import Any
 from PIL import Image, ImageDraw, ImageFont
 
 from ldm_lite.cli.options import changed as with_changes
+from ldm_lite.cli.synonyms import advice
 from ldm_lite.cli.task_options import Txt2imgOptions
 from ldm_lite.diffusion.schedule import number
 from ldm_lite.image import MOST_PIXELS
@@ -56,7 +57,9 @@ def read_axis(kind: type[Txt2imgOptions], option: str, text: str) -> Axis:
     """
     name = option.strip().lstrip("-").replace("-", "_")
     if name not in names(kind):
-        raise ValueError(f"got {option!r} as an axis, expected an option: {', '.join(names(kind))}")
+        instead = advice(name.lower(), {known: known for known in names(kind)}, "", elsewhere=False)
+        expected = f"expected an option, such as `scale`, or {REPLACE}"
+        raise ValueError(f"got {option!r} as an axis{': ' + instead if instead else ', ' + expected}")
     rows = csv.reader(text.splitlines(), skipinitialspace=True)
     texts = [cell.strip() for row in rows for cell in row if cell.strip() or '"' in text]
     if not texts:

@@ -448,7 +448,12 @@ def with_config(options: TrainOptions, load: LoadOptions) -> tuple[TrainOptions,
 def _filled(options: Any, table: dict[str, Any], path: Path) -> Any:
     names = {field.name for field in dataclasses.fields(options)} - set(_OF_A_CALL)
     if unknown := sorted(table.keys() - names):
-        raise ValueError(f"{path}: {unknown[0]!r:.50} is not an option of training")
+        from ldm_lite.cli.synonyms import advice  # a table that is only read here
+
+        spellings = {flag[2:]: field.name for field in dataclasses.fields(options) for flag in field.metadata["flags"]}
+        known = {name: name for name in names} | spellings
+        hint = advice(unknown[0], known, "train", python=True, elsewhere=False).replace("`", "")
+        raise ValueError(f"{path}: {unknown[0]!r:.50} is not an option of training{': ' + hint if hint else ''}")
     assert isinstance(options, CheckedOptions)
     explicit = {name: getattr(options, name) for name in given(options) if name != "config"}
     try:

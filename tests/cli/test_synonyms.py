@@ -22,7 +22,8 @@ from ldm_lite.cli.synonyms import PYTHON, TABLES, TRAINING, advice, targets
 from ldm_lite.cli.task_options import Img2imgOptions, InpaintOptions, Txt2imgOptions, UpscaleOptions
 from ldm_lite.pipeline import OUTPUTS
 from ldm_lite.serve.options import ServeOptions
-from ldm_lite.train.options import TrainOptions
+from ldm_lite.tasks.xy import read_axis
+from ldm_lite.train.options import TrainOptions, with_config
 
 ROWS = [(title, names, text) for title, table in TABLES.items() for names, text in table.items()]
 COMMANDS: dict[str, tuple[type[CheckedOptions], ...]] = {
@@ -78,7 +79,7 @@ def test_every_name_is_answered_on_the_command_line(place: str, capsys: pytest.C
     names = {name for _, names, _ in ROWS for name in names.split() if "*" not in name}
     spelled = {spelling for group in COMMANDS[place] for field in dataclasses.fields(group)
                for spelling in (field.name, *(flag[2:] for flag in field.metadata.get("flags", ())))}  # fmt: skip
-    names -= spelled | {"precision", "scheduler", "embeddings", "model"}
+    names -= spelled | {"precision", "scheduler", "embeddings", "model", "output"}
     for name in sorted(names):
         refuse(place, f"--{name}", "1")
         error = capsys.readouterr().err
@@ -251,8 +252,54 @@ def test_commands_and_columns_of_other_programs(capsys: pytest.CaptureFixture[st
             assert f"unknown command {name!r}: did you mean {command}? " in capsys.readouterr().err
     columns = {name: name for name in COLUMNS}
     assert advice("guidance_scale", columns, "batch", elsewhere=False) == "use `scale`"
-    assert advice("loras", columns, "batch", elsewhere=False) == "did you mean `lora`?"
+    assert advice("loras", columns, "batch", elsewhere=False) == "use `lora=FILE:WEIGHT`"
     assert advice("torch_dtype", columns, "batch", elsewhere=False) == ""
+
+
+@pytest.mark.parametrize(
+    ("group", "option", "value", "hint"),
+    [
+        (TrainOptions, "lr_schedule", "cosine_with_restarts", ": use `lr_schedule=cosine`, with `lr_cycles=N`"),
+        (TrainOptions, "optimizer", "AdamW8bit", ": use adamw8bit"),
+        (TrainOptions, "lora_kind", "locon", ": use `lora_kind=lora`, with `lora_conv=RANK`"),
+        (LoadOptions, "prediction", "v_prediction", ": use `prediction=v`"),
+        (Img2imgOptions, "resize", "1", ": use `resize=crop`"),
+        (InpaintOptions, "masked_content", "0", ": use `masked_content=fill`"),
+        (TrainOptions, "lr_schedule", "polynomial", ", expected one of constant, linear, cosine"),
+    ],
+)
+def test_values_of_other_programs_are_answered(group: type[CheckedOptions], option: str, value: str, hint: str) -> None:
+    with pytest.raises(ValueError, match=f"^got `{option}` '{value}'{re.escape(hint)}$"):
+        group(**{option: value})
+
+
+def test_every_answer_to_a_value_names_one_that_is_taken(pipe: Pipeline) -> None:
+    for option, values in synonyms.VALUES.items():
+        groups = [group for groups in COMMANDS.values() for group in groups if option in group.__dataclass_fields__]
+        choices = groups[0].__dataclass_fields__[option].metadata["choices"] if groups else OUTPUTS
+        for value, text in values.items():
+            assert value not in choices
+            assert not groups or {*targets(text)} <= {field.name for field in dataclasses.fields(groups[0])}
+            for name, ours in re.findall(r"`(\w+)=(\w+)`", text):
+                assert name != option or ours in choices
+    for output in ("np", "pt", "latent"):
+        with pytest.raises(ValueError, match=f"got `output` '{output}': use "):
+            pipe.txt2img("a cat", output=output)  # type: ignore[call-overload]
+
+
+def test_parts_settings_and_axes_are_answered(pipe: Pipeline, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="no argument 'prompt_2': leave it out: all text encoders read `prompt`"):
+        pipe.encode_prompt("a cat", prompt_2="a dog")
+    with pytest.raises(ValueError, match="unknown spacing 'SGM Uniform': did you mean sgm_uniform"):
+        pipe.plan("euler", 3, spacing="SGM Uniform")
+    for axis, hint in (("cfg_scale", ": use `scale`"), ("CFG Scale", ": use `scale`"), ("x", ", expected an option")):
+        with pytest.raises(ValueError, match=f"got '{axis}' as an axis{hint}"):
+            read_axis(Txt2imgOptions, axis, "5,7")
+    config = tmp_path / "config.toml"
+    for name, hint in (("max_train_steps", ": use steps"), ("mixed_precision", ""), ("unet_lr", ": use lr")):
+        config.write_text(f"[train]\n{name} = 5\n")
+        with pytest.raises(ValueError, match=f"'{name}' is not an option of training{hint}$"):
+            with_config(TrainOptions(config=str(config)), LoadOptions())
 
 
 def test_the_table_is_read_only_when_a_name_is_unknown() -> None:
