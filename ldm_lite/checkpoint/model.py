@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
 import torch
@@ -15,6 +16,7 @@ from ldm_lite.checkpoint.reader import broken_weights
 from ldm_lite.core.model import Model as CoreModel
 from ldm_lite.diffusion.schedule import Schedule
 from ldm_lite.image import MOST_PIXELS
+from ldm_lite.runtime import pickling
 from ldm_lite.runtime.attention import in_float32
 from ldm_lite.runtime.offload import Offloader
 from ldm_lite.runtime.tiling import is_tiled, out_of_memory, tiled
@@ -46,6 +48,20 @@ class Model(CoreModel):
         family, title = self.family, self.description.partition(", loaded in")[0]
         default = f"{family.steps} steps of {family.sampler} at scale {family.scale:g}, {family.resolution} px"
         return f"{type(self).__name__}({title}; by default {default})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle it, or raise PicklingError, one line, before a byte is written."""
+        others = {name: value for name, value in vars(self).items() if name not in ("networks", "offloader")}
+        pickling.check(self.networks, self.offloader, others)
+        return pickling.packed(self) if pickling.needs_packing(self.networks) else super().__reduce_ex__(protocol)
+
+    def __copy__(self) -> Self:
+        return replace(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Return a copy with networks of its own; functions that cannot be pickled may be in it."""
+        values = {field.name: copy.deepcopy(getattr(self, field.name), memo) for field in fields(self)}
+        return replace(self, **values)
 
     @property
     def text_encoder(self) -> Any:

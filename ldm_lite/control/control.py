@@ -4,7 +4,8 @@ import math
 import os
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -46,6 +47,11 @@ class Control:
     networks: WeakKeyDictionary[nn.Module, Any] = field(
         default_factory=WeakKeyDictionary, compare=False, repr=False
     )  # loaded networks, by UNet
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle it without its networks, which are loaded again at first use."""
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "networks"}
+        return partial(Control, **values), ()
 
     def __post_init__(self) -> None:
         for name in ("weight", "start", "end"):

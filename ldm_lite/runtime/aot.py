@@ -96,6 +96,9 @@ class _Package:
         self.path = path
         self._runners: WeakKeyDictionary[nn.Module, Runners] = WeakKeyDictionary()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Package, (self.path.resolve(),)  # whose code is loaded at the first call
+
     def __call__(
         self,
         network: nn.Module,

@@ -65,7 +65,7 @@ def _cudnn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("ldm_lite::flash3", mutates_args=())
-def _flash3(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _flash3_op(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Compute it by FlashAttention 3, for Hopper, if its package is installed.
 
     An operator of our own: torch's `activate_flash_attention_impl("FA3")` calls the same package, but in place of flash
@@ -76,9 +76,13 @@ def _flash3(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (out[0] if isinstance(out, tuple) else out).transpose(1, 2).contiguous()
 
 
-@_flash3.register_fake
+@_flash3_op.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return q.new_empty(q.shape)
+
+
+def _flash3(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return _flash3_op(q, k, v)  # a function can be pickled
 
 
 def _trains(*tensors: Tensor) -> bool:

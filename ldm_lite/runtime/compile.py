@@ -82,6 +82,7 @@ class CompiledStep:
         plain: Step = denoise_step,
     ) -> None:
         """plain is what is compiled."""
+        self._made_of = tier, network, backend, settings, plain
         self.tier = "step" if tier == "auto" else tier
         self._network, self._backend, self._settings, self._plain = network, backend, settings, plain
         self._graphs = Graphs(plain, measured=tier == "max", plain_calls=PLAIN_CALLS if tier == "graph" else 0)
@@ -93,6 +94,9 @@ class CompiledStep:
         self._has_warned = False  # that a model cannot be compiled
         self._lock = threading.Lock()
         self.failure: str | None = None  # why compilation failed, so that plain steps run, in one line
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CompiledStep, self._made_of  # which compiles anew
 
     @functools.cached_property
     def of_network(self) -> "CompiledStep":

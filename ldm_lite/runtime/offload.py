@@ -14,6 +14,7 @@ import functools
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pickle import PicklingError
 from typing import Any
 
 import torch
@@ -42,15 +43,18 @@ class Offloader:
         *,
         offload: str | None = None,
         storage: str | None = None,
+        quantized: Mapping[Tensor, Quantized] | None = None,
     ) -> None:
         """Manage networks, by role, that are on the CPU; they are changed in place, for inference.
 
-        Autoencoders are never quantised.  Raises ValueError for names that are not in OFFLOADS or STORAGES.
+        Autoencoders are never quantised.  quantized has what is known of weights that are in 8 bits already.  Raises
+        ValueError for names that are not in OFFLOADS or STORAGES.
         """
         for what, name, known in (("offload", offload, OFFLOADS), ("storage", storage, tuple(STORAGES))):
             if name is not None and name not in known:
                 raise ValueError(f"unknown {what} {name!r}: expected one of {', '.join(known)}")
         self.device, self.offload, self.storage = device, offload, storage
+        self._networks, self._quantized = networks, quantized or {}
         self.dtypes = {role: next(network.parameters()).dtype for role, network in networks.items()}  # to compute in
         self._phases: dict[str, _Group] = {}
         self._release = MappedPages().release
@@ -59,8 +63,20 @@ class Offloader:
             if device.type == "cuda":
                 weights_channels_last(network)
             self._place(role, network, None if role == "vae" else storage)
+        self._quantized = {}
         if storage is not None:
             trim_heap()  # quantisation computes in float32, one weight at a time
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle, or copy deeply, the networks with the scales of their weights; they are placed anew."""
+        groups = {id(group): group for group in (*self._groups.values(), *self._phases.values())}
+        if any(group.is_used for group in groups.values()):
+            raise PicklingError("its networks are computing, and their weights on the way: wait for the images")
+        kept = {weight: group.kept[weight] for weight, group in self._groups.items()}
+        quantized = {
+            weight: value._replace(values=torch.empty(0)) for weight, value in kept.items() if value.scale is not None
+        }
+        return _placed, (self._networks, self.device, self.offload, self.storage, self.dtypes, quantized)
 
     @contextlib.contextmanager
     def phase(self, *roles: str) -> Iterator[None]:
@@ -110,12 +126,12 @@ class Offloader:
 
         A block's weights are then read anew for each forward, and live as long as the backward pass needs them.
         """
-        for block in network.modules():
-            for hooks in (block._forward_pre_hooks, block._forward_hooks):
-                for key in [key for key, hook in hooks.items() if isinstance(getattr(hook, "__self__", None), _Hooks)]:
-                    del hooks[key]
-                    if hooks is block._forward_pre_hooks:
-                        block.forward = functools.partial(self._read, block.forward, block)
+        for block in _without_hooks(network):
+            block.forward = functools.partial(self._read, block.forward, block)
+
+    def manages(self, network: nn.Module) -> bool:
+        """Whether this is one of the networks."""
+        return any(network is managed for managed in self._networks.values())
 
     def release(self, *roles: str) -> None:
         """Free the copies of networks that stay where they are now: on the device, say, in a phase that never ends."""
@@ -163,7 +179,12 @@ class Offloader:
 
     def _group(self, tensors: Iterable[Tensor], storage: str | None, stream: Any) -> "_Group":
         """Group tensors that move together, each in its stored form and the memory that holds it meanwhile."""
-        homes = {tensor: quantize(tensor.data, storage) for tensor in tensors}
+        homes = {
+            tensor: self._quantized[tensor]._replace(values=tensor.data)
+            if tensor in self._quantized
+            else quantize(tensor.data, storage)
+            for tensor in tensors
+        }
         values = [value for kept in homes.values() for value in kept[:2] if value is not None]
         if self.offload is None:
             stored = iter([value.to(self.device) for value in values])
@@ -176,6 +197,22 @@ class Offloader:
         group = _Group(homes, self.device, stream)
         self._groups |= dict.fromkeys(group.kept, group)
         return group
+
+
+def _placed(
+    networks: Mapping[str, nn.Module],
+    device: torch.device,
+    offload: str | None,
+    storage: str | None,
+    dtypes: dict[str, torch.dtype],
+    quantized: Mapping[Tensor, Quantized],
+) -> Offloader:
+    """Return the offloader of networks that were pickled or copied."""
+    for network in networks.values():
+        _without_hooks(network)
+    offloader = Offloader(networks, device, offload=offload, storage=storage, quantized=quantized)
+    offloader.dtypes = dtypes
+    return offloader
 
 
 class _Group:
@@ -219,6 +256,11 @@ class _Group:
         # A network may be deleted, as ControlNets are after their job, with a prefetch under way.
         if not sys.is_finalizing():
             self._discard()
+
+    @property
+    def is_used(self) -> bool:
+        """Whether the tensors are away from where they are kept."""
+        return self._users > 0
 
     def prefetch(self) -> None:
         """Begin to restore what the next __enter__ will need."""
@@ -307,11 +349,13 @@ class _Order:
 class _Hooks:
     """What a block does around its forward: it brings its weights, prefetches those of the next block, and lets go."""
 
-    def __init__(self, group: _Group | None, order: _Order | None) -> None:
-        self.group, self.order = group, order
+    def __init__(self, group: _Group | None, order: _Order | None, lacks_scales: bool = False) -> None:
+        self.group, self.order, self._lacks_scales = group, order, lacks_scales
 
     def before(self, module: nn.Module, args: object) -> None:
         """Run before the block's forward."""
+        if self._lacks_scales:
+            raise RuntimeError("a copy of a network alone has no scales of its weights in 8 bits: copy the pipeline")
         if self.group is not None:
             self.group.__enter__()
             for following in self.order.after(self.group) if self.order is not None else ():
@@ -322,8 +366,27 @@ class _Hooks:
         if self.group is not None:
             self.group.__exit__()
 
-    def __deepcopy__(self, memo: object) -> "_Hooks":
-        return _Hooks(None, None)  # a copy of a network has weights of its own
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy of a network has weights of its own, which its offloader, if it is copied too, gives other hooks.
+        kept = () if self.group is None else self.group.kept.values()
+        return _Hooks, (None, None, self._lacks_scales or any(value.scale is not None for value in kept))
+
+
+def moves(network: nn.Module) -> bool:
+    """Whether blocks of a network bring their weights to the device."""
+    hooks = (hook for block in network.modules() for hook in block._forward_pre_hooks.values())
+    return any(isinstance(getattr(hook, "__self__", None), _Hooks) for hook in hooks)
+
+
+def _without_hooks(network: nn.Module) -> list[nn.Module]:
+    """Remove these hooks from a network; return the blocks that had some."""
+    blocks = []
+    for block in network.modules():
+        for hooks in (block._forward_pre_hooks, block._forward_hooks):
+            for key in [key for key, hook in hooks.items() if isinstance(getattr(hook, "__self__", None), _Hooks)]:
+                del hooks[key]
+                blocks += [block] * (hooks is block._forward_pre_hooks)
+    return blocks
 
 
 def _tensors(module: nn.Module) -> list[Tensor]:

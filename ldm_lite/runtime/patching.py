@@ -1,7 +1,7 @@
 """Other forwards for the modules of a network: set, found again, and undone.
 
 A patch is a function of the module and its arguments, bound to the module.  A deep copy of a patched module is
-patched too and computes with its own weights.
+patched too and computes with its own weights, and so is one that was pickled.
 """
 
 import contextlib
@@ -13,7 +13,24 @@ from typing import Any
 from torch import Tensor, nn
 
 Function = Callable[..., Any]  # called with the module, then with what its forward gets
-_KERNELS: set[Function] = set()
+
+
+class Patch:
+    """A function, and the module whose forward it replaces.
+
+    The forward is the method `run`: a method of the module itself, which the module's class lacks, could be pickled
+    and not be unpickled.
+    """
+
+    def __init__(self, function: Function, module: nn.Module) -> None:
+        self.function, self.module = function, module
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the function on the module."""
+        return self.function(self.module, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Patch":
+        return Patch(self.function, copy.deepcopy(self.module, memo))
 
 
 def kernel(function: Function) -> Function:
@@ -21,13 +38,17 @@ def kernel(function: Function) -> Function:
 
     A network that has only such patches still runs as written.
     """
-    _KERNELS.add(function)
+    function.is_kernel = True  # type: ignore[attr-defined]
     return function
+
+
+def _is_kernel(function: Function | None) -> bool:
+    return getattr(function, "is_kernel", False)
 
 
 def patch(module: nn.Module, function: Function) -> None:
     """Have a module run function(module, *args, **kwargs) as its forward, in place of any earlier patch."""
-    module.forward = MethodType(function, module)
+    module.forward = Patch(function, module).run
 
 
 def unpatch(module: nn.Module) -> None:
@@ -38,7 +59,8 @@ def unpatch(module: nn.Module) -> None:
 def patch_of(module: nn.Module) -> Function | None:
     """Return the function that patch() gave this module, or None if patch() did not set its forward."""
     forward = vars(module).get("forward")
-    return forward.__func__ if isinstance(forward, MethodType) and forward.__self__ is module else None
+    patched = forward.__self__ if isinstance(forward, MethodType) else None
+    return patched.function if isinstance(patched, Patch) and patched.module is module else None
 
 
 def twin(network: nn.Module) -> Any:
@@ -60,7 +82,7 @@ def patch_like(network: nn.Module, template: nn.Module) -> None:
     """Patch the modules of a network by the kernels that another network's modules of the same names have."""
     theirs = {name: patch_of(module) for name, module in template.named_modules()}
     for name, module in network.named_modules():
-        if (function := theirs.get(name)) in _KERNELS and function is not None:
+        if (function := theirs.get(name)) is not None and _is_kernel(function):
             patch(module, function)
 
 
@@ -84,4 +106,4 @@ def is_layer_unmodified(module: nn.Module) -> bool:
     """Whether a module runs its class's forward, or a kernel in place of it, and has no hooks; its parts may differ."""
     if module._forward_pre_hooks or module._forward_hooks:
         return False
-    return "forward" not in vars(module) or patch_of(module) in _KERNELS
+    return "forward" not in vars(module) or _is_kernel(patch_of(module))

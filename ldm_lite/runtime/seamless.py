@@ -4,7 +4,7 @@ On both axes this is `padding_mode="circular"` of every convolution, AUTOMATIC11
 keeps its zeros.  A network is copied for it, with the same weights: the given one does not change.
 """
 
-import functools
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -31,23 +31,26 @@ def seamless(network: Network, axes: str) -> Network:
         if hasattr(result, name):
             unpatch(getattr(result, name))
     for conv in convolutions:
-        patch(conv, _FORWARDS[axes])
+        patch(conv, _Circular(axes))
     return result
 
 
 def is_seamless(network: nn.Module) -> bool:
     """Whether a network has circular convolutions."""
-    return any(patch_of(module) in _FORWARDS.values() for module in network.modules())
+    return any(isinstance(patch_of(module), _Circular) for module in network.modules())
 
 
-def _convolve(axes: str, conv: nn.Conv2d, x: Tensor) -> Tensor:
-    assert not isinstance(conv.padding, str)
-    down, across = conv.padding
-    if "x" in axes:
-        x, across = F.pad(x, (across, across, 0, 0), "circular"), 0
-    if "y" in axes:
-        x, down = F.pad(x, (0, 0, down, down), "circular"), 0
-    return F.conv2d(x, conv.weight, conv.bias, conv.stride, (down, across), conv.dilation, conv.groups)
+@dataclass(frozen=True)
+class _Circular:
+    """A convolution's forward, circular along the axes."""
 
+    axes: str
 
-_FORWARDS = {axes: functools.partial(_convolve, axes) for axes in AXES}
+    def __call__(self, conv: nn.Conv2d, x: Tensor) -> Tensor:
+        assert not isinstance(conv.padding, str)
+        down, across = conv.padding
+        if "x" in self.axes:
+            x, across = F.pad(x, (across, across, 0, 0), "circular"), 0
+        if "y" in self.axes:
+            x, down = F.pad(x, (0, 0, down, down), "circular"), 0
+        return F.conv2d(x, conv.weight, conv.bias, conv.stride, (down, across), conv.dilation, conv.groups)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ldm_lite.core.denoise import Guided, Network, denoise_step
 from ldm_lite.core.layers import Conv1x1
 from ldm_lite.core.plan import Row
-from ldm_lite.runtime.patching import kernel, patch, patch_of
+from ldm_lite.runtime.patching import patch, patch_of
 
 LAYERS = (nn.Linear, nn.Conv2d, Conv1x1, nn.GroupNorm, nn.LayerNorm)
 
@@ -36,7 +36,10 @@ class Together:
         self._same: dict[object, bool] = {}  # what runs -> whether a batch has the bits of single images
         for module in network.modules():
             if type(module) in LAYERS:
-                patch(module, self._layer(patch_of(module) or type(module).forward))
+                patch(module, _InTurn(self, patch_of(module) or type(module).forward))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_same": {}}  # whose keys are those of this process
 
     def __call__(
         self, network: Network, registers: Tensor, row: Row, noise: Tensor, guided: Guided, *how: Any
@@ -76,21 +79,28 @@ class Together:
                 images.append(self._step_alone(network, *image, *how))
         return torch.cat(images, dim=1)
 
-    def _layer(self, inner: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """Return the forward of a layer that runs image by image where that gives other bits."""
+    def layer(self, inner: Callable[..., Tensor], layer: nn.Module, x: Tensor) -> Tensor:
+        """Run a layer, by its inner forward, image by image where that gives other bits."""
+        count = self.count
+        if count == 1 or len(x) % count:
+            return inner(layer, x)
+        key = (id(layer), count, x.shape, x.stride(), x.dtype)
+        if key not in self._same:
+            probe = torch.randn_like(x)  # in the layout of x
+            self._same[key] = torch.equal(inner(layer, probe), _each(inner, layer, probe, count))
+        return inner(layer, x) if self._same[key] else _each(inner, layer, x, count)
 
-        @kernel
-        def forward(layer: nn.Module, x: Tensor) -> Tensor:
-            count = self.count
-            if count == 1 or len(x) % count:
-                return inner(layer, x)
-            key = (id(layer), count, x.shape, x.stride(), x.dtype)
-            if key not in self._same:
-                probe = torch.randn_like(x)  # in the layout of x
-                self._same[key] = torch.equal(inner(layer, probe), _each(inner, layer, probe, count))
-            return inner(layer, x) if self._same[key] else _each(inner, layer, x, count)
 
-        return forward
+class _InTurn:
+    """The forward of a layer."""
+
+    is_kernel = True
+
+    def __init__(self, together: Together, inner: Callable[..., Tensor]) -> None:
+        self.together, self.inner = together, inner
+
+    def __call__(self, layer: nn.Module, x: Tensor) -> Tensor:
+        return self.together.layer(self.inner, layer, x)
 
 
 def _each(inner: Callable[..., Tensor], layer: nn.Module, x: Tensor, count: int) -> Tensor:

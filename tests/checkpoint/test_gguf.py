@@ -1,6 +1,8 @@
 """GGUF files: values of every format (the goldens), weights that stay in blocks, and files that make no sense."""
 
+import copy
 import json
+import pickle
 import re
 import struct
 import time
@@ -237,6 +239,20 @@ def test_a_control_of_differences_from_blocks(tmp_path: Path, small_path: Path) 
 
 CASES = [("sd1", "lora", "sequential"), ("sd1", "dora", None), ("sd35_medium", "lora", "model")]
 CASES += [("flux_dev", kind, None) for kind in ("full", "lokr", "oft")]
+
+
+@pytest.mark.parametrize("options", [{}, {"offload": "sequential"}])
+def test_blocks_are_pickled(options: dict[str, Any], tmp_path: Path, small_path: Path) -> None:
+    in_blocks, plain = whole_file(tmp_path / "f", small_path)
+    pipe = ldm_lite.load(in_blocks, device="cpu", **options)
+    save(tmp_path / "a.safetensors", adapters({"lora_unet_": ldm_lite.load(plain, device="cpu").unet}, "lora"))
+    size: dict[str, Any] = {"steps": 2, "width": 32, "height": 32, "output": "numpy"}
+    with pipe.lora(tmp_path / "a.safetensors", 0.7):
+        again, expected = pickle.loads(pickle.dumps(pipe)), pipe.txt2img("a cat", **size)[0]
+    assert len(pickle.dumps(pipe)) < 1.25 * sum(map(bytes_of, pipe.networks.values())) + 2**21
+    assert any(isinstance(layer, BlockLinear) for layer in again.unet.modules())
+    for other in (again, copy.deepcopy(again)):
+        assert np.abs(other.txt2img("a cat", **size)[0].astype(int) - expected).max() <= 1
 
 
 @pytest.mark.slow
