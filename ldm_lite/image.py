@@ -95,7 +95,7 @@ def decode_image(file: BinaryIO, name: str | os.PathLike[str], convert: Callable
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
     if getattr(image, "is_animated", False) and image.format != "MPO":  # a phone's further views of a picture
-        log.info("%s: holds several images: the first is taken", name)
+        log.info("%s: holds several images, of which the first is used", name)
     with _readable(name):
         return convert(image)
 
@@ -172,7 +172,7 @@ def _flatten(image: Image.Image, background: str) -> Image.Image:
     if image.has_transparency_data:
         image = image.convert("RGBA")
         if image.getchannel("A").getextrema() != (255, 255):
-            log.info("transparent parts of an image are taken as %s", background)
+            log.info("transparent parts of an image are filled with %s", background)
         return Image.alpha_composite(Image.new("RGBA", image.size, background), image)
     return image
 

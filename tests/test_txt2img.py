@@ -305,7 +305,7 @@ def test_prompts_from_a_file(bundled: Pipeline, tmp_path: Path, capsys: pytest.C
 
 def test_dropped_words_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["word " * 38 + "quite lost", "--steps", "1", "--n_iter", "3"], tmp_path) == 0
-    assert capsys.readouterr().err.count("warning: prompt is too long, dropped from it: quite lost") == 1
+    assert capsys.readouterr().err.count("warning: the prompt is too long, dropped: quite lost") == 1
 
 
 def test_skip_save_and_skip_grid(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -169,7 +169,7 @@ class ImageWorker:
         """Items with their samples, prepared together; one by one if some of them cannot be in any."""
         try:
             if items[0].options.hires is not None:  # whose second pass has texts of its own
-                samples = iter([sample for item in items for sample in prepare(self.model, item.whole)])
+                samples = iter([sample for item in items for sample in prepare(self.model, item.complete_options)])
             else:
                 rows = [Row(item.prompt, item.negative_prompt, item.seed, item.files) for item in items]
                 samples = prepare_rows(self.model, items[0].options, rows)

@@ -57,7 +57,7 @@ class BatchOptions(CheckedOptions):
         None, "rows of more pixels fail (default: 16 times those of the model, or 2048 x 2048)", within=(1, MOST)
     )
     shard: str | None = option(
-        None, "make only each N-th shard, from the I-th: 1/8 to 8/8 in a Slurm array of 8", metavar="I/N"
+        None, "make only every N-th shard, from the I-th: 1/8 to 8/8 in a Slurm array of 8", metavar="I/N"
     )
     encode: bool = option(False, "encode the images and captions of a folder for training, into memory-mapped files")
     engine: str = option("process", "process: this one; ray: a cluster of Ray", choices=("process", "ray"))
@@ -86,7 +86,7 @@ class BatchOptions(CheckedOptions):
         return int(match[1]), int(match[2] or match[1])
 
 
-def check(options: BatchOptions) -> None:
+def check_options(options: BatchOptions) -> None:
     """Raises ValueError, one line, for options that do not fit each other."""
     if options.prompts is None:
         raise ValueError("no table of prompts: give a .parquet, .jsonl, .csv or .txt, or with `encode` a folder")

@@ -127,7 +127,7 @@ class Remote(Folder):
 
     @contextlib.contextmanager
     def locked(self, turn: tuple[int, int]) -> Iterator[None]:
-        log.warning("%s: has no locks: take care that only one process makes its shards", self.url)
+        log.warning("%s: does not support locks: make sure that only one process makes its shards", self.url)
         yield
 
 

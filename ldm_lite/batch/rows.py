@@ -40,7 +40,7 @@ class Item:
     length: int | None  # of its texts, as text_length has it: None must run alone
 
     @property
-    def whole(self) -> Txt2imgOptions:
+    def complete_options(self) -> Txt2imgOptions:
         """All of its options, without files."""
         return dataclasses.replace(
             self.options, prompt=self.prompt, negative_prompt=self.negative_prompt, seed=self.seed
@@ -144,11 +144,11 @@ class Rows:
     def _with_paths(self, text: str) -> str:
         """Return FILE[:IMAGE][:WEIGHT] with the paths of those that are files in the folders."""
 
-        def found(name: str) -> str:
+        def path_of(name: str) -> str:
             paths = (folder / name for folder in self.folders)
             return next((os.fspath(path) for path in paths if path.is_file()), name)
 
-        return ":".join(map(found, text.split(":")))
+        return ":".join(map(path_of, text.split(":")))
 
     def _values(self, row: dict[str, Any]) -> dict[str, Any]:
         """The values of a row by option, with the types of their options."""

@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from ldm_lite.batch.encode import EncodeWorker, count, finish
 from ldm_lite.batch.images import ImageWorker
-from ldm_lite.batch.options import BatchOptions, check
+from ldm_lite.batch.options import BatchOptions, check_options
 from ldm_lite.batch.places import Remote, open_place
 from ldm_lite.batch.store import Report, Task, Worker, write_manifest
 from ldm_lite.batch.table import Table, open_table
@@ -28,7 +28,7 @@ def run(options: BatchOptions, defaults: CheckedOptions, load: LoadOptions) -> s
     Raises ValueError, one line, for unusable options or input, if the folder is another job's or in use, and at the end
     if all rows failed; OSError.
     """
-    check(options)
+    check_options(options)
     which, of = options.turn
     path = Path(os.path.expanduser(str(options.prompts)))
     if options.encode:
@@ -64,7 +64,7 @@ def run(options: BatchOptions, defaults: CheckedOptions, load: LoadOptions) -> s
             else:
                 write_manifest(task.store, table.shards, options.manifest)
         if all_failed:
-            raise ValueError(f"{place}/{name}: holds nothing, all rows failed")
+            raise ValueError(f"{place}/{name}: is empty: all rows failed")
         return f"{place}/{name}"
 
 
@@ -80,7 +80,7 @@ def _make(task: Task, numbers: Sequence[int]) -> bool:
         shards = map(worker_of(task).make, numbers)
     for report in shards:
         bar.update(report.rows)
-        if not report.made:
+        if not report.is_new:
             num_there += 1
             continue
         num_images, num_failed = num_images + report.rows - report.failed, num_failed + report.failed
@@ -89,7 +89,7 @@ def _make(task: Task, numbers: Sequence[int]) -> bool:
             log.warning("%s: %s%s", task.store.name(report.number), report.messages[0], more)
     bar.close()
     if num_there:
-        log.info("%d of %d shards were there", num_there, len(numbers))
+        log.info("%d of %d shards were complete already", num_there, len(numbers))
     if num_failed:
         log.warning("%d rows failed: %s says why", num_failed, "parts/" if task.options.encode else "the manifest")
     log.info("%d image%s in %.1f s; %s", num_images, "s" * (num_images != 1), time.perf_counter() - begun, memory())

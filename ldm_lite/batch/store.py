@@ -185,7 +185,7 @@ class Report:
 
     number: int
     rows: int
-    made: bool  # False: it was there
+    is_new: bool  # False: it was there
     failed: int = 0  # rows
     messages: tuple[str, ...] = ()
 

@@ -116,9 +116,9 @@ def open_table(path: Path, size: int) -> Table:
                     table.starts.append(position)
                 table.count, position = table.count + 1, after
     else:
-        raise ValueError(f"{path}: is no table of prompts, expected .parquet, .jsonl, .csv or .txt")
+        raise ValueError(f"{path}: is not a table of prompts, expected .parquet, .jsonl, .csv or .txt")
     if kind in (".csv", ".parquet") and table.count and "prompt" not in map(as_column, table.columns):
-        raise ValueError(f"{path}: has no column prompt: name the one with the prompts so")
+        raise ValueError(f"{path}: has no column named prompt: rename the one with the prompts")
     if not table.count:
         raise ValueError(f"{path}: holds no prompt")
     return table

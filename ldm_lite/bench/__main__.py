@@ -32,7 +32,7 @@ def run(options: Options) -> None:
         return
     folder = options.folder
     if not options.resume and (folder / report.RESULTS).exists():
-        raise ValueError(f"{folder}: holds results already: go on with `resume`, or take another `out`")
+        raise ValueError(f"{folder}: holds results already: continue with `resume`, or use another `out`")
     folder.mkdir(parents=True, exist_ok=True)  # now, so that minutes of measuring are not lost if it fails
     results = benchmark.benchmark(options, lambda partial: report.write(partial, folder))
     print(report.markdown(results))

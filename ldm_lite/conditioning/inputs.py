@@ -136,7 +136,7 @@ def _npy(path: Path) -> Tensor:
         try:
             values = np.load(file, allow_pickle=False)
         except Exception as error:
-            raise ValueError(f"{path}: is not a .npy file of numbers, or not whole") from error
+            raise ValueError(f"{path}: is not a .npy file of numbers, or is truncated") from error
     if not isinstance(values, np.ndarray) or values.dtype.kind != "f":
         raise ValueError(f"{path}: holds {getattr(values, 'dtype', 'several arrays')}, expected floats")
     return torch.from_numpy(values.astype(np.float32))
@@ -185,7 +185,7 @@ SECTIONS = 90  # a corner is one of 90 x 90 places: the square root of NUM_TOKEN
 NONE = NUM_TOKENS - 1  # stands in for a missing object
 
 
-class Box(NamedTuple):
+class LabelledBox(NamedTuple):
     """An object: its class token, and its corners in [0,1], the origin being the upper left of the image."""
 
     label: int
@@ -195,7 +195,7 @@ class Box(NamedTuple):
     bottom: float
 
 
-def box_tokens(boxes: Sequence[Box]) -> list[int]:
+def box_tokens(boxes: Sequence[LabelledBox]) -> list[int]:
     """Convert up to 30 boxes to 92 token ids in [0,8192), for an image that is not cropped.
 
     An object has three, its class, its upper left and its lower right corner; at the end stand the corners of the crop.
@@ -219,14 +219,14 @@ def box_tokens(boxes: Sequence[Box]) -> list[int]:
     return [*ids, *[NONE] * (3 * (MOST_OBJECTS - len(boxes))), place(0, 0), place(1, 1)]
 
 
-def read_boxes(path: str | os.PathLike[str]) -> list[Box]:
+def read_boxes(path: str | os.PathLike[str]) -> list[LabelledBox]:
     """Read the boxes of a JSON file, [{"class": 12, "box": [left, top, right, bottom]}, ...].
 
     Raises ValueError, one line, for any other file.
     """
     try:
         entries = json.loads(read_text(path, 2**20))
-        return [Box(int(entry["class"]), *map(float, entry["box"])) for entry in entries]
+        return [LabelledBox(int(entry["class"]), *map(float, entry["box"])) for entry in entries]
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         wanted = '[{"class": 12, "box": [left, top, right, bottom]}, ...]'
         raise ValueError(f"{os.fspath(path)}: is not a list of boxes ({error}), expected {wanted}") from error

@@ -90,7 +90,7 @@ def encode_prompts(model: Model, prompts: Prompts, options: PromptOptions = DEFA
     if options.syntax == "plain" and tokenizer is not None:
         for prompt in dict.fromkeys(prompts):
             if dropped := tokenizer.dropped(tokenizer.clean(prompt or "")):
-                log.warning("prompt is too long, dropped from it: %s", dropped)
+                log.warning("the prompt is too long, dropped: %s", dropped)
     with model.phase(*model.family.texts):
         return conditioner.encode(model, prompts, options)
 

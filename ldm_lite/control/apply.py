@@ -60,13 +60,13 @@ class ActiveControls:
                     num = len(network.zero_convs) + 1
                     guess = guess_scales(num) if control.guess else [1.0] * num
                     scales = torch.tensor([control.weight * scale for scale in guess], device=pixels.device)
-                    hint = ControlInput(network.embed_hint(pixels), scales, share=1, pool=control.pool)
+                    hint = ControlInput(network.embed_hint(pixels), scales, num_branches=1, pool=control.pool)
                     self._nets.append((control, hint))
                 else:
                     factor, (width, height) = network.spec.factor, size
                     if width % factor or height % factor:
                         raise ValueError(
-                            f"got {width}x{height} pixels, but {control.source} wants multiples of {factor}"
+                            f"got {width}x{height} pixels, but {control.source} needs multiples of {factor}"
                         )
                     features = network(pixels[:, :1] if network.spec.in_channels == 1 else pixels)
                     weighted = tuple(control.weight * feature for feature in features)
@@ -127,7 +127,7 @@ class ActiveControls:
             if not acts:
                 control_input = control_input._replace(scales=torch.zeros_like(control_input.scales))
             if control.guess or control.pool:
-                control_input = control_input._replace(share=len(signs), positive=sum(signs))
+                control_input = control_input._replace(num_branches=len(signs), positive=sum(signs))
             inputs.append(control_input if self._compiled or acts else None)
         features: Features | None = None
         for control, added in self._adapters:
@@ -163,7 +163,7 @@ class ActiveControls:
 
     def _acts(self, control: Control, step: int) -> bool:
         # Rounded to a thousandth of a step: shares like 0.3 are not exact in binary.
-        first, last = (round(share * self._num_steps, 3) for share in (control.start, control.end))
+        first, last = (round(fraction * self._num_steps, 3) for fraction in (control.start, control.end))
         return first <= step and step + 1 <= last
 
 

@@ -33,8 +33,8 @@ from ldm_lite.runtime.setup import prepare_like
 log = logging.getLogger("ldm_lite")
 
 
-Network = ControlNet | T2IAdapter | StyleAdapter | IPAdapter | Redux
-Seer = CLIPVisionEncoder | SiglipVisionEncoder
+ControlNetwork = ControlNet | T2IAdapter | StyleAdapter | IPAdapter | Redux
+ImageEncoder = CLIPVisionEncoder | SiglipVisionEncoder
 
 
 class ImagePrompt(NamedTuple):
@@ -75,7 +75,7 @@ def load_controls(
     ]
 
 
-SEERS = {  # what the networks that read an image encoder need
+ENCODER_HINTS = {  # what the networks that read an image encoder need
     StyleAdapter: "a style adapter needs CLIP ViT-L/14's image encoder: give its file with `clip_vision=FILE`, for "
     "instance openai/clip-vit-large-patch14/model.safetensors",
     IPAdapter: "an IP-Adapter needs the image encoder that it was trained with (CLIP ViT-H, or bigG for "
@@ -86,9 +86,11 @@ SEERS = {  # what the networks that read an image encoder need
 }
 
 
-def _load_vision(model: Model, source: str | os.PathLike[str] | None, networks: Sequence[nn.Module]) -> Seer | None:
+def _load_vision(
+    model: Model, source: str | os.PathLike[str] | None, networks: Sequence[nn.Module]
+) -> ImageEncoder | None:
     """Load the image encoder, if a network reads one.  Raises ValueError if there is one too many or too few."""
-    needed = [text for kind, text in SEERS.items() if any(isinstance(network, kind) for network in networks)]
+    needed = [text for kind, text in ENCODER_HINTS.items() if any(isinstance(network, kind) for network in networks)]
     if source is None:
         if needed:
             raise ValueError(needed[0])
@@ -107,7 +109,7 @@ def _load_vision(model: Model, source: str | os.PathLike[str] | None, networks: 
     shapes = components["vision"].shapes
     if ("embeddings.class_embedding" in shapes) == any(isinstance(network, Redux) for network in networks):
         raise ValueError(f"{source}: is not the right image encoder: {needed[0]}")
-    vision: Seer
+    vision: ImageEncoder
     with errors_of(source), on_meta():
         is_clip = "embeddings.class_embedding" in shapes
         spec: Any = CLIPVisionSpec.from_shapes(shapes) if is_clip else SiglipSpec.from_shapes(shapes)
@@ -121,7 +123,7 @@ def _load_vision(model: Model, source: str | os.PathLike[str] | None, networks: 
 
 @torch.no_grad()
 def _with_image(
-    network: Network, vision: Seer | None, control: Control
+    network: ControlNetwork, vision: ImageEncoder | None, control: Control
 ) -> ControlNet | T2IAdapter | Tensor | ImagePrompt:
     """Compute once per job what a style adapter, an IP-Adapter or Redux makes of its image, times its weight."""
     if isinstance(network, Redux):  # whose image is stretched to a square
@@ -163,7 +165,7 @@ WIDTHS = {  # of image encoders, by whether the pooled output is read
 }
 
 
-def _read(model: Model, source: str | os.PathLike[str]) -> tuple[Network, bool]:
+def _read(model: Model, source: str | os.PathLike[str]) -> tuple[ControlNetwork, bool]:
     """Read a network, ready to run with the model, and whether its configuration asks for pooling."""
     components = split(open_source(source))
     role = next((role for role in ROLES if role in components), None)
@@ -194,7 +196,7 @@ def _read(model: Model, source: str | os.PathLike[str]) -> tuple[Network, bool]:
             else:
                 weight = weight.data if model.offloader is None else model.offloader.read(weight, value.device)
             value.copy_(value.float() + weight.float())
-        log.info("%s: holds differences, added to the checkpoint's own UNet", tensors.path.name)
+        log.info("%s: holds differences from the checkpoint's UNet, which are added to it", tensors.path.name)
     if isinstance(network, ControlNet):
         prepare_like(network, model.unet, model.device)
     if by_block:  # all weights of these networks are in blocks, so there is no phase to enter
@@ -208,7 +210,7 @@ def _read(model: Model, source: str | os.PathLike[str]) -> tuple[Network, bool]:
 ROLES = ("control", "adapter", "style", "ip_adapter", "redux")  # components that are a control
 
 
-def _build(model: Model, role: str, file: Tensors) -> Network:
+def _build(model: Model, role: str, file: Tensors) -> ControlNetwork:
     """Build the network of a role for the weights of a file.
 
     Raises ValueError if they make no sense, or are for networks of another kind.
@@ -220,8 +222,8 @@ def _build(model: Model, role: str, file: Tensors) -> Network:
             raise ValueError(f"is for FLUX.1 with T5 {redux.context_dim} wide, not for {model.family.title}")
         return Redux(redux)
     if not isinstance(unet, UNetSpec):
-        raise ValueError(f"is for UNets, but {model.family.title} is a transformer, for which there is no control here")
-    network: Network
+        raise ValueError(f"is for UNets, but {model.family.title} is a transformer, whose controls are not supported")
+    network: ControlNetwork
     if role == "adapter":
         network = T2IAdapter(AdapterSpec.from_shapes(shapes, len(unet.channel_mult)))
     elif role == "style":

@@ -87,7 +87,7 @@ class Model:
             raise ValueError(f"got prompt={prompt!r}, expected a text, or a list of texts")
         for text in dict.fromkeys(prompts):
             if dropped := self.family.tokenizer.dropped(text):
-                log.warning("prompt is too long, dropped from it: %s", dropped)
+                log.warning("the prompt is too long, dropped: %s", dropped)
         return self.family.condition(self, prompts)
 
     @torch.no_grad()

@@ -12,9 +12,9 @@ from ldm_lite.diffusion.guidance import stateless
 
 # The same function for the same numbers, which are tensors: one compiled step serves all, a CUDA graph each number.
 @functools.lru_cache(maxsize=64)
-def rescaling(share: float, device: torch.device) -> Adjust:
+def rescaling(fraction: float, device: torch.device) -> Adjust:
     """Return what rescales the guided output as `rescaled` does."""
-    value = torch.tensor(share, dtype=torch.float64, device=device)
+    value = torch.tensor(fraction, dtype=torch.float64, device=device)
 
     @stateless
     def rescale(out: Tensor, outputs: Outputs) -> Tensor:
@@ -23,13 +23,13 @@ def rescaling(share: float, device: torch.device) -> Adjust:
     return rescale
 
 
-def rescaled(guided: Tensor, cond: Tensor, share: Tensor) -> Tensor:
-    """Rescale the guided prediction to the conditional one's standard deviation, per image, and mix it in by `share`.
+def rescaled(guided: Tensor, cond: Tensor, fraction: Tensor) -> Tensor:
+    """Rescale the guided prediction to the conditional one's standard deviation, per image; mix it in by `fraction`.
 
     Lin et al. 2024, eqs. 15 and 16.
     """
     ratio = cond.std(dim=(1, 2, 3), keepdim=True) / guided.std(dim=(1, 2, 3), keepdim=True)
-    return share * guided * ratio + (1 - share) * guided
+    return fraction * guided * ratio + (1 - fraction) * guided
 
 
 @functools.lru_cache(maxsize=64)
@@ -57,8 +57,8 @@ def thresholding(percentile: float, limit: float, device: torch.device) -> Adjus
 
     @stateless
     def threshold(out: Tensor, outputs: Outputs) -> Tensor:
-        share, most = values.to(out.dtype)
-        return outputs.from_x0(dynamic_threshold(outputs.to_x0(out), share, most))
+        fraction, most = values.to(out.dtype)
+        return outputs.from_x0(dynamic_threshold(outputs.to_x0(out), fraction, most))
 
     return threshold
 

@@ -189,7 +189,7 @@ def make_plan(
     if not isinstance(spacing, str):
         sigmas = [level.sigma if isinstance(level, Level) else math.nan for level in spacing(schedule, steps)]
         if len(sigmas) < 2 or not all(now >= after for now, after in itertools.pairwise(sigmas)):
-            raise ValueError("got a spacing of your own, expected two or more Levels of it, the noisiest first")
+            raise ValueError("got a spacing of your own, expected it to return two or more Levels, the noisiest first")
     quantised = isinstance(spacing, str) and ":quantised" in spacing
     levels = spacing_of(spacing.replace(":quantised", "") if isinstance(spacing, str) else spacing)
     arguments: dict[str, Any] = {"spacing": levels if last is None else functools.partial(_last_levels, levels, last)}

@@ -137,7 +137,7 @@ def _with_settings(spacing: str, settings: list[str], schedule: core.Schedule, s
     except (ZeroDivisionError, OverflowError):
         sigmas = np.array([np.nan])
     if numbers and not (np.isfinite(sigmas).all() and (np.diff(sigmas) <= 0).all()):
-        raise ValueError(f"spacing {spacing!r}: these settings give no descending noise levels")
+        raise ValueError(f"spacing {spacing!r}: these settings do not give descending noise levels")
     return [*levels[:-2], levels[-1]] if discard else levels
 
 

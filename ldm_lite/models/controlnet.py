@@ -75,7 +75,7 @@ class ControlInput(NamedTuple):
 
     hint: Tensor  # (1,C,h,w) of embed_hint
     scales: Tensor  # (S,) float32, the factors of its S results; all zero = no effect
-    share: int  # K branches, of which only the last `positive` ones are controlled; 1: all of the batch is
+    num_branches: int  # of the batch: the last `positive` of them are controlled; 1: all of it is
     pool: bool  # average its results over all positions, for the shuffle network
     positive: int = 1
 
@@ -110,7 +110,7 @@ def _residuals(
     net: ControlNet, control: ControlInput, x: Tensor, t: Tensor, inputs: Mapping[str, Tensor]
 ) -> tuple[Tensor, ...]:
     """Return the tensors that a ControlNet adds to the UNet's skips and middle, for the whole batch."""
-    first = x.shape[0] // control.share * (control.share - control.positive)
+    first = x.shape[0] // control.num_branches * (control.num_branches - control.positive)
     if "concat" in inputs and net.spec.in_channels > x.shape[1]:
         x = torch.cat([x, inputs["concat"].to(x.dtype)], dim=1)
     context = inputs["context"][first:] if "context" in inputs else None

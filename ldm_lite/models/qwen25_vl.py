@@ -46,7 +46,7 @@ class VisionSpec(Fitted):
     output_width: int
     heads: int = 16
     window: int = 8  # patches per side
-    whole: tuple[int, ...] = (7, 15, 23, 31)  # layers that attend to the whole image
+    full_attention: tuple[int, ...] = (7, 15, 23, 31)  # layers that attend to the whole image
 
     untold: ClassVar[tuple[str, ...]] = ("heads", "window", "whole")
 
@@ -90,9 +90,9 @@ def places(spec: VisionSpec, h: int, w: int, like: Tensor) -> Places:
 class Attention(nn.Module):
     """Attention (1,N,D) -> (1,N,D) of each patch to those of its window, or of the image."""
 
-    def __init__(self, spec: VisionSpec, whole: bool) -> None:
+    def __init__(self, spec: VisionSpec, full_attention: bool) -> None:
         super().__init__()
-        self.heads, self.whole = spec.heads, whole
+        self.heads, self.full_attention = spec.heads, full_attention
         multiple(spec.width, spec.heads, "the width")
         self.qkv = nn.Linear(spec.width, 3 * spec.width)
         self.proj = nn.Linear(spec.width, spec.width)
@@ -100,7 +100,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, at: Places) -> Tensor:
         q, k, v = (split_heads(part, self.heads) for part in self.qkv(x).chunk(3, dim=2))  # (1, H, N, C)
         q, k = rotate_halves(q, at.rotation), rotate_halves(k, at.rotation)
-        if self.whole:
+        if self.full_attention:
             return self.proj(merge_heads(F.scaled_dot_product_attention(q, k, v)))
         q, k, v = (part[0][:, at.windows].transpose(0, 1) for part in (q, k, v))  # (W, H, window^2, C)
         out = merge_heads(F.scaled_dot_product_attention(q, k, v, attn_mask=at.inside[:, None, None]))
@@ -112,10 +112,10 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """Attention and MLP with residual connections (1,N,D), which stay in float32."""
 
-    def __init__(self, spec: VisionSpec, whole: bool) -> None:
+    def __init__(self, spec: VisionSpec, full_attention: bool) -> None:
         super().__init__()
         self.norm1, self.norm2 = RMSNorm(spec.width), RMSNorm(spec.width)
-        self.attn = Attention(spec, whole)
+        self.attn = Attention(spec, full_attention)
         self.mlp = GatedMLP(spec.width, spec.mlp_width, "gate_proj", "up_proj", "down_proj", bias=True)
 
     def forward(self, x: Tensor, at: Places) -> Tensor:
@@ -146,7 +146,7 @@ class Vision(nn.Module):
         self.spec = spec
         kernel = (FRAMES, spec.patch, spec.patch)
         self.patch_embed = nn.Sequential(OrderedDict(proj=nn.Conv3d(3, spec.width, kernel, kernel, bias=False)))
-        self.blocks = nn.ModuleList(Block(spec, whole=i in spec.whole) for i in range(spec.layers))
+        self.blocks = nn.ModuleList(Block(spec, full_attention=i in spec.full_attention) for i in range(spec.layers))
         self.merger = Merger(spec)
 
     def forward(self, pixels: Tensor) -> Tensor:

@@ -84,8 +84,8 @@ def use(network: nn.Module, path: Path) -> None:
 def _check_changes(network: nn.Module) -> None:
     if any(isinstance(layer, BlockLinear) and layer.changes for layer in network.modules()):
         raise ValueError(
-            "a LoRA on weights in blocks of a GGUF file is no part of compiled packages: leave out `lora`, or take "
-            "another file than GGUF"
+            "a compiled package cannot have LoRAs on the weights of a GGUF file: leave out `lora`, or use a file of "
+            "another format"
         )
 
 
@@ -141,7 +141,7 @@ class _Package:
                         f"{self.path}: was exported for {about[what]}, and this is {described[what]}: export it again"
                     )
             if about["network"] != described["network"]:
-                raise ValueError(f"{self.path}: was exported from another network than this: export it from this one")
+                raise ValueError(f"{self.path}: was exported from a different network: export this one")
             constants = {name: weights[name] for name in runner.get_constant_fqns()}
             runner.load_constants(constants, False, True, True)  # all active constants, used in place
             key = tuple(None if part is None else (tuple(part[0]), part[1]) for part in about["inputs"])

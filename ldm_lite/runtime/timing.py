@@ -128,7 +128,7 @@ def _read() -> dict[str, list[str]]:
     except FileNotFoundError:
         return {}
     except OSError as error:
-        log.warning("%s cannot be read (%s): kernels are timed anew", choices_file(), error)
+        log.warning("%s cannot be read (%s): kernels are timed again", choices_file(), error)
         return {}
     names: dict[str, list[str]] = {}
     for line in lines:
@@ -151,7 +151,7 @@ def _remember(size: str, name: str, candidates: Collection[str]) -> str:
         with open(path, "a", encoding="utf-8") as file:  # the system appends lines of several processes whole
             file.write("\n" * is_cut + f"{machine()}\t{size}\t{name}\n")
     except OSError as error:
-        log.warning("%s cannot be written (%s): every process times its kernels", path, error)
+        log.warning("%s cannot be written (%s): each process times its kernels again", path, error)
         return name
     return _kept(size, candidates) or name
 

@@ -274,14 +274,20 @@ def router(engine: Engine) -> APIRouter:
         about: dict[str, Any] = {"skipped": False, "interrupted": False, "stopping_generation": False}
         about |= {"job": "", "job_count": len(running), "job_timestamp": "0", "job_no": 0}
         about |= {"sampling_step": 0, "sampling_steps": 0}
-        share, image = 0.0, None
+        fraction, image = 0.0, None
         for ticket in running[:1]:
             about |= {"interrupted": ticket.interrupted, "job": ticket.task, "job_no": len(ticket.results)}
             about |= {"job_timestamp": _timestamp(ticket), "sampling_step": ticket.step}
             about["sampling_steps"] = ticket.num_steps
-            share, image = ticket.progress, None if skip_current_image else ticket.preview()
+            fraction, image = ticket.progress, None if skip_current_image else ticket.preview()
         current = None if image is None else encoded(image)
-        return {"progress": share, "eta_relative": 0.0, "state": about, "current_image": current, "textinfo": None}
+        return {
+            "progress": fraction,
+            "eta_relative": 0.0,
+            "state": about,
+            "current_image": current,
+            "textinfo": None,
+        }
 
     @routes.post("/interrupt")
     @routes.post("/skip")
@@ -302,7 +308,7 @@ def router(engine: Engine) -> APIRouter:
         changed: dict[str, Any] = {}
         for name, value in ((await read_json(request, Body)).model_extra or {}).items():
             if name == "sd_model_checkpoint":
-                title, digest = library.title("models", library.check(str(value), ()))
+                title, digest = library.title("models", library.check_request(str(value), ()))
                 changed |= {name: title, "sd_checkpoint_hash": digest}
             elif name == "CLIP_stop_at_last_layers":
                 changed[name] = Txt2imgOptions(clip_skip=value).clip_skip

@@ -29,7 +29,7 @@ from ldm_lite.serve.queue import CLIENT, Engine, Full, Stopping
 
 access = logging.getLogger("ldm_lite.access")
 
-OPEN = {"/healthz"}  # needs no key
+PUBLIC_ROUTES = {"/healthz"}  # needs no key
 MOST_LOGGED = 200  # characters of a path
 SAFE = {"GET", "HEAD", "OPTIONS"}
 TOTALS = {  # of the engine, as Prometheus describes them
@@ -71,7 +71,7 @@ def make_app(engine: Engine, options: ServeOptions, key: str | None = None) -> A
         `engine` is there while the first images of a kind wait: "compiling", or "capturing" a CUDA graph.
         """
         if not engine.healthy:
-            raise Refused(503, "the server takes no requests")
+            raise Refused(503, "the server does not accept requests")
         return {"status": "ok"} | ({"engine": word} if (word := compiling()) else {})
 
     @app.get("/metrics", tags=["server"])
@@ -174,7 +174,7 @@ class _Guard:
             foreign or headers.get("sec-fetch-site") == "cross-site"
         ):
             raise Refused(403, f"a page of another site ({origin!r:.80}) may not use this server")
-        if scope["path"] not in OPEN and not self._has_key(headers.get("authorization", "")):
+        if scope["path"] not in PUBLIC_ROUTES and not self._has_key(headers.get("authorization", "")):
             raise Refused(401, "expected the server's key: Authorization: Bearer KEY, or KEY as the password")
 
     def _is_ours(self, host: str) -> bool:

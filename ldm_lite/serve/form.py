@@ -153,9 +153,9 @@ def read(values: Mapping[str, Any], engine: Engine) -> Work:
             raise Refused(422, f"unknown field {name!r:.60}: GET /api/form lists them", param=name[:60])
     with about("loras"):
         loras: Loras = tuple((lora["name"], lora_weight(str(lora["weight"]))) for lora in values.get("loras") or ())
-        engine.library.check(None, loras)
+        engine.library.check_request(None, loras)
     with about(MODEL):
-        model = engine.library.check(values.get(MODEL) or None, ())
+        model = engine.library.check_request(values.get(MODEL) or None, ())
     request = Request(task, _options(task, values, engine), model, loras)
     x, y = (_axis(task, name, values.get(name), engine) for name in ("x", "y"))
     if x is None and y is None:
@@ -197,7 +197,7 @@ def _axis(task: str, letter: str, asked: Mapping[str, str] | None, engine: Engin
         like = {MODEL: "prompt", LORA_WEIGHT: "scale"}.get(name, name)
         axis = dataclasses.replace(xy.read_axis(TASKS[task], like, asked["values"]), option=name)
         for value in axis.values if name == MODEL else ():
-            engine.library.check(value, ())
+            engine.library.check_request(value, ())
     return axis
 
 

@@ -49,11 +49,11 @@ MOST_NAME = 200  # characters of a field's name
 PICTURES = {"image", "images", "init_images", "init_img", "mask", "data", "input_image", "mask_image"}
 PICTURES |= {"controlnet_input_images", "controlnet_images", "controlnet_masks", "reference"}
 STATUS = {Full: 429, Stopping: 503, TimeoutError: 504, ValueError: 422, TypeError: 422}
-LOOK = 0.5  # seconds between two looks at whether the client has gone
+LOOK = 0.5  # seconds between two looks at whether the client has disconnected
 CHARSETS = (b"utf-8", b"utf8", b"us-ascii")  # that a form may name
 KEEP_ALIVE = 15  # seconds of silence after which a stream of events gets a comment
 WAITING = ": waiting\n\n"  # the comment
-CLOSED = 499  # the client has gone: nobody reads this status
+CLOSED = 499  # the client has disconnected: nobody reads this status
 _PATH = re.compile(r"(?<![\w.:/])(?:[A-Za-z]:)?(?:[/\\][^\s/\\:'\",]+)+[/\\](?=[^\s/\\])")
 # The field that an error of the options is about: messages name it, but for these three.
 _FIELD = re.compile(r"`(?!max_)(\w+)`|(?P<prompt>no prompt)|(?P<width>pixels)|(?P<batch_size>images, expected)")
@@ -106,7 +106,7 @@ def refusal(error: BaseException) -> Refused:
     if isinstance(error, MemoryError) or "out of memory" in str(error).lower():
         return Refused(503, "out of memory: ask for a smaller image, or again later")
     report(error)
-    return Refused(500, "an error of the server: its log says more")
+    return Refused(500, "internal error: see the server's log")
 
 
 def field_of(error: BaseException) -> str | None:
@@ -144,7 +144,7 @@ class Reader:
     def __init__(self, engine: Engine, most: int) -> None:
         """most: bytes of a body."""
         self.engine, self.most = engine, most
-        self._held: Counter[str] = Counter()  # bytes of bodies that come or are read, by client
+        self._held_bytes: Counter[str] = Counter()  # bytes of bodies that come or are read, by client
         self._threads = ThreadPoolExecutor(READERS, "reading")
         self._free = asyncio.Semaphore(READERS)
         self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
@@ -162,21 +162,24 @@ class Reader:
                     async for part in request.stream():
                         parts.append(part)
                         size += len(part)
-                        self._held[client] += len(part)
+                        self._held_bytes[client] += len(part)
                         self._check_length(size)  # it may be larger than its header says, or have none
-                        if self._held.total() > ROOM * self.most or self._held[client] > ROOM // 2 * self.most:
+                        if (
+                            self._held_bytes.total() > ROOM * self.most
+                            or self._held_bytes[client] > ROOM // 2 * self.most
+                        ):
                             raise Refused(503, "too many requests are being read: try again later")
             except TimeoutError:
-                raise Refused(408, f"the request has not come within {READING:g} seconds") from None
+                raise Refused(408, f"the request was not received within {READING:g} seconds") from None
             except ClientDisconnect:
-                raise Refused(CLOSED, "the client has gone") from None
+                raise Refused(CLOSED, "the client has disconnected") from None
             body = b"".join(parts)
             parts.clear()
             return await self.run(parse, body)
         finally:
-            self._held[client] -= size
-            if not self._held[client]:
-                del self._held[client]
+            self._held_bytes[client] -= size
+            if not self._held_bytes[client]:
+                del self._held_bytes[client]
 
     async def run(self, function: Callable[..., T], *args: Any) -> T:
         """Call a function that reads what a client has sent, in one of the threads.  Raises Refused (503)."""
@@ -346,7 +349,7 @@ def open_base64(text: Any, name: str, most: int) -> Image.Image:
     try:
         content = base64.b64decode(rest if comma and head.startswith("data:") else text, validate=True)
     except ValueError:
-        raise ValueError(f"{name} is not base64, which an image has to be in") from None
+        raise ValueError(f"{name} is not valid base64") from None
     return open_bytes(content, name, most)
 
 
@@ -376,13 +379,13 @@ async def ended(request: Request, ticket: Ticket) -> None:
     try:
         async for _ in changes(ticket, LOOK):
             if await request.is_disconnected():
-                raise Refused(CLOSED, "the client has gone")
+                raise Refused(CLOSED, "the client has disconnected")
     finally:
         ticket.cancel()
     check_ended(ticket)
 
 
-async def changes(ticket: Ticket, silence: float) -> AsyncIterator[bool]:
+async def changes(ticket: Ticket, timeout: float) -> AsyncIterator[bool]:
     """Yield True now and after every change of a ticket until it has ended, and False after seconds of silence."""
     changed, loop, is_last = asyncio.Event(), asyncio.get_running_loop(), False
 
@@ -393,7 +396,7 @@ async def changes(ticket: Ticket, silence: float) -> AsyncIterator[bool]:
     ticket.listen(notify)
     while not is_last:
         try:
-            await asyncio.wait_for(changed.wait(), silence)
+            await asyncio.wait_for(changed.wait(), timeout)
         except TimeoutError:
             ticket.has_ended()
             yield False

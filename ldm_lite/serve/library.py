@@ -164,9 +164,9 @@ class Library:
 
     def _check_given_up(self, *_: object) -> None:
         if self.given_up():
-            raise TimeoutError("nobody waits for the image any more")
+            raise TimeoutError("the client is not waiting any more")
 
-    def check(self, name: str | None, loras: Loras) -> str:
+    def check_request(self, name: str | None, loras: Loras) -> str:
         """Return the name of a model, by default the default's.  Raises ValueError for unknown names."""
         if len(loras) > MOST_LORAS:
             raise ValueError(f"got {len(loras)} LoRAs, expected at most {MOST_LORAS}")
@@ -230,9 +230,7 @@ class Library:
     def _open(self, load: LoadOptions, name: str = "") -> None:
         model = toolkit.load_model(load)
         if toolkit.prompt_kind(model) == "files":  # which requests cannot name
-            raise ValueError(
-                f"{model.name} is {model.family.title}, whose prompts are names of files: it is not served"
-            )
+            raise ValueError(f"{model.name} is {model.family.title}, whose prompts are file names: it cannot be served")
         self.together = toolkit.with_exact_batches(model) if self._options.batching == "exact" else None
         encoders: tuple[Any, ...] = model.text_encoders
         widths = {encoder.spec.width for encoder in encoders if hasattr(encoder, "spec")}

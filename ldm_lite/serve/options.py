@@ -11,32 +11,32 @@ DAY = 24 * 3600
 class LimitOptions(CheckedOptions):
     """What a request may ask for."""
 
-    batch_size: int = option(8, "most images that are denoised together", within=(1, 256), common=True)
+    batch_size: int = option(8, "maximum images denoised together", within=(1, 256), common=True)
     batching: str = option(
         "exact",
         "exact: the same bits as alone; fast: always one run of the network, which may differ by 1 of 255",
         choices=("exact", "fast"),
     )
-    linger: float = option(
+    batch_wait: float = option(
         0.0, "seconds that an idle server waits for more requests before it begins with the first", within=(0, 60)
     )
-    max_pixels: int = option(2**20 + 2**16, "most pixels of an image", within=(64, 2**28))
-    max_steps: int = option(150, "most steps of an image", within=(1, 1000))
-    max_images: int = option(16, "most images of a request", within=(1, 1000))
+    max_pixels: int = option(2**20 + 2**16, "maximum pixels of an image", within=(64, 2**28))
+    max_steps: int = option(150, "maximum steps of an image", within=(1, 1000))
+    max_images: int = option(16, "maximum images of a request", within=(1, 1000))
     max_branches: int = option(
         10,
-        "most branches of a step: parts of a prompt that AND joins, the negative prompt, ControlNets",
+        "maximum branches of a step: parts of a prompt that AND joins, the negative prompt, ControlNets",
         within=(2, 1000),
     )
     max_work: int = option(
-        2000, "most work of a request: millions of pixels x steps x images x branches, of both passes", within=(1, MOST)
+        2000, "maximum work of a request: megapixels x steps x images x branches, of both passes", within=(1, MOST)
     )
     max_queue: int = option(256, "images that may wait; further requests get status 429", within=(1, MOST))
     max_waiting: int = option(
         256, "MiB of pictures that may wait with their requests; further ones get 429", within=(1, MOST)
     )
     max_body: int = option(32, "largest request, in MiB", within=(1, 1024))
-    timeout: float = option(600.0, "seconds after which an unfinished request is given up", within=(0.1, DAY))
+    timeout: float = option(600.0, "seconds after which an unfinished request is cancelled", within=(0.1, DAY))
     grace: float = option(
         30.0,
         "seconds that running images have when the server is stopped; then it returns what is there",

@@ -213,7 +213,7 @@ class Engine:
         task is "txt2img", "img2img", "inpaint" or "upscale", options are its dataclass, with images as PIL.  partials
         is the number of images on the way that are wanted of each.
         """
-        ticket = Ticket(self, task, options, self.library.check(model, loras), loras)
+        ticket = Ticket(self, task, options, self.library.check_request(model, loras), loras)
         ticket.num_partials = partials
         self._check(ticket)
         return self._add(ticket)
@@ -438,14 +438,14 @@ class Engine:
                     self._unload = False
                     continue
                 if idle:
-                    self._changed.wait_for(lambda: self._stopping, self.limits.linger)
+                    self._changed.wait_for(lambda: self._stopping, self.limits.batch_wait)
             try:
                 units = self._gather()
                 if units:
                     self._denoise(units)
             except Exception as error:  # it ends the tickets that it came from: the others go on
                 if not isinstance(error, EXPECTED) and not self.library.works():  # as after an illegal access of CUDA
-                    log.error("the device has failed: the server takes no more requests, start it again")
+                    log.error("the device has failed, and the server accepts no more requests: restart it")
                     self._failed = True
                 for ticket in {unit.ticket for unit in units} or set(self.running or self.in_turn()[:1]):
                     self.cancel(ticket, error)
@@ -485,11 +485,13 @@ class Engine:
             self._kept_since, self.running = None, []
         most, prepared = 2 * self.library.most_together, 0  # branches: an image has two
         for ticket in [first, *(ticket for ticket in tickets if _are_alike(first, ticket))]:
-            share = max(2, ticket.branches) * (1 + len(ticket.options.reference))
-            while share * (len(units) + 1) <= max(most, share) and (unit := self._take(ticket, units)) is not None:
+            branches = max(2, ticket.branches) * (1 + len(ticket.options.reference))
+            while (
+                branches * (len(units) + 1) <= max(most, branches) and (unit := self._take(ticket, units)) is not None
+            ):
                 units.append(unit)
             prepared += bool(ticket.prepared)  # it does not go with the first, and stays in memory
-            if share * (len(units) + 1) > most or prepared > MOST_PREPARED:
+            if branches * (len(units) + 1) > most or prepared > MOST_PREPARED:
                 break
         return units
 
@@ -564,8 +566,8 @@ class Engine:
         """
         previewed = set[Ticket]()
         for place, unit in enumerate(units if state.step < state.num_steps else ()):
-            ticket, shares = unit.ticket, unit.ticket.num_partials + 1
-            partial = state.step in {round(state.num_steps * k / shares) for k in range(1, shares)}
+            ticket, num_parts = unit.ticket, unit.ticket.num_partials + 1
+            partial = state.step in {round(state.num_steps * k / num_parts) for k in range(1, num_parts)}
             preview = previews and ticket.wants_preview and ticket not in previewed
             if ticket.ended or unit.ended or not (partial or preview):
                 continue

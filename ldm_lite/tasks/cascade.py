@@ -199,7 +199,7 @@ def encode_t5(prompts: Sequence[str], options: StageOptions) -> Tensor:
     texts = [clean(prompt) for prompt in prompts]
     for text in texts:
         if dropped := tokenizer.dropped(text):
-            log.warning("prompt is too long, dropped from it: %s", dropped)
+            log.warning("the prompt is too long, dropped: %s", dropped)
     dtype = pick_dtype(options.dtype, device)
     # In float16 T5's activations overflow.
     encoder = load_t5(paths, device, torch.bfloat16 if dtype == torch.float16 else dtype)

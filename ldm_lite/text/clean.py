@@ -47,7 +47,7 @@ def fix_text(text: str) -> str:
             line = unicodedata.normalize("NFC", line.translate(REPLACED))
         fixed += line
     if _may_be_misread(text):
-        log.warning("%r may have been decoded with a wrong encoding: the package ftfy mends such prompts", text[:60])
+        log.warning("%r may have been decoded with a wrong encoding: install ftfy to repair such prompts", text[:60])
     return fixed
 
 

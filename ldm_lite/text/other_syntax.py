@@ -66,6 +66,6 @@ def signs_in(prompt: str, syntax: str = "plain", has_weights: bool = True) -> It
     """Yield a line about each kind of sign in a prompt, with what shows it; syntax is what the prompt is read as."""
     for sign in SIGNS:
         if (match := sign.pattern.search(prompt)) and not (sign.plain and syntax == "a1111"):
-            found = " ".join(match[0].split())
+            phrase = " ".join(match[0].split())
             advice = sign.advice if has_weights or not sign.weight else "this model's text encoder has no weights"
-            yield f"{found if len(found) <= 60 else found[:57] + '...'} in the prompt is read as words: {advice}"
+            yield f"{phrase if len(phrase) <= 60 else phrase[:57] + '...'} in the prompt is read as words: {advice}"

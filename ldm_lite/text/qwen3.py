@@ -17,7 +17,7 @@ from ldm_lite.text.tokenizer import TextTokenizer
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-SAID, ANSWERED = "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"
+CHAT_PREFIX, CHAT_SUFFIX = "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"
 WITHOUT_THINKING = "<think>\n\n</think>\n\n"
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 FURTHER = (  # which follow in Qwen's vocabulary
@@ -65,14 +65,14 @@ class Qwen3Tokenizer(TextTokenizer):
         """Return the tokens of a text in its template, and where in the text each begins."""
         before = self.before_text
         whole = self._with_images(
-            f"{before}{text}{ANSWERED}{'' if self.thinks else WITHOUT_THINKING}" if isinstance(text, str) else text
+            f"{before}{text}{CHAT_SUFFIX}{'' if self.thinks else WITHOUT_THINKING}" if isinstance(text, str) else text
         )
         return [(tokens, min(max(start - len(before), 0), len(text))) for tokens, start in whole]
 
     @property
     def before_text(self) -> str:
         """The template up to the text."""
-        said = f"<|im_start|>system\n{self.system}<|im_end|>\n{SAID}" if self.system else SAID
+        said = f"<|im_start|>system\n{self.system}<|im_end|>\n{CHAT_PREFIX}" if self.system else CHAT_PREFIX
         return said + "".join(f"{name}<|vision_start|>{IMAGE}<|vision_end|>" for name, _ in self.images)
 
     def _with_images(self, text: str) -> list[tuple[tuple[int, ...], int]]:

@@ -58,7 +58,7 @@ def parse(text: str) -> Template:
     """Parse a template.  Raises ValueError, one line, for braces that do not match and counts that fit no variants."""
     template, end = _sequence(text, 0, 0)
     if end < len(text):
-        raise ValueError(f"{_shown(text)}: has a closing brace without its opening one (a literal one is \\}})")
+        raise ValueError(f"{_shown(text)}: has a closing brace without an opening one (a literal one is \\}})")
     return template
 
 
@@ -97,7 +97,7 @@ def _variants(text: str, start: int, depth: int) -> tuple[Variants, int]:
         options.append((1.0 if weight is None else float(weight[1]), option))
         if at == len(text):
             opened = _shown(text[start - 1 :])
-            raise ValueError(f"{opened}: has an opening brace without its closing one (a literal one is \\{{)")
+            raise ValueError(f"{opened}: has an opening brace without a closing one (a literal one is \\{{)")
         at += 1
         if text[at - 1] == "}":
             break
@@ -129,7 +129,7 @@ class Prompts:
     def __init__(self, folder: Path | None) -> None:
         """Raises ValueError if the folder is not one."""
         if folder is not None and not folder.is_dir():
-            raise ValueError(f"{folder}: is no folder, expected one with wildcards NAME.txt")
+            raise ValueError(f"{folder}: is not a folder: give one with files NAME.txt")
         self.folder = folder
         self._lines: dict[str, Options] = {}
         self._sizes: dict[tuple[str, int], tuple[int, int]] = {}
@@ -228,7 +228,7 @@ class Prompts:
 
     def _options(self, part: Wildcard | Variants, depth: int) -> tuple[Options, int, int, str]:
         if depth > MOST_DEPTH:
-            raise ValueError(f"a template goes more than {MOST_DEPTH} deep: does a wildcard hold itself?")
+            raise ValueError(f"a template is nested more than {MOST_DEPTH} deep: does a wildcard contain itself?")
         if isinstance(part, Wildcard):
             return self.lines(part.name), 1, 1, ""
         options: Options = part.options

@@ -183,7 +183,7 @@ def test_many_rows_that_fail_leave_no_trace_in_the_terminal(
 ) -> None:
     batch(table([{"prompt": " ".join(["word"] * 90 + [str(i)])} for i in range(6)]))
     errors = [line for line in capsys.readouterr().err.splitlines() if "too long" in line]
-    assert [line.partition(": prompt is")[0] for line in errors] == ["warning: 00000.tar", "warning: 00001.tar"]
+    assert [line.partition(": the prompt is")[0] for line in errors] == ["warning: 00000.tar", "warning: 00001.tar"]
     assert all("(and 2 more)" in line for line in errors)
 
 
@@ -270,7 +270,7 @@ def test_a_job_whose_rows_all_fail_fails(table: Write, batch: Batch, capsys: pyt
     assert [line["row"] for line in manifest] == [0, 1]
     errors = capsys.readouterr().err
     assert "row 0: " in errors
-    assert "manifest.jsonl: holds nothing, all rows failed" in errors
+    assert "manifest.jsonl: is empty: all rows failed" in errors
 
 
 def test_broken_lines_are_rows(tmp_path: Path) -> None:
@@ -286,9 +286,9 @@ def test_broken_lines_are_rows(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "wanted"),
     [
-        ("t.json", "[]", "t.json: is no table of prompts, expected .parquet, .jsonl, .csv or .txt"),
+        ("t.json", "[]", "t.json: is not a table of prompts, expected .parquet, .jsonl, .csv or .txt"),
         ("t.jsonl", "\n\n", "t.jsonl: holds no prompt"),
-        ("t.csv", "text,seed\na,1\n", "t.csv: has no column prompt: name the one with the prompts so"),
+        ("t.csv", "text,seed\na,1\n", "t.csv: has no column named prompt: rename the one with the prompts"),
         ("t.csv", "", "t.csv: holds no prompt"),
         ("t.csv", "prompt,seed,prompt\na,1,b\n", "t.csv: its first line has the column 'prompt' twice"),
         ("t.csv", "prompt\na\n".encode("utf-16"), "t.csv: its first line is not a row of a table ('utf-8' codec"),

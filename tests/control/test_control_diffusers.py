@@ -144,7 +144,7 @@ def test_a_net_reads_its_part_of_a_longer_vector() -> None:
     unet = toy.network(distilled)
     for given in (whole, plain):
         net = toy.fill(ControlNet(given))
-        hint = ControlInput(net.embed_hint(toy.picture()), torch.ones(10), share=1, pool=False)  # type: ignore[operator]
+        hint = ControlInput(net.embed_hint(toy.picture()), torch.ones(10), num_branches=1, pool=False)  # type: ignore[operator]
         out = ControlledUNet(unet, [net])(x, toy.T, ControlInputs((hint,), None), context=context, y=y)  # type: ignore[arg-type,list-item]
         vector = y[:, : distilled.vector_dim] if given is whole else None
         wanted = unet(x, toy.T, context, y, residuals=net(x, toy.T, context, hint.hint, vector))

@@ -82,9 +82,9 @@ def test_tokens_are_the_originals(kind: str) -> None:
     encoder, adapter = seer(), built(toy.IP_ADAPTERS[kind], SMALL.unet)
     seen = encoder.pooled(image) if kind == "linear" else encoder(image, skip=1)
     assert toy.relative_error(seen[:, ..., ::4], GOLDEN[f"{kind}_seen"]) < 1e-5
-    given, never = adapter.tokens(encoder, image)
-    assert toy.relative_error(given, GOLDEN[f"{kind}_tokens"]) < 1e-5
-    assert toy.relative_error(never, GOLDEN[f"{kind}_never"]) < 1e-5
+    positive, negative = adapter.tokens(encoder, image)
+    assert toy.relative_error(positive, GOLDEN[f"{kind}_tokens"]) < 1e-5
+    assert toy.relative_error(negative, GOLDEN[f"{kind}_never"]) < 1e-5
 
 
 @pytest.mark.parametrize(("kind", "suffix"), [("linear", "safetensors"), ("mlp", "bin"), ("resampler", "bin")])

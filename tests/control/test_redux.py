@@ -105,5 +105,5 @@ def test_what_does_not_fit_is_one_line(pipe: Pipeline, folder: Path, small_path:
         with pytest.raises(ValueError, match=message):
             model.txt2img("a", control=[asked(folder, net=net)], clip_vision=vision)
     save_file(toy.control(SMALL.unet), folder / "net.safetensors")
-    with pytest.raises(ValueError, match="is a transformer, for which there is no control here"):
+    with pytest.raises(ValueError, match="is a transformer, whose controls are not supported"):
         pipe.txt2img("a", control=[asked(folder, net="net")])

@@ -139,10 +139,10 @@ def test_the_named_spacing_is_used_unless_another_is_given(sd: Pipeline) -> None
         ({"name": "euler", "churn": 11.0}, "got churn 11.0, expected 0 to 10"),
         (
             {"spacing": lambda schedule, steps: [schedule.at(900)]},
-            "expected two or more Levels of it, the noisiest first",
+            "expected it to return two or more Levels, the noisiest first",
         ),
-        ({"spacing": lambda schedule, steps: list(range(11))}, "expected two or more Levels of it, the noisiest first"),
-        ({"spacing": lambda schedule, steps: [CLEAN, schedule.at(9)]}, "expected two or more Levels of it"),
+        ({"spacing": lambda schedule, steps: list(range(11))}, "expected it to return two or more Levels"),
+        ({"spacing": lambda schedule, steps: [CLEAN, schedule.at(9)]}, "expected it to return two or more Levels"),
     ],
 )
 def test_a_plan_says_what_it_wants(sd: Pipeline, arguments: dict[str, Any], message: str) -> None:

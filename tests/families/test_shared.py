@@ -108,7 +108,7 @@ def test_a_text_does_not_depend_on_its_batch(toys: Any, pipe: Pipeline) -> None:
 @of_each
 def test_long_texts_are_cut_with_a_warning(pipe: Pipeline, caplog: pytest.LogCaptureFixture) -> None:
     text = pipe.encode_prompt("one two " * 200)
-    assert "prompt is too long, dropped from it:" in caplog.text
+    assert "the prompt is too long, dropped:" in caplog.text
     assert text.context is not None
     assert text.context.shape[1] == 512
     assert text.y is None or text.y.tolist() == [[512]]

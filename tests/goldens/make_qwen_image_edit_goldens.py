@@ -45,7 +45,7 @@ def vision(spec: Any) -> dict[str, Any]:
         "num_heads": spec.heads,
         "intermediate_size": spec.mlp_width,
         "out_hidden_size": spec.output_width,
-        "fullatt_block_indexes": list(spec.whole),
+        "fullatt_block_indexes": list(spec.full_attention),
     }
 
 

@@ -42,5 +42,5 @@ def test_no_request_gives_the_name_of_a_file(library: Library, tmp_path: Path, t
 def test_models_whose_prompts_are_files_are_not_served(tmp_path: Path, name: str) -> None:
     path = tmp_path / f"{name}.safetensors"
     random_checkpoint.write(path, toy_zoo.small(name))
-    with pytest.raises(ValueError, match="whose prompts are names of files: it is not served"):
+    with pytest.raises(ValueError, match="whose prompts are file names: it cannot be served"):
         Library(LoadOptions(ckpt=path, device="cpu"), ServeOptions())

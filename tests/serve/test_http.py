@@ -482,7 +482,7 @@ def test_who_waits_is_told_when_the_time_is_over_though_nothing_runs(library: Li
     ticket = submit(engine, "txt2img", {"prompt": "an apple", **SMALL})
 
     async def wait() -> None:
-        async for _ in changes(ticket, silence=0.02):
+        async for _ in changes(ticket, timeout=0.02):
             pass
 
     asyncio.run(asyncio.wait_for(wait(), 30))

@@ -108,7 +108,7 @@ def test_what_is_too_long_or_too_deep_is_named(content: dict[str, Any], running:
     for path in (OPENAI, TXT2IMG):
         status, message = running.refused(path, content)
         assert status == 422
-        assert "wanted" in message
+        assert "expected" in message
 
 
 def test_a_wrong_value_is_not_sent_back(running: Running) -> None:
@@ -550,7 +550,7 @@ def test_a_swap_is_for_a_file_that_opens_and_others_are_remembered(small_path: A
 def test_requests_for_one_model_run_one_after_the_other(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Alternating names would be a swap for each."""
     engine, order = engine_of(library), list[str]()
-    monkeypatch.setattr(library, "check", lambda name, loras: name)
+    monkeypatch.setattr(library, "check_request", lambda name, loras: name)
     tickets = [submit(engine, "txt2img", SMALL | {"steps": 2 + i}) for i in range(6)]
     for place, ticket in enumerate(tickets):
         ticket.model = ("other", "small")[place % 2]
@@ -604,7 +604,7 @@ def test_a_device_that_has_failed_ends_the_server(start: Callable[..., Running],
 
     monkeypatch.setattr(server.engine, "_denoise", fail)
     with caplog.at_level(logging.ERROR, logger="ldm_lite"):
-        assert server.refused(TXT2IMG, SMALL) == (500, "an error of the server: its log says more")
+        assert server.refused(TXT2IMG, SMALL) == (500, "internal error: see the server's log")
     assert "illegal memory access" in caplog.text
     assert "Traceback" in caplog.text
     assert server.refused("/healthz", None)[0] == 503

@@ -64,13 +64,13 @@ def test_ordinary_text_stays(text: str, made: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a {b|c", "has an opening brace without its closing one"),
-        ("a b}", "has a closing brace without its opening one"),
+        ("a {b|c", "has an opening brace without a closing one"),
+        ("a b}", "has a closing brace without an opening one"),
         ("{3-1$$a|b}", "takes 3-1 variants"),
         ("__none__", "holds no line for the wildcard __none__, expected none.txt"),
         ("__../secret__", "expected a name inside"),
         ("__/etc/passwd__", "expected a name inside"),
-        ("__loop__", "does a wildcard hold itself"),
+        ("__loop__", "does a wildcard contain itself"),
         ("{" * 21 + "}" * 21, "deep, expected at most"),
     ],
 )
@@ -82,7 +82,7 @@ def test_errors_are_one_line(sd: Pipeline, text: str, message: str, folder: Path
             sd.txt2img(text, wildcards=folder, dynamic=dynamic)
     with pytest.raises(ValueError, match="give one with `wildcards=DIR`"):
         sd.txt2img("__colour__", dynamic="random")
-    with pytest.raises(ValueError, match="is no folder"):
+    with pytest.raises(ValueError, match="is not a folder"):
         sd.txt2img("a", wildcards=folder / "colour.txt")
 
 
@@ -169,4 +169,4 @@ def test_the_command(small_path: Path, folder: Path, tmp_path: Path, capsys: pyt
     assert main(["a {b|c} __colour__", *arguments, "--wildcards", str(folder), "--dynamic", "all", "--skip_grid"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 4
     assert main(["a {b|c", *arguments, "--dynamic", "random"]) == 2
-    assert "opening brace without its closing one" in capsys.readouterr().err
+    assert "opening brace without a closing one" in capsys.readouterr().err

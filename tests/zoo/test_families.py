@@ -556,7 +556,7 @@ def test_a_long_prompt_warns_once_with_two_encoders(load: Load, caplog: pytest.L
     pipe = load("sdxl_base")
     caplog.clear()  # what loading says, if this test is the first to load it
     pipe.txt2img("a " * 75 + "fox", steps=1, height=64, width=64)
-    assert [record.getMessage() for record in caplog.records] == ["prompt is too long, dropped from it: fox"]
+    assert [record.getMessage() for record in caplog.records] == ["the prompt is too long, dropped: fox"]
 
 
 def test_long_prompts_of_sdxl_are_chunks_side_by_side(load: Load) -> None:
