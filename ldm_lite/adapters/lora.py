@@ -24,6 +24,7 @@ from ldm_lite.adapters import kinds, peft
 from ldm_lite.adapters.changes import Settings
 from ldm_lite.adapters.kinds import Change, Changes, Value
 from ldm_lite.adapters.merging import Applied, MergedLora, Target, Weight
+from ldm_lite.adapters.positional import named
 from ldm_lite.adapters.strength import Strength
 from ldm_lite.adapters.textual_inversion import Embedding, bundled
 from ldm_lite.checkpoint.reader import errors_of, open_checkpoint
@@ -179,7 +180,7 @@ def open_lora(source: str | os.PathLike[str]) -> Lora:
 
 def _read(path: Path, role: str, config: Path | None) -> Lora:
     """Read one file.  role is a network's if the file does not name it, else ""."""
-    file = open_checkpoint(path)
+    file = named(open_checkpoint(path))
     most, configs = len(file.shapes), dict[str, peft.PeftConfig]()
     if config is not None:
         configs[""] = peft.read_config(read_json(config), str(config), most)

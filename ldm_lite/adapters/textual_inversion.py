@@ -19,6 +19,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from ldm_lite.adapters.positional import named
 from ldm_lite.checkpoint import hub
 from ldm_lite.checkpoint.model import Model
 from ldm_lite.checkpoint.reader import open_checkpoint
@@ -59,7 +60,7 @@ def open_embeddings(source: str | os.PathLike[str]) -> list[Embedding]:
         raise ValueError(f"{path}: is a picture: an embedding inside one is not read: take its .pt or .safetensors")
     if path.is_dir():
         raise ValueError(f"{path}: is a folder, expected a textual inversion: name its files, one by one")
-    file = open_checkpoint(path)
+    file = named(open_checkpoint(path))
     if found := bundled(file):
         if given and len(found) > 1:
             names = ", ".join(each.name for each in found)
