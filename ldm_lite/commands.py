@@ -33,10 +33,10 @@ TABLE = {
     "cascade": Command(
         "command.make_cascade", (command_options.CascadeOptions, command_options.StageOptions, SaveOptions)
     ),
-    "reconstruct": Command("reconstruct.run", (command_options.ReconstructOptions, SaveOptions)),
-    "samplers": Command("compare.run", (command_options.CompareOptions, LoadOptions)),
-    "verify": Command("verify.run", (command_options.VerifyOptions, LoadOptions)),
-    "export": Command("export.run", (command_options.ExportOptions, LoadOptions)),
+    "reconstruct": Command("reconstruct.reconstruct_images", (command_options.ReconstructOptions, SaveOptions)),
+    "samplers": Command("compare.compare_samplers", (command_options.CompareOptions, LoadOptions)),
+    "verify": Command("verify.verify_model", (command_options.VerifyOptions, LoadOptions)),
+    "export": Command("export.export_unet", (command_options.ExportOptions, LoadOptions)),
 }
 
 

@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(options: BatchOptions, defaults: CheckedOptions, load: LoadOptions) -> None:
     """Make the images, and print the path of the manifest."""
-    from ldm_lite.batch.run import run as run_batch
+    from ldm_lite.batch.run import run_batch
 
     if (path := run_batch(options, defaults, load)) is not None:
         print(path)

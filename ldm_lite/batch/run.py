@@ -22,7 +22,7 @@ from ldm_lite.cli.version import pip_install
 log = logging.getLogger("ldm_lite")
 
 
-def run(options: BatchOptions, defaults: CheckedOptions, load: LoadOptions) -> str | None:
+def run_batch(options: BatchOptions, defaults: CheckedOptions, load: LoadOptions) -> str | None:
     """Make what is missing of a job; return the path or URL of its manifest, or None while other processes are at work.
 
     Raises ValueError, one line, for unusable options or input, if the folder is another job's or in use, and at the end

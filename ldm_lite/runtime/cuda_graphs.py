@@ -102,7 +102,7 @@ class Graphs:
             if device not in self._copied:
                 self._copied[device] = torch.cuda.Event()  # type: ignore[no-untyped-call]
             torch.cuda.current_stream().wait_event(self._copied[device])  # of a thread with a stream of its own
-            out = graphs[key].run(tensors)
+            out = graphs[key].replay(tensors)
             self._copied[device].record()
             return out
 
@@ -187,7 +187,7 @@ class Captured:
 
         self._weights = [weakref.ref(weight, forget) for weight in weights]
 
-    def run(self, values: list[Tensor]) -> Any:
+    def replay(self, values: list[Tensor]) -> Any:
         """Replay for these values; tensors that have not changed since the last call are not copied again."""
         for i, (buffer, value) in enumerate(zip(self._buffers, values, strict=True)):
             last, version = self._last_inputs[i]

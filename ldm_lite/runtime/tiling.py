@@ -95,7 +95,7 @@ class Strips:
         if _needs_gradients(encoder, x) or x[:, 0].numel() * encoder.conv_in.out_channels <= STRIP:
             return Encoder.forward(encoder, x)
         x = channels_last(x)
-        x = self.run(lambda rows: encoder.conv_in(x[:, :, rows]), x)
+        x = self.by_strips(lambda rows: encoder.conv_in(x[:, :, rows]), x)
         for layer in _layers(encoder.down):
             x = self.layer(layer, x, device)
         x = encoder.mid(x.to(device))
@@ -111,30 +111,30 @@ class Strips:
         for layer in _layers(reversed(decoder.up)):
             x = self.layer(layer, x, device)
         norm = normalised(decoder.norm_out, x, device)
-        return self.run(lambda rows: decoder.conv_out(F.silu(norm(rows), inplace=True)), x).to(device)
+        return self.by_strips(lambda rows: decoder.conv_out(F.silu(norm(rows), inplace=True)), x).to(device)
 
     def layer(self, layer: Any, x: Tensor, device: torch.device) -> Tensor:
         """Compute layer.forward."""
         if type(layer) is ResnetBlock:
             return self.resnet(layer, x, device)
         if type(layer) is Upsample:
-            return self.run(lambda rows: layer.conv(_upsampled(x, rows).to(device)), x, times=2)
+            return self.by_strips(lambda rows: layer.conv(_upsampled(x, rows).to(device)), x, times=2)
         if type(layer) is Downsample:  # it pads below and on the right only
-            return self.run(lambda rows: layer(x[:, :, rows].to(device)), x, before=0, after=2)
+            return self.by_strips(lambda rows: layer(x[:, :, rows].to(device)), x, before=0, after=2)
         return layer(x.to(device)).to(x.device)  # attention
 
     def resnet(self, block: ResnetBlock, x: Tensor, device: torch.device) -> Tensor:
         """Compute ResnetBlock.forward; the result overwrites the map between the convolutions."""
         first = normalised(block.norm1, x, device)
-        h = self.run(lambda rows: block.conv1(F.silu(first(rows), inplace=True)), x)
+        h = self.by_strips(lambda rows: block.conv1(F.silu(first(rows), inplace=True)), x)
         second = normalised(block.norm2, h, device)
 
         def both(rows: slice) -> Tensor:
             return block.nin_shortcut(x[:, :, rows].to(device)) + block.conv2(F.silu(second(rows), inplace=True))
 
-        return self.run(both, h, result=h)
+        return self.by_strips(both, h, result=h)
 
-    def run(
+    def by_strips(
         self,
         layer: Callable[[slice], Tensor],
         x: Tensor,

@@ -23,7 +23,7 @@ def run(options: ServeOptions, load: LoadOptions) -> None:
     """Load the model and serve until a signal comes.  Raises ValueError, OSError."""
     try:
         if options.replicas:
-            from ldm_lite.serve.ray import run as serve
+            from ldm_lite.serve.ray import serve_on_ray as serve
         else:
             from ldm_lite.serve.server import serve
     except ModuleNotFoundError as error:

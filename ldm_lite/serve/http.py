@@ -175,13 +175,13 @@ class Reader:
                 raise Refused(CLOSED, "the client has disconnected") from None
             body = b"".join(parts)
             parts.clear()
-            return await self.run(parse, body)
+            return await self.in_thread(parse, body)
         finally:
             self._held_bytes[client] -= size
             if not self._held_bytes[client]:
                 del self._held_bytes[client]
 
-    async def run(self, function: Callable[..., T], *args: Any) -> T:
+    async def in_thread(self, function: Callable[..., T], *args: Any) -> T:
         """Call a function that reads what a client has sent, in one of the threads.  Raises Refused (503)."""
         turn = self._turns.setdefault(CLIENT.get(), asyncio.Semaphore(READERS // 2))
         try:
@@ -218,7 +218,7 @@ def _give_up(done: "asyncio.Future[Any]") -> None:
 async def reading(request: Request, function: Callable[..., T], *args: Any) -> T:
     """Call a function that reads what a client has sent, or queues it, in one of the threads for that."""
     reader: Reader = request.app.state.reader
-    return await reader.run(function, *args)
+    return await reader.in_thread(function, *args)
 
 
 async def read_json(request: Request, kind: type[Kind]) -> Kind:

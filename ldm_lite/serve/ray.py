@@ -64,7 +64,7 @@ def application(options: ServeOptions, load: LoadOptions, key: str | None) -> se
     return deployment.bind(options, load, key)
 
 
-def run(options: ServeOptions, load: LoadOptions, key: str | None) -> None:
+def serve_on_ray(options: ServeOptions, load: LoadOptions, key: str | None) -> None:
     """Serve until a signal comes, on a cluster that runs or on one of this machine."""
     ray.init(address=options.address or "local", include_dashboard=False, log_to_driver=options.debug, namespace=NAME)
     try:

@@ -335,7 +335,7 @@ def cost_chart(kept: Mapping[str, Any]) -> "Figure":
 # ---- the command ----------------------------------------------------------------------------------------------------
 
 
-def run(options: CompareOptions, load: LoadOptions) -> None:
+def compare_samplers(options: CompareOptions, load: LoadOptions) -> None:
     """Load, compare, print the table, save the chart."""
     for name in () if options.compare else options.spacings:
         if name not in SPACINGS:

@@ -31,7 +31,7 @@ def _example(model: Model, width: int, height: int, batch: int, chunks: int) -> 
     return inputs[: 1 + max(i for i, part in enumerate(inputs) if part is not None)]
 
 
-def run(options: ExportOptions, load: LoadOptions) -> None:
+def export_unet(options: ExportOptions, load: LoadOptions) -> None:
     """Load, compile, and compare the package with the network it was made from.
 
     Raises ValueError for sizes that the model cannot generate, and if this machine cannot compile.

@@ -41,7 +41,7 @@ def reconstruct(vae: Autoencoder, image: Image.Image) -> Reconstruction:
     return Reconstruction(to_pil(result), 10 * math.log10(255**2 / error) if error else math.inf)
 
 
-def run(options: ReconstructOptions, save: SaveOptions) -> None:
+def reconstruct_images(options: ReconstructOptions, save: SaveOptions) -> None:
     """Load, reconstruct, save, and print the result's path and PSNR."""
     if save.preview is not None:
         raise ValueError("reconstruct has no steps: leave out `preview`")

@@ -219,7 +219,7 @@ def verdict(checks: Sequence[Check], name: str) -> str:
     raise ValueError(f"{name} agrees with the published test vectors of none of these: {', '.join(by_checkpoint)}")
 
 
-def run(options: VerifyOptions, load: LoadOptions) -> None:
+def verify_model(options: VerifyOptions, load: LoadOptions) -> None:
     """Load in float32 unless told otherwise, run every vector, print the comparison and the verdict."""
     model = load_model(replace(load, dtype=load.dtype or "fp32"), Model)
     vectors = vectors_for(model, options.whole is not None)
