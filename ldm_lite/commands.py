@@ -9,9 +9,11 @@ import importlib
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from ldm_lite.cli import command_options, console, flags
-from ldm_lite.cli.options import LoadOptions, SaveOptions
+from ldm_lite.cli.options import LoadOptions, SaveOptions, changed
 from ldm_lite.cli.task_options import Img2imgOptions, InpaintOptions, Txt2imgOptions, UpscaleOptions
 
 
@@ -49,7 +51,15 @@ def main_of(name: str, about: str | None, module: str = "") -> Callable[..., int
 
     def main(argv: Sequence[str] | None = None) -> int:
         first_line = (about or "").splitlines()[0]
-        options, original = flags.parse(argv, name, first_line, command.groups, command.extend)
+        try:
+            rest, kinds = _import_features(argv)
+        except ValueError as error:
+            print(f"error: {console.printable(str(error))}", file=sys.stderr)
+            return 2
+        parsed, original = flags.parse(rest, name, first_line, (*command.groups, *kinds), command.extend)
+        options, features = parsed[: len(command.groups)], parsed[len(command.groups) :]
+        if used := tuple(feature for feature in features if feature != type(feature)()):
+            options[0] = changed(options[0], features=used)
 
         def run() -> None:
             module, _, function = command.run.partition(".")
@@ -61,3 +71,18 @@ def main_of(name: str, about: str | None, module: str = "") -> Callable[..., int
     if module == "__main__":
         sys.exit(main())
     return main
+
+
+def _import_features(argv: Sequence[str] | None) -> tuple[list[str], tuple[Any, ...]]:
+    """Import the files of `--feature FILE`; return the other arguments, and these features: groups of options, too."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--feature", action="append", default=[])
+    files, rest = parser.parse_known_args(argv)
+    if not files.feature:
+        return rest, ()
+    from ldm_lite.core.features import FEATURES  # which imports torch, as the files do
+    from ldm_lite.core.files import import_file
+
+    for file in files.feature:
+        import_file(Path(file))
+    return rest, tuple(dict.fromkeys(FEATURES.values()))

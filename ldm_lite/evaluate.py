@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from ldm_lite.cli import console, flags
-from ldm_lite.cli.options import CheckedOptions, option
+from ldm_lite.cli.options import CheckedOptions
 from ldm_lite.cli.version import pip_install
+from ldm_lite.core.declare import option
 
 
 @dataclass(frozen=True)

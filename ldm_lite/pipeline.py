@@ -19,7 +19,7 @@ from torch import Tensor
 from ldm_lite import generate
 from ldm_lite.checkpoint.loading import load_model
 from ldm_lite.checkpoint.model import Model
-from ldm_lite.cli.options import LoadOptions
+from ldm_lite.cli.options import LoadOptions, changed
 from ldm_lite.cli.progress import step_bar
 from ldm_lite.cli.task_options import (
     ConditioningOptions,
@@ -371,12 +371,16 @@ def _options(kind: type[Options], function: str, arguments: Mapping[str, Any], o
 
     Raises TypeError, with what to use instead, for an unknown argument.
     """
-    fields = dataclasses.fields(kind)  # type: ignore[arg-type]
-    for name in arguments.keys() - {field.name for field in fields}:
+    rows: Any = dataclasses.fields(kind)  # type: ignore[arg-type]
+    aliases = {flag.strip("-").replace("-", "_"): row.name for row in rows for flag in row.metadata.get("flags", ())}
+    for name in arguments.keys() & aliases.keys():
+        if aliases[name] in arguments:
+            raise TypeError(f"{function}() got {name!r} and {aliases[name]!r}, which are the same: give one of them")
+    arguments = {aliases.get(name, name): value for name, value in arguments.items()}
+    for name in arguments.keys() - {row.name for row in rows}:
         from ldm_lite.cli.synonyms import PYTHON, advice  # a table that is only read here
 
-        known = {PYTHON.get(field.name, field.name): PYTHON.get(field.name, field.name) for field in fields}
-        known |= {flag[2:]: field.name for field in fields for flag in field.metadata.get("flags", ())}
+        known = {PYTHON.get(row.name, row.name): PYTHON.get(row.name, row.name) for row in rows}
         known |= {option: option for option in (*others, "output")}
         listed = f"help({kind.__module__}.{kind.__name__}) lists all"
         raise TypeError(
@@ -411,7 +415,9 @@ def _prepared(
     rest = {name: value for name, value in arguments.items() if name not in theirs}
     on_step, progress = rest.pop("on_step", None), rest.pop("progress", False)
     options = _options(kind, function, rest, ["progress", "on_step", *features.FEATURES])
-    prepared = task.prepare(model, options, features.read(theirs)[1] if theirs else [])
+    if theirs:
+        options = changed(options, features=tuple(features.read(theirs)[1]))
+    prepared = task.prepare(model, options)
     if not progress:
         return prepared, on_step
     from tqdm.auto import tqdm

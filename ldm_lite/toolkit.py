@@ -37,7 +37,9 @@ from ldm_lite.runtime.precision import short_name
 from ldm_lite.runtime.tiling import out_of_memory
 from ldm_lite.runtime.together import Together
 from ldm_lite.tasks import img2img, inpaint, txt2img, upscale
+from ldm_lite.tasks.cost import Cost, cost_of
 from ldm_lite.tasks.existing import contents
+from ldm_lite.tasks.features import with_networks
 from ldm_lite.tasks.image_inputs import joined
 from ldm_lite.tasks.job import TASKS, Job, Result, Task, check, read_prompts
 from ldm_lite.tasks.joined import are_alike, join
@@ -58,6 +60,7 @@ __all__ = [
     "State",
     "check_checkpoint",
     "contents",
+    "cost_of",
     "estimate_cost",
     "load_model",
     "lora_weight",
@@ -71,6 +74,7 @@ __all__ = [
     "text_length",
     "with_autoencoder",
     "with_exact_batches",
+    "with_networks",
 ]
 _BY_OPTIONS: dict[type[Txt2imgOptions], Any] = {
     Txt2imgOptions: txt2img,
@@ -170,30 +174,30 @@ def text_length(model: Pipeline, texts: Sequence[str | None], syntax: str) -> in
 # ---- runs of a task -------------------------------------------------------------------------------------------------
 
 
-class Cost(NamedTuple):
+class Estimate(NamedTuple):
     """What options ask for."""
 
     images: int
     parts: int  # of a prompt, which AND joins: each is a branch of every call of the network
     longest: int  # chunks of 75 tokens that a text has, at most
     chunks: int  # that all texts have which are read over the steps, at most
+    texts: tuple[str, ...]  # all that are read
+    cost: Cost  # what features add
 
 
-def estimate_cost(options: Txt2imgOptions, steps: int) -> Cost:
+def estimate_cost(options: Txt2imgOptions, steps: int) -> Estimate:
     """Return what a task's options ask for, before anything is made; steps are those of the model without options.
 
     Raises ValueError for options that are wrong whatever the model.
     """
     images = int(_BY_OPTIONS[type(options)].count(options))
     options, _ = check(options)
-    syntax, steps = options.prompt_syntax, options.steps or steps
-    hires = options.hires_prompt, options.hires_negative_prompt
-    prompts = [*read_prompts(options), *options.negative_prompts, *hires]
-    joined = "a1111" if options.regions is not None else syntax  # regions are of the parts that AND joins
-    parts = [parts_of(prompt, joined) for prompt in set(prompts) if prompt]
+    cost, syntax, steps = cost_of(options), options.prompt_syntax, options.steps or steps
+    prompts = tuple(filter(None, (*read_prompts(options), *options.negative_prompts, *cost.texts)))
+    parts = [parts_of(prompt, "a1111" if cost.joins_parts else syntax) for prompt in set(prompts)]
     texts = {until.text for part in itertools.chain(*parts) for until in until_of(part.text, syntax, Calls(steps))}
     sizes = [len(text.encode(errors="replace")) // 75 + text.count(BREAK) + 1 for text in texts if text] or [1]
-    return Cost(images, max(map(len, parts), default=1), max(sizes), sum(sizes))
+    return Estimate(images, max(map(len, parts), default=1), max(sizes), sum(sizes), prompts, cost)
 
 
 def prepare(model: Pipeline, options: Txt2imgOptions, first: int = 0) -> "Iterator[Sample]":
@@ -240,7 +244,7 @@ def prepare_rows(model: Pipeline, options: Txt2imgOptions, rows: Sequence[Row]) 
         changes[name] = tuple(row.files[place] for row in rows)
     task = _BY_OPTIONS[type(options)].prepare(model, replace(options, **changes))
     length = text_length(model, (rows[0].prompt, rows[0].negative_prompt), options.prompt_syntax)
-    table = _Rows(rows, None if options.regions is not None else length)
+    table = _Rows(rows, None if cost_of(options).joins_parts else length)
     if with_files:
         jobs = [part.make for part in task.parts]
     else:

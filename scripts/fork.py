@@ -105,6 +105,7 @@ def fork(folder: Path, name: str) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         if source.suffix in (".py", ".md"):
             text = source.read_text(encoding="utf-8").replace("ldm_lite.core", name).replace('"ldm_lite"', f'"{name}"')
+            text = text.replace(f'ORIGIN = "{name}"', 'ORIGIN = "ldm_lite.core"')  # in files that people write for both
             target.write_text(text, encoding="utf-8")
         else:
             shutil.copyfile(source, target)

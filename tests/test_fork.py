@@ -142,7 +142,9 @@ def test_a_fork_names_itself(source: Path) -> None:
     assert len(list(source.glob("mylab/*.py"))) == len(list(fork.CORE.glob("*.py")))
     for path in texts:
         names = set(re.findall("ldm_lite.", path.read_text(encoding="utf-8")))
-        assert names <= ({"ldm_lite."} if path.stem in ("family", "random_sd1") else set())  # in metadata, as ours
+        assert names <= (
+            {"ldm_lite."} if path.stem in ("family", "random_sd1", "files") else set()
+        )  # what is read is named as ours
     assert "from mylab.pipeline import Pipeline, load" in (source / "mylab" / "__init__.py").read_text()
     assert (source / "README.md").read_text().startswith("# mylab\n")
     assert (source / "mylab" / "weights" / "emoji.safetensors").stat().st_size > 30_000_000
@@ -217,6 +219,16 @@ def test_a_fork_is_installed_and_tested_and_makes_the_image(source: Path, tmp_pa
     assert " passed" in run(python, "-m", "pytest", "-q", source / "tests")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 60
+
+    # A file of features that is written for ldm_lite runs in a fork as it is, with the same pixels.
+    page = (Path(__file__).parents[1] / "docs" / "forking.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "pag.py").write_text(next(block for block in blocks if "class PAG" in block), encoding="utf-8")
+    words = (APPLE, "--steps", "4", "--device", "cpu", "--feature", "pag.py", "--pag-scale", "3")
+    run(python, "-m", "mylab", *words, "--out", "fork.png")
+    run(sys.executable, "-m", "ldm_lite.txt2img", *words, "--kernels", "plain", "--out", "ring.png")
+    images = [np.asarray(Image.open(tmp_path / name)).astype(int) for name in ("fork.png", "ring.png")]
+    assert np.abs(images[0] - images[1]).max() <= 1
 
     run(python, "-m", "mylab", APPLE, "--device", "cpu")
     image = ldm_lite.load(device="cpu", kernels="plain").txt2img(APPLE)[0]

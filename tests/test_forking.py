@@ -1,5 +1,6 @@
 """The diffs of docs/forking.md apply to this checkout, and what they add works."""
 
+import contextlib
 import os
 import re
 import shutil
@@ -9,13 +10,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import texts
 import torch
 from PIL import Image
 from runs import unet_calls
 
+import ldm_lite
+from ldm_lite import img2img, txt2img
 from ldm_lite.core import features
+from ldm_lite.core.files import import_file
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "forking.md").read_text(encoding="utf-8")
@@ -93,11 +98,66 @@ def test_a_feature_of_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         pipe.txt2img("a pear", guidance_form=0.5)
 
 
+@pytest.fixture
+def pag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file of the page that adds perturbed-attention guidance, registered until the test ends."""
+    monkeypatch.setattr(features, "FEATURES", dict(features.FEATURES))
+    path = tmp_path / "pag.py"
+    path.write_text(next(block for block in BLOCKS if "class PAG" in block), encoding="utf-8")
+    assert len(path.read_text().splitlines()) <= 40
+    return path
+
+
+@pytest.mark.parametrize("scale", [2.5, 1.0])
+def test_pag_is_that_of_diffusers(pag: Path, bundled: ldm_lite.Pipeline, scale: float) -> None:
+    import_file(pag)
+    arguments: dict[str, Any] = {"steps": 10, "seed": 3, "scale": scale, "sampler": "ddim", "pag_scale": 3.0}
+    *_, state = bundled.stream("a red apple", **arguments)
+    theirs = torch.from_numpy(np.load(ROOT / "tests" / "data" / "pag.npz")[f"scale {scale:g}"])
+    assert (state.latents - theirs).abs().max() < 1e-4
+    del arguments["pag_scale"]
+    *_, plain = bundled.stream("a red apple", **arguments)
+    assert (plain.latents - theirs).abs().max() > 0.1
+
+
+def test_a_file_of_features_has_flags_in_every_command(
+    pag: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "apple.png"
+    argv = ["a red apple", "--steps", "2", "--device", "cpu", "--feature", str(pag)]
+    assert txt2img.main([*argv, "--pag-scale", "3", "--out", str(out)]) == 0
+    image = texts.load(out)
+    assert "PAG scale: 3.0" in image.info["parameters"]
+    assert txt2img.main([*argv[1:], "--from-png", str(out), "--out", str(tmp_path / "again.png")]) == 0
+    assert texts.load(tmp_path / "again.png").tobytes() == image.tobytes()
+    for scale in ("0", "3"):
+        plot = tmp_path / f"plot{scale}.png"
+        assert txt2img.main([*argv, "--x", f"pag_scale={scale},4", "--out", str(plot), "--skip-save"]) == 0
+        assert f'X Type: pag_scale, X Values: "{scale}, 4"' in next(
+            texts.load(path).info["parameters"] for path in tmp_path.glob(f"plot{scale}*.png")
+        )
+    capsys.readouterr()
+    for words, message in (
+        (["--pag-scale", "300"], "--pag-scale 300.0, expected 0 to 100"),
+        (["--pag-layers", "x"], "--pag-layers is of --pag-scale: give it, too"),
+        (["--pag-scal", "3"], "--pag-scale"),
+        (["--feature", "missing.py"], "missing.py: "),
+    ):
+        with contextlib.suppress(SystemExit):
+            assert txt2img.main([*argv, *words, "--out", str(out)]) == 2
+        error = capsys.readouterr().err
+        assert message in error
+        assert "Traceback" not in error
+    with pytest.raises(SystemExit):
+        img2img.main(["--feature", str(pag), "--help", "pag"])
+    assert "--pag-layers NAME" in capsys.readouterr().out
+
+
 def test_a_guidance_and_what_a_call_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """CFG-Zero* in the later steps: the latents of the formula, step by step."""
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
-    exec(BLOCKS[1], names)
+    exec(next(block for block in BLOCKS if "zero_star" in block), names)
     assert texts.load("apple.png").size == (128, 128)
     pipe, cond, uncond, noise = names["pipe"], names["cond"], names["uncond"], names["pipe"].noise(1)
 

@@ -14,7 +14,7 @@ from PIL import Image
 
 from ldm_lite import Pipeline
 from ldm_lite.cli.task_options import Txt2imgOptions
-from ldm_lite.features.from_png import with_picture
+from ldm_lite.features.from_png import FromPng
 from ldm_lite.text.parameters import parameters, parse_parameters
 from ldm_lite.txt2img import main
 
@@ -25,6 +25,11 @@ sky
 Steps: 20, Sampler: DPM++ 2M, Schedule type: Karras, CFG scale: 6.5, Seed: 4294967295, Size: 64x96, \
 Model hash: 45dee52b12, Model: fruit, Denoising strength: 0.4, Clip skip: 2, ENSD: 31337, RNG: CPU, Hires upscale: 2, \
 ADetailer prompt: "a, \\"b\\": c", Lora hashes: "fruit: 123", Version: v1.10.1"""
+
+
+def with_picture(path: Path, **options: Any) -> Any:
+    """The options as the picture completes them."""
+    return FromPng(from_png=path).check(Txt2imgOptions(from_png=path, **options))
 
 
 def test_the_grammar() -> None:
@@ -132,24 +137,25 @@ def test_every_option_that_a_text_holds_comes_back(tmp_path: Path) -> None:
         "ensd",
         "variation_strength",
         "skip_layer_scale",
-        *("hires", "hires_steps", "hires_sampler"),  # tests/test_hires.py
+        *("hires", "hires_steps", "hires_sampler", "hires_strength", "hires_upscaler"),  # tests/test_hires.py
         *("hires_prompt", "hires_negative_prompt"),
         "regions",  # tests/test_regions.py
         "seamless",  # tests/test_seamless.py
         *("guidance_interval", "guidance_schedule", "apg", "deep_cache", "gate_step", "freeu"),  # test_tricks.py
         "brownian",  # test_noise.py
+        *("control", "refiner_start"),  # with files, which a text opens none of
     }
     for name, value in {**ELSEWHERE, "preprocess": "canny,none", "skip_layer_scale": 1.5}.items():
         text = value if not isinstance(value, tuple) else ("{},{}" if "crop" in name else "{}x{}").format(*value)
         entries = {"Steps": 3, "Sampler": "Euler", named[name]: text, "Version": "ldm_lite 1"}
         path = texts.save(tmp_path / f"{name}.png", parameters("a", None, entries))
         extra = {"control": ("a.png:b.png",)} if name == "preprocess" else {}
-        assert getattr(with_picture(Txt2imgOptions(from_png=path, **extra)), name) == value
+        assert getattr(with_picture(path, **extra), name) == value
     # a refiner and controls are files of the user's: the text alone opens none
     entries = {"Steps": 20, "Control": "/etc/passwd:b.png", "Refiner": "r", "Refiner from step": 17}
     path = texts.save(tmp_path / "refiner.png", parameters("a", None, entries | {"Version": "ldm_lite 1"}))
-    assert with_picture(Txt2imgOptions(from_png=path)).refiner is None
-    assert with_picture(Txt2imgOptions(from_png=path, refiner="x.ckpt")).refiner_start == 0.8
+    assert with_picture(path).refiner is None
+    assert with_picture(path, refiner="x.ckpt").refiner_start == 0.8
 
 
 @pytest.mark.parametrize(

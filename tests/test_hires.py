@@ -126,7 +126,7 @@ def test_prompts_of_its_own(pipe: Pipeline, tmp_path: Path) -> None:
     [again] = pipe.txt2img(from_png=tmp_path / "a.png", output="result")
     assert torch.equal(again.pixels, made.pixels)
     ready = pipe.encode_prompt("a cat")
-    with pytest.raises(ValueError, match="got `cond`, which is for both passes, and `hires_prompt`"):
+    with pytest.raises(ValueError, match="`hires_prompt` does not go with `cond`"):
         pipe.txt2img(cond=ready, hires_prompt="a dog", **given)
 
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from ldm_lite import Control, Pipeline
 from ldm_lite.runtime import tiling
-from ldm_lite.runtime.seamless import is_seamless, seamless
+from ldm_lite.runtime.seamless import axes_of, seamless
 
 SMALL: dict[str, Any] = {"seed": 3, "steps": 2, "height": 64, "width": 64}
 
@@ -65,7 +65,7 @@ def test_a_control_is_seamless_too_and_loaded_once(pipe: Pipeline, tmp_path: Pat
     torch.testing.assert_close(rolled, plain.roll(8, 3), atol=2e-4, rtol=1e-4)
     assert not torch.allclose(one_step(pipe, seamless="x")[0], plain, atol=1e-3)
     assert list(control.networks) == [pipe.unet]
-    assert not is_seamless(control.networks[pipe.unet][0])
+    assert axes_of(control.networks[pipe.unet][0]) is None
 
 
 def test_the_model_does_not_change(pipe: Pipeline) -> None:
@@ -80,7 +80,7 @@ def test_the_model_does_not_change(pipe: Pipeline) -> None:
 
 def test_the_weights_are_not_copied(pipe: Pipeline) -> None:
     copied = seamless(pipe.unet, "x")
-    assert not is_seamless(pipe.unet)
+    assert axes_of(pipe.unet) is None
     assert all(a is b for a, b in zip(copied.parameters(), pipe.unet.parameters(), strict=True))
 
 

@@ -55,7 +55,7 @@ def test_they_go_together_and_with_a_batch(pipe: Pipeline) -> None:
         ({"freeu": "1,2"}, "got `freeu` '1,2', expected four numbers"),
         ({"gate_step": 0}, "got `gate_step` 0, expected 1 to 999"),
         ({"deep_cache": "2", "sampler": "dpm_adaptive"}, "DPM adaptive has no fixed steps"),
-        ({"deep_cache": "2", "compat": True}, "the original script has no `deep_cache`"),
+        ({"deep_cache": "2", "compat": True}, "`deep_cache` does not go with `compat`"),
     ],
 )
 def test_wrong_options_are_one_line(options: dict[str, object], message: str, pipe: Pipeline) -> None:

@@ -31,6 +31,7 @@ from ldm_lite.toolkit import (
     Row,
     Sample,
     contents,
+    cost_of,
     load_model,
     merge_loras,
     out_of_memory,
@@ -151,7 +152,7 @@ class ImageWorker:
         """Denoise the items, and yield their images while these are finished; the text of many is encoded at once."""
         size = self.task.options.batch_size
         for similar in group(items):
-            most = size if similar[0].options.hires is not None else max(1, TEXTS // size) * size
+            most = size if cost_of(similar[0].options).passes else max(1, TEXTS // size) * size
             try:
                 undo = merge_loras(self.model, similar[0].loras) if similar[0].loras else lambda: None
             except Exception as error:
@@ -168,7 +169,7 @@ class ImageWorker:
     def _groups(self, items: Sequence[Item]) -> Iterator[Iterator[Prepared] | Failed]:
         """Items with their samples, prepared together; one by one if some of them cannot be in any."""
         try:
-            if items[0].options.hires is not None:  # whose second pass has texts of its own
+            if cost_of(items[0].options).passes:  # whose second pass has texts of its own
                 samples = iter([sample for item in items for sample in prepare(self.model, item.complete_options)])
             else:
                 rows = [Row(item.prompt, item.negative_prompt, item.seed, item.files) for item in items]

@@ -6,8 +6,9 @@ import typing
 from dataclasses import dataclass
 from typing import Any
 
-from ldm_lite.cli.options import MOST, CheckedOptions, option
+from ldm_lite.cli.options import MOST, CheckedOptions
 from ldm_lite.cli.task_options import Img2imgOptions, InpaintOptions
+from ldm_lite.core.declare import option
 
 # Options of one image, each of which may be a column of the table and, for rows without a value, a flag.
 SHARED = (

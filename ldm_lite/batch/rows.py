@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ldm_lite import Control, Pipeline
+from ldm_lite import Pipeline
 from ldm_lite.batch.options import COLUMNS, FILES, LISTS, SHARED, column_type
 from ldm_lite.batch.table import Row, as_column
 from ldm_lite.cli.options import SEEDS, CheckedOptions
 from ldm_lite.cli.synonyms import advice
 from ldm_lite.cli.task_options import Img2imgOptions, InpaintOptions, Txt2imgOptions
-from ldm_lite.toolkit import prompt_kind, text_length
+from ldm_lite.toolkit import prompt_kind, text_length, with_networks
 
 log = logging.getLogger("ldm_lite")
 
@@ -102,14 +102,7 @@ class Rows:
             shared = {key: getattr(self.defaults, key) for key in (*SHARED, "embedding") if key in names}
             options = kind(**shared | values | {"seed": seed})
             options = dataclasses.replace(options, seed=0, negative_prompt=None)
-            if options.control:
-                controls = Control.parse(options.control, options.preprocess)
-                networks = [self._networks.setdefault(str(control.source), control.networks) for control in controls]
-                controls = [
-                    dataclasses.replace(control, networks=known)
-                    for control, known in zip(controls, networks, strict=True)
-                ]
-                options = dataclasses.replace(options, control=tuple(controls), preprocess=None)
+            options = with_networks(options, self._networks)
             side = self.model.family.resolution
             most = max(16 * side**2, 2048**2) if self.most_pixels is None else self.most_pixels
             height = side if options.height is None else options.height

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from ldm_lite.cli.options import MOST, MOST_PX, SCALES, SEEDS, CheckedOptions, numbers, option, words
+from ldm_lite.cli.options import MOST, MOST_PX, SEEDS, CheckedOptions, numbers, words
+from ldm_lite.core.declare import SCALES, option
 
 # Largest relative error against the reference.  Whole runs amplify rounding, so they have no gate in half precision.
 GATES = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 3e-2}

@@ -43,6 +43,12 @@ def resolve(source: str | os.PathLike[str] | None) -> Path:
     return path
 
 
+def check_there(source: str | os.PathLike[str]) -> None:
+    """Raise FileNotFoundError if a source is no path and no name on the hub; a file on the hub is downloaded."""
+    if repository(source) is None:
+        resolve(source)
+
+
 def repository(source: str | os.PathLike[str] | None) -> str | None:
     """Return the name "owner/repository" if the source is a whole repository on the hub; else None.
 

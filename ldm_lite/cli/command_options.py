@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
-from ldm_lite.cli.options import MOST, MOST_PX, SCALES, SEEDS, CheckedOptions, decimals, numbers, option, words
+from ldm_lite.cli.options import MOST, MOST_PX, SEEDS, CheckedOptions, decimals, numbers, words
 from ldm_lite.cli.task_options import MOST_NOISE
+from ldm_lite.core.declare import SCALES, option
 
 
 @dataclass(frozen=True)

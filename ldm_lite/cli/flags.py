@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, cast
 
 from ldm_lite.cli.console import as_flags, printable, shortened, show
-from ldm_lite.cli.options import TYPES
+from ldm_lite.core.declare import TYPES
 
 Field = dataclasses.Field[Any]
 FLAG = "{flag}"  # in messages of types, which do not know it

@@ -7,57 +7,22 @@ Nothing here imports torch, so `--help` is instant.
 
 import dataclasses
 import functools
-import math
-import operator
-import os
 import secrets
-import typing
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
+
+from ldm_lite.cli.declared import registered
+from ldm_lite.core.declare import (
+    check_values,
+    option,
+)
 
 MOST = 10**9  # limit of counts with no other limit
 MOST_PX = 2**16  # limit of an image's side
-MOST_CHARACTERS = 20_000  # limit of a text: CLIP reads about 400, and long words take quadratic time
 Options = TypeVar("Options", bound="CheckedOptions")
 SEEDS = (0, 2**63 - 1)
 RANDOM_SEEDS = 2**32  # below which random seeds lie, as in A1111
-FINITE = (-math.inf, math.inf)
-SCALES = (0, 100)
-WHY_SCALES = "1 is no guidance; below 0 the image follows the negative prompt, far above 30 only noise is left"
-
-
-def option(
-    default: Any,
-    help: str,
-    *flags: str,
-    positional: bool = False,
-    common: bool = False,
-    choices: Sequence[str] | None = None,
-    metavar: str | None = None,
-    within: tuple[float, float] | None = None,
-    reason: str | None = None,
-    parse: Callable[[str, Any], Any] | None = None,
-    png: str | None = None,
-    used_by: tuple[str, ...] | None = None,
-) -> Any:
-    """Declare a dataclass field that is also a flag: --its-name, and further spellings in `flags`.
-
-    A flag whose field is a tuple may be repeated.  --help shows `common` flags, --help-all the rest too.  `metavar` is
-    the value's name in help; FILE, PATH or DIR in it marks options that name files (see `names_files`).  `within` is
-    the range of a number (always finite), with its `reason`; `parse` turns (name, text) into the value.  `png` is the
-    option's name in a PNG's text.  `used_by` names the conditioners that use the option; setting it with any other is
-    an error.
-    """
-    known = {"help": help, "flags": flags, "positional": positional, "common": common, "choices": choices}
-    more = {"metavar": metavar, "within": within, "reason": reason, "parse": parse, "png": png, "used_by": used_by}
-    return field(default=default, metadata={**known, **more, "flag": True})
-
-
-def argument(help: str) -> Any:
-    """Declare a Python-only dataclass field, None by default, for an object that has no command-line form."""
-    nothing = dict.fromkeys(("within", "parse", "png", "choices"))
-    return field(default=None, metadata={"help": help, "flag": False, **nothing})
 
 
 @dataclass(frozen=True)
@@ -75,46 +40,33 @@ class CheckedOptions:
         return options
 
     def __post_init__(self) -> None:
-        for declared in dataclasses.fields(self):
-            name, value, about = declared.name, getattr(self, declared.name), declared.metadata
-            for text in value if isinstance(value, (tuple, list)) else (value,):
-                if isinstance(text, str) and len(text) > MOST_CHARACTERS and "prompt" not in name:
-                    raise ValueError(f"got `{name}` of {len(text):,} characters, expected at most {MOST_CHARACTERS:,}")
-                if isinstance(text, str) and not text and declared.default != "" and "prompt" not in name:
-                    raise ValueError(f"got `{name}` '', an empty text: give a value, or leave it out")
-            if value is not None and about["parse"] is not None:
-                value = about["parse"](name, value)
-            elif isinstance(declared.default, tuple) and not isinstance(value, tuple):
-                value = () if value is None else tuple(value) if isinstance(value, list) else (value,)
-            if value is not None or declared.type in TYPES:
-                value = _typed(name, value, typing.get_args(declared.type) or (declared.type,))
-            object.__setattr__(self, name, value)
-            for choice in value if isinstance(value, tuple) else [value]:
-                if about["choices"] is not None and choice is not None and choice not in about["choices"]:
-                    from ldm_lite.cli.synonyms import of_value  # a table that is only read here
+        check_values(self, _expected)
 
-                    raise ValueError(f"got `{name}` {choice!r:.60}{of_value(name, choice, about['choices'])}")
-            if about["within"] is not None:
-                least, most = about["within"]
-                for number in value if isinstance(value, tuple) else [value]:
-                    if number is None or (least <= number <= most and abs(number) != math.inf):
-                        continue
-                    wanted = f"{least} or more" if most == math.inf else f"{least} to {most}"
-                    wanted = "a finite number" if about["within"] == FINITE else wanted
-                    reason = f" ({about['reason']})" if about["reason"] else ""
-                    raise ValueError(f"got `{name}` {number!r:.60}, expected {wanted}{reason}")
+
+def _expected(name: str, value: Any, choices: Sequence[str]) -> str:
+    from ldm_lite.cli.synonyms import of_value  # a table that is only read for an error
+
+    return of_value(name, value, choices)
 
 
 def given(options: CheckedOptions) -> set[str]:
     """The names of the options that were given, whatever their values, except None."""
-    return {name for name in getattr(options, "_given", ()) if getattr(options, name) is not None}
+    own = {row.name for feature in getattr(options, "features", ()) for row in dataclasses.fields(feature)}
+    return {name for name in getattr(options, "_given", ()) if getattr(options, name) is not None} | own
 
 
 def changed(options: Options, **changes: Any) -> Options:
-    """Return a copy of the options with changes; `given` then also names those.
+    """Return a copy of the options with changes, which may be those of features of one's own; `given` also names them.
 
     dataclasses.replace would make it name all of them.
     """
+    known = registered()
+    for name in changes.keys() & known.keys() - {row.name for row in dataclasses.fields(options)}:
+        kind, features = known[name], changes.get("features", getattr(options, "features", ()))
+        mine = next((feature for feature in features if type(feature) is kind), None)
+        value = {name: changes.pop(name)}
+        feature = kind(**value) if mine is None else dataclasses.replace(mine, **value)
+        changes["features"] = (*(other for other in features if other is not mine), feature)
     replaced = dataclasses.replace(options, **changes)
     object.__setattr__(replaced, "_given", getattr(options, "_given", set()) | changes.keys())
     return replaced
@@ -123,38 +75,6 @@ def changed(options: Options, **changes: Any) -> Options:
 def names_files(field: dataclasses.Field[Any]) -> bool:
     """Whether an option's text is the name of a file or a folder."""
     return any(word in (field.metadata.get("metavar") or "") for word in ("FILE", "PATH", "DIR"))
-
-
-TYPES = {bool: "True or False", int: "a whole number", float: "a number", str: "a text"}
-
-
-def _typed(name: str, value: Any, kinds: Sequence[Any]) -> Any:
-    """An option's value as one of the types in its declaration.  Raises TypeError if it is none of them."""
-    kind = next((known for known in TYPES if known in kinds), None)
-    if kind is None:
-        return value
-    several = ... in kinds or any(typing.get_origin(hint) is Sequence for hint in kinds)
-    single = isinstance(value, (str, bytes)) or not hasattr(value, "__iter__") or getattr(value, "ndim", 1) == 0
-    if several and not single:
-        return tuple(_typed(name, item, (kind,)) for item in value)
-    is_flag = isinstance(value, bool) or str(getattr(value, "dtype", "")) in ("bool", "torch.bool")
-    try:
-        if is_flag and kind is not bool:  # which is a whole number to Python
-            raise TypeError
-        if kind is int:
-            return operator.index(value)
-        if kind is bool and single and value in (True, False):
-            return bool(value)
-        if kind is float and not isinstance(value, (int, str)):
-            return float(value)
-    except (TypeError, ValueError):
-        pass
-    else:
-        # A text may be a path; a spacing may be a function of your own.
-        text = kind is str and (isinstance(value, (str, os.PathLike)) or (name == "spacing" and callable(value)))
-        if text or (kind is float and isinstance(value, int)):
-            return os.fspath(value) if isinstance(value, os.PathLike) else value
-    raise TypeError(f"got `{name}` {value!r:.50}, expected {TYPES[kind]}" + " or a list of them" * several)
 
 
 def random_seeds(name: str, value: Any) -> Any:

@@ -8,44 +8,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ldm_lite.cli.options import (
-    FINITE,
-    MOST,
-    MOST_PX,
-    SCALES,
-    SEEDS,
-    WHY_SCALES,
-    CheckedOptions,
-    argument,
-    option,
-    pair,
-    random_seeds,
-)
+from ldm_lite.cli.declared import with_rows
+from ldm_lite.cli.options import MOST, MOST_PX, SEEDS, CheckedOptions, pair, random_seeds
+from ldm_lite.core.declare import FINITE, SCALES, WHY_SCALES, argument, option
 
 
 @dataclass(frozen=True, kw_only=True)  # the prompt comes first
+@with_rows
 class ShortcutsOptions(CheckedOptions):
     """Fewer network calls, for nearly the same picture.  All are off by default."""
 
-    deep_cache: str | None = option(
-        None,
-        "DeepCache: run the UNet's deep blocks only in every N-th call; BRANCH is how many more blocks the other calls "
-        "run",
-        metavar="N[:BRANCH]",
-        png="DeepCache",
-    )
-    gate_step: int | None = option(
-        None,
-        "T-GATE: after this many steps, reuse the results of cross-attention and stop guidance",
-        within=(1, 999),
-        png="Gate step",
-    )
-    freeu: str | None = option(
-        None, "FreeU's factors, for instance 1.5,1.6,0.9,0.2 for SD 1", metavar="B1,B2,S1,S2", png="FreeU"
-    )
-
 
 @dataclass(frozen=True, kw_only=True)  # the prompt comes first
+@with_rows
 class GuidanceOptions(CheckedOptions):
     """How strongly the prompt is followed, and when."""
 
@@ -55,48 +30,6 @@ class GuidanceOptions(CheckedOptions):
         within=SCALES,
         reason=WHY_SCALES,
         common=True,
-    )
-    guidance_rescale: float = option(
-        0.0, "guidance rescale against excess contrast, 0 to 1", within=(0, 1), png="Guidance rescale"
-    )
-    mimic_scale: float | None = option(
-        None,
-        "dynamic thresholding, for high scales: the contrast of this lower scale, 7 for instance (A1111's extension)",
-        within=SCALES,
-        reason=WHY_SCALES,
-        png="Mimic scale",
-    )
-    dynamic_threshold: float | None = option(
-        None,
-        "percentile of the latents that --mimic-scale clamps to, 0 to 1 (default: 1)",
-        within=(0, 1),
-        png="Dynamic threshold",
-    )
-    guidance_interval: str | None = option(
-        None,
-        "guidance only in this part of the run, START-END: fractions of the steps (0.1-0.7, -0.6) or noise levels "
-        "(sigma=0.3-5); the other steps cost half",
-        metavar="START-END",
-        png="Guidance interval",
-    )
-    guidance_schedule: str | None = option(
-        None,
-        "how the guidance scale changes: linear, falling, cosine, falling_cosine, sine, power_cosine[:power=4], each "
-        "with [:least=WEIGHT]",
-        metavar="NAME",
-        png="Guidance schedule",
-    )
-    apg: str | None = option(
-        None,
-        "adaptive projected guidance, against saturation at high scales: parallel=0[:threshold=15][:momentum=-0.5]",
-        metavar="SETTINGS",
-        png="APG",
-    )
-    skip_layer_scale: float | None = option(
-        None,
-        "Stable Diffusion 3.5 medium: scale of skip-layer guidance; 0 turns it off (default: 2.5)",
-        within=SCALES,
-        png="Skip layer scale",
     )
     guidance: Any = argument(
         "a number, or a function: step -> number, (cond, uncond) or (cond, uncond, step) -> guided output"
@@ -130,6 +63,7 @@ class NoiseOptions(CheckedOptions):
 
 
 @dataclass(frozen=True, kw_only=True)  # the prompt comes first
+@with_rows
 class SamplingOptions(CheckedOptions):
     """How to sample."""
 
@@ -157,12 +91,6 @@ class SamplingOptions(CheckedOptions):
         png="Sigma churn",
     )
     plan: Any = argument("a Plan of your own, in place of sampler, spacing, steps, eta and churn")
-    refiner: Any = option(
-        None, "checkpoint that takes over for the last steps: SDXL's refiner, or a similar one", metavar="FILE"
-    )
-    refiner_start: float | None = option(
-        None, "fraction of the steps before the refiner takes over, 0 to 1 (default: 0.8)", within=(0, 1)
-    )
 
 
 @dataclass(frozen=True, kw_only=True)  # the prompt comes first
@@ -225,105 +153,27 @@ class ConditioningOptions(CheckedOptions):
 
 
 @dataclass(frozen=True, kw_only=True)  # the prompt comes first
+@with_rows
 class ControlOptions(CheckedOptions):
     """Images that guide the shape, or the style."""
 
-    control: tuple[Any, ...] = option(
-        (),
-        "ControlNet, T2I-Adapter, IP-Adapter or Redux with its image, FILE:IMAGE[:WEIGHT][:START-END][:guess][:pool]; "
-        "START, END: fractions of the steps; guess: without the negative prompt; pool: for shuffle; repeatable",
-        common=True,
-        metavar="FILE:IMAGE",
-    )
-    preprocess: str | None = option(
-        None,
-        "compute the maps of --control: canny, canny:LOW:HIGH or inpaint; one for all, or one for each: canny,none",
-        png="Control preprocess",
-    )
-    clip_vision: str | None = option(
-        None,
-        "image encoder: CLIP's for style adapters (ViT-L/14) and IP-Adapters (ViT-H, bigG), SigLIP's for FLUX.1 Redux",
-        metavar="FILE",
-    )
-    depth: Any = option(
-        None, "depth map, lighter = nearer, for models that read one; for FLUX.1 Canny the edges", metavar="FILE"
-    )
-    reference: tuple[Any, ...] = option(
-        (),
-        "image that FLUX.2 or Qwen-Image-Edit reads beside the prompt, to edit it or to combine several; repeatable",
-        metavar="FILE",
-    )
-
-
-UPSCALERS = {  # of latents: A1111's names -> mode and antialias of torch's interpolate
-    "Latent": ("bilinear", False),
-    "Latent (antialiased)": ("bilinear", True),
-    "Latent (bicubic)": ("bicubic", False),
-    "Latent (bicubic antialiased)": ("bicubic", True),
-    "Latent (nearest)": ("nearest", False),
-    "Latent (nearest-exact)": ("nearest-exact", False),
-}
-
 
 @dataclass(frozen=True, kw_only=True)  # the prompt comes first
+@with_rows
 class HiresOptions(CheckedOptions):
     """The second pass of txt2img, hires fix."""
 
-    hires: float | None = option(
-        None, "txt2img: enlarge the image by this factor, and denoise it again", within=(1, 16), png="Hires upscale"
-    )
-    hires_strength: float = option(0.7, "how much noise the enlarged image gets, at most 1", within=(0.001, 1))
-    hires_steps: int | None = option(
-        None, "steps of the enlarged image (default: those of the first)", within=(1, 1000), png="Hires steps"
-    )
-    hires_upscaler: str = option(
-        "Latent",
-        "how it is enlarged: Latent, Latent (nearest), ... in the latents; Lanczos, Nearest in pixels",
-        choices=(*UPSCALERS, "Lanczos", "Nearest"),
-    )
-    hires_esrgan: Any = option(None, "enlarge it with this ESRGAN network (RealESRGAN_x4plus.pth, ...)", metavar="FILE")
-    hires_sampler: str | None = option(
-        None, "sampler of the enlarged image (default: the first's)", png="Hires sampler"
-    )
-    hires_prompt: str | None = option(None, "prompt of the enlarged image (default: the first's)", png="Hires prompt")
-    hires_negative_prompt: str | None = option(
-        None, "negative prompt of the enlarged image (default: the first's)", png="Hires negative prompt"
-    )
-
 
 @dataclass(frozen=True, kw_only=True)  # the prompt comes first
+@with_rows
 class PromptsOptions(CheckedOptions):
     """Where prompts come from, and how they are read."""
 
-    from_file: str | None = option(None, "read prompts from a text file, one per line", metavar="FILE", common=True)
-    from_png: Any = option(
-        None,
-        "take the prompt and the settings from the text of this picture, of AUTOMATIC1111's web UI or ldm_lite (PNG, "
-        "JPEG, WebP); other options override it",
-        metavar="FILE",
-    )
     prompt_syntax: str = option(
         "plain",
         "plain, or a1111: (more), [less], (this much:1.3), [from:to:0.5], [a|b], a AND b:0.5, BREAK, any length",
         choices=("plain", "a1111"),
         png="Prompt syntax",
-    )
-    regions: str | None = option(
-        None,
-        "where the parts of a prompt, joined by AND, go: a box for each, left,top,right,bottom from 0 to 1, or all; "
-        "for instance 'all; 0.1,0.2,0.5,0.8'",
-        metavar="BOX; BOX",
-        png="Regions",
-    )
-    dynamic: str | None = option(
-        None,
-        "prompts are templates, {red|blue} car and __colour__: random draws a text for each image by its seed, all "
-        "makes every text (default: random with --wildcards)",
-        choices=("random", "all"),
-    )
-    wildcards: str | None = option(None, "folder of files NAME.txt; __NAME__ is one of the lines", metavar="DIR")
-    embedding: tuple[str, ...] = option(
-        (), "textual inversion file, used in prompts by name; repeatable", metavar="[NAME=]FILE"
     )
     clip_skip: int = option(
         1, "layer of the text encoder, counted from the last; 1 is usual", within=(1, 100), png="Clip skip"
@@ -331,6 +181,7 @@ class PromptsOptions(CheckedOptions):
 
 
 @dataclass(frozen=True)
+@with_rows
 class Txt2imgOptions(
     NoiseOptions,
     ControlOptions,
@@ -343,6 +194,7 @@ class Txt2imgOptions(
 ):
     """What to make.  None is the default of the checkpoint's family."""
 
+    task: ClassVar[str] = "txt2img"
     original_counts: ClassVar[tuple[int, int]] = (3, 2)  # n_samples and n_iter of the original script
     original_samplers: ClassVar[tuple[str, ...]] = ("ddim", "plms", "dpmpp_2m")
 
@@ -379,12 +231,10 @@ class Txt2imgOptions(
     n_iter: int | None = option(
         None, "number of batches, each with new seeds: A1111's batch count (default: 1)", within=(1, MOST), common=True
     )
-    seamless: str | None = option(
-        None, "make images whose opposite edges fit together: x (left and right), y or xy", png="Tiling"
-    )
     compat: bool = option(
         False, "make the original script's pixels: its noise, steps, weights and defaults (2 x 3 images)"
     )
+    features: tuple[Any, ...] = argument("features of one's own, which register_feature knows", ())
     cond: Any = argument("precomputed conditioning of N prompts: a Conditioning, or embeddings (N,T,D)")
     uncond: Any = argument("the same for the negative prompt, N or one")
 
@@ -444,6 +294,7 @@ class ImageOptions(Txt2imgOptions):
 class Img2imgOptions(ImageOptions):
     """How to go from image to image.  None is the default of the checkpoint's family."""
 
+    task: ClassVar[str] = "img2img"
     original_counts: ClassVar[tuple[int, int]] = (2, 1)
     original_samplers: ClassVar[tuple[str, ...]] = ("ddim",)
 
@@ -472,6 +323,7 @@ class Img2imgOptions(ImageOptions):
 class InpaintOptions(ImageOptions):
     """What to repaint.  None is the default of the checkpoint's family."""
 
+    task: ClassVar[str] = "inpaint"
     original_counts: ClassVar[tuple[int, int]] = (1, 1)
     original_samplers: ClassVar[tuple[str, ...]] = ("ddim", "plms")
 
@@ -516,6 +368,7 @@ MOST_NOISE = 350  # the x4 upscaler was trained up to this noise level
 class UpscaleOptions(Txt2imgOptions):
     """What to enlarge.  None is the default of the checkpoint's family."""
 
+    task: ClassVar[str] = "upscale"
     init_img: tuple[Any, ...] = option(
         (), "image to enlarge; a folder means all images in it; repeatable", "--input", metavar="PATH", common=True
     )

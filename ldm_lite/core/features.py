@@ -1,25 +1,36 @@
 """Features: what changes a run from outside, and the table of their options."""
 
 import difflib
-from collections.abc import Mapping, Sequence
+import functools
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
+from ldm_lite.core.declare import check_values, option
 from ldm_lite.core.files import imported
-from ldm_lite.core.job import Events, Job, run
+from ldm_lite.core.job import Events, run
 from ldm_lite.core.model import Model
 from ldm_lite.core.options import Options
 from ldm_lite.core.tasks import prepare
 
+__all__ = ["FEATURES", "STAGES", "Feature", "begin", "option", "read", "register_feature"]
+log = logging.getLogger("ldm_lite")
+T = TypeVar("T")
+
 # The order in which features are applied, whatever the order of the call or of imports; in a stage, that of FEATURES.
 STAGES = (
+    "settings",  # where the options come from
+    "prompts",  # where the prompts come from
     "model",  # another model, other options
     "text",  # what the prompts become
-    "scale",  # which branches of guidance run in a call, and with which scale
+    "scale",  # how strong guidance is in a call
+    "branches",  # which branches of guidance run in it
     "inside",  # the inside of the network
     "around",  # what is around it
     "guidance",  # how the outputs of the branches are mixed and adjusted
     "run",  # noise, latents, pixels, events
+    "again",  # a second run, which begins with the results of the first
 )
 
 
@@ -29,19 +40,62 @@ class Feature:
 
     stage: ClassVar[str] = "run"  # one of STAGES
     excludes: ClassVar[tuple[str, ...]] = ()  # names of options that it does not go with
+    topic: ClassVar[str] = ""  # of --help, where its options stand; its own name if empty
+    tasks: ClassVar[tuple[str, ...]] = ()  # whose options they are; all tasks' if empty
+    uses: ClassVar[tuple[str, ...]] = ()  # options of every task that bring it, too
+    brought_by: ClassVar[tuple[str, ...]] = ()  # what a family has that brings it: "NAME", not None, or "NAME=VALUE"
+    part_of: ClassVar[tuple[str, str]] = ("", "")  # the option that its others mean nothing without, and why
+    loads: ClassVar[bool] = False  # it loads networks, so it cannot be tried before weights are read
 
-    def change_options(self, model: Model, options: Options) -> tuple[Model, Options]:
+    def __post_init__(self) -> None:
+        check_values(self)
+        for field in fields(self):
+            self.reading(field.name)
+
+    def reading(self, name: str) -> Any:
+        """Return what the `reads` of an option's row makes of its value, once; None for an option that is not given."""
+        row, value = type(self).__dataclass_fields__[name], getattr(self, name)
+        reads = row.metadata.get("reads")
+        if reads is None or value is None:
+            return value
+        return self.once(name, lambda _: reads(value))
+
+    @functools.cached_property
+    def state(self) -> dict[Any, Any]:
+        """What it remembers in a run, for which it is made anew."""
+        return {}
+
+    def once(self, key: Any, change: Callable[[Any], T]) -> T:
+        """Return what `change` makes of something, once in a run, for which the feature is made anew."""
+        place = key if isinstance(key, str) else id(key)
+        if place not in self.state:
+            self.state[place] = key, change(key)  # the key too, whose id would be another's without it
+        made: T = self.state[place][1]
+        return made
+
+    def log(self, level: int, message: str) -> None:
+        """Log a message once in a run, however many images start from an input of their own."""
+        self.once(message, lambda _: log.log(level, message))
+
+    def check(self, options: Any) -> Any:
+        """Return the options, perhaps changed, before a model is loaded; what rows say of options is checked already.
+
+        Raises ValueError for options that are wrong whatever the model, OSError for files.
+        """
+        return options
+
+    def change_options(self, model: Any, options: Any) -> tuple[Any, Any]:
         """Return the model and the options, before they become a job."""
         return model, options
 
-    def change_job(self, job: Job) -> Job:
-        """Return the job with some of its slots replaced; job.changing_inputs changes what calls of the network read.
+    def change_job(self, job: Any) -> Any:
+        """Return the Job with some of its slots replaced; job.changing_inputs changes what calls of the network read.
 
         Raises ValueError, one line, for what does not fit the job.
         """
         return job
 
-    def change_events(self, events: Events) -> Events:
+    def change_events(self, events: Any) -> Any:
         """Return the events of a run: states, and the latents of batches."""
         return events
 
@@ -67,6 +121,32 @@ def register_feature(kind: type[Feature]) -> type[Feature]:
     return kind
 
 
+def check_together(feature: Feature, is_set: Callable[[str], bool], task: str = "") -> None:
+    """Check a feature beside the other options, by its class and its rows; is_set tells which of them are given.
+
+    Raises ValueError, one line.
+    """
+    rows = [row for row in fields(feature) if is_set(row.name)]
+    if rows and task and feature.tasks and task not in feature.tasks:
+        raise ValueError(f"`{rows[0].name}` is an option of {' and '.join(feature.tasks)}: leave it out")
+    whole, reason = feature.part_of
+    for row in rows:
+        if whole and not is_set(whole):
+            raise ValueError(f"`{row.name}` {reason}")
+        for name in (*feature.excludes, *row.metadata.get("excludes", ())):
+            if is_set(name):
+                raise ValueError(f"`{row.name}` does not go with `{name}`: leave one of them out")
+
+
+def changed_job(feature: Feature, job: Any) -> Any:
+    """Return the job as a feature changes it; log the options that have no effect in it."""
+    for row in fields(feature):
+        tell = row.metadata.get("no_effect")
+        if tell is not None and getattr(feature, row.name) != row.default and (why := tell(job)):
+            feature.log(logging.WARNING, f"`{row.name}` has no effect {why}")
+    return feature.change_job(job)
+
+
 def read(arguments: Mapping[str, Any]) -> tuple[Options, list[Feature]]:
     """Turn keyword arguments into options and features, in the order of their stages.
 
@@ -84,9 +164,9 @@ def read(arguments: Mapping[str, Any]) -> tuple[Options, list[Feature]]:
         if name in arguments:
             grouped.setdefault(FEATURES[name], {})[name] = arguments[name]
     features: list[Feature] = [imported(kind)(**values) for kind, values in grouped.items()]
-    for feature, values in zip(features, grouped.values(), strict=True):
-        if clashes := set(feature.excludes) & arguments.keys():
-            raise ValueError(f"`{next(iter(values))}` does not go with `{min(clashes)}`: leave one of them out")
+    for feature in features:
+        check_together(feature, arguments.__contains__)
+        options = feature.check(options)
     return options, sorted(features, key=lambda feature: STAGES.index(feature.stage))
 
 
@@ -96,7 +176,7 @@ def begin(model: Model, options: Options, features: Sequence[Feature] = ()) -> E
         model, options = feature.change_options(model, options)
     job = prepare(model, options)
     for feature in features:
-        job = feature.change_job(job)
+        job = changed_job(feature, job)
     events = run(job)
     for feature in features:
         events = feature.change_events(events)

@@ -1,23 +1,13 @@
 """The options of all tasks, for Python and for the command line; features add their own."""
 
-from __future__ import annotations
-
-import numbers
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from ldm_lite.core.declare import FINITE, check_values, option
 from ldm_lite.core.plan import Plan
-
-
-def option(default: Any, help: str) -> Any:
-    """A field with a line of help for the command line."""
-    return field(default=default, metadata={"help": help})
-
-
-KINDS = {"str": str, "int": numbers.Integral, "float": numbers.Real}  # what is checked, by the first word of a type
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,32 +18,24 @@ class Options:
     negative_prompt: str = option("", "what to avoid")
     sampler: str | None = option(None, "a sampler, perhaps with its spacing: ddim, euler_a, 'DPM++ 2M Karras', ...")
     spacing: str | None = option(None, "timestep spacing: leading, trailing, linspace, karras, ...")
-    steps: int | None = option(None, "denoising steps, 1 to 1000")
-    eta: float | None = option(None, "noise added at every step, 0 to 1, for samplers that have it")
-    scale: float | None = option(None, "classifier-free guidance scale; 1 is none, and twice as fast")
+    steps: int | None = option(None, "denoising steps, 1 to 1000", within=(1, 1000))
+    eta: float | None = option(None, "noise added at every step, 0 to 1, for samplers that have it", within=(0, 1))
+    scale: float | None = option(None, "classifier-free guidance scale; 1 is none, and twice as fast", within=FINITE)
     seed: int | Sequence[int] = option(42, "seed of the first image, the next ones count up; or one for each image")
-    batch_size: int = option(1, "images at a time; of a single prompt, so many are made")
-    width: int | None = option(None, "pixels, a multiple of 8")
-    height: int | None = option(None, "pixels, a multiple of 8")
+    batch_size: int = option(1, "images at a time; of a single prompt, so many are made", within=(1, 4096))
+    width: int | None = option(None, "pixels, a multiple of 8", within=(1, 65536))
+    height: int | None = option(None, "pixels, a multiple of 8", within=(1, 65536))
     image: Any = option(None, "image to start from")
-    strength: float | None = option(None, "how much noise the image gets, 0 to 1 (default: 0.75; 1 with a mask)")
+    strength: float | None = option(
+        None, "how much noise the image gets, 0 to 1 (default: 0.75; 1 with a mask)", within=(0, 1)
+    )
     mask: Any = option(None, "white where the image is repainted")
     plan: Plan | None = option(None, "a table of your own, in place of sampler, spacing, steps and eta")
 
     def __post_init__(self) -> None:
+        check_values(self)
         if self.plan is not None and (self.sampler, self.spacing, self.steps, self.eta) != (None,) * 4:
             raise ValueError("got a `plan`, which replaces sampler, spacing, steps and eta: leave these out")
-        for item in fields(self):
-            value, types, kind = getattr(self, item.name), str(item.type), KINDS.get(str(item.type).split(" ")[0])
-            for part in value if np.ndim(value) and "Sequence" in types else [value]:
-                is_valid = isinstance(part, kind or object) or (part is None and "None" in types)
-                if not is_valid or (kind is numbers.Real and part != part):
-                    raise ValueError(f"got {item.name}={value!r}, expected {types}")
-        for name, number in (("batch size", self.batch_size), ("width", self.width), ("height", self.height)):
-            if number is not None and number < 1:
-                raise ValueError(f"got a {name} of {number}, expected 1 or more")
-        if self.strength is not None and not 0 <= self.strength <= 1:
-            raise ValueError(f"got strength {self.strength}, expected 0 to 1")
         if self.image is None and (self.mask is not None or self.strength is not None):
             raise ValueError(f"got a {'strength' if self.mask is None else 'mask'}, but no image to repaint")
         if not self.prompts:

@@ -9,27 +9,34 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from ldm_lite.core.denoise import Combine, InputSource, Outputs, weighted
+from ldm_lite.core.features import Feature, option
 from ldm_lite.diffusion.adaptive import AdaptivePlan
 from ldm_lite.diffusion.guidance import check_classifier_free, stateless
 from ldm_lite.diffusion.schedule import number
-from ldm_lite.tasks.features import Feature
 from ldm_lite.tasks.job import Job
 
 
+@dataclass(frozen=True)
 class AdaptiveProjectedGuidance(Feature):
     """Replaces the guidance."""
 
-    def check(self, options: Any) -> Any:
-        """Raises ValueError for text that is no setting of it."""
-        self.projection = read_projection(options.apg)
-        return options
+    stage: ClassVar = "guidance"
+    topic: ClassVar = "guidance"
+    excludes: ClassVar = ("compat",)
+    apg: str | None = option(
+        None,
+        "adaptive projected guidance, against saturation at high scales: parallel=0[:threshold=15][:momentum=-0.5]",
+        metavar="SETTINGS",
+        png="APG",
+        reads=lambda text: read_projection(text),
+    )
 
     def change_job(self, job: Job) -> Job:
         """Raises ValueError for an adaptive sampler."""
@@ -38,7 +45,7 @@ class AdaptiveProjectedGuidance(Feature):
 
         def wrap(source: InputSource, job: Job) -> InputSource:
             check_classifier_free(job, "apg")
-            combine = self.projection.begin(job.model.device)
+            combine = self.reading("apg").begin(job.model.device)
             return lambda call: source(call).combined_by(combine)
 
         return dataclasses.replace(job, guiding=(*job.guiding, wrap))

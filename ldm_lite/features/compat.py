@@ -8,14 +8,15 @@ and `x0`.
 import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
 from ldm_lite.checkpoint.model import Model
-from ldm_lite.cli.task_options import Img2imgOptions, InpaintOptions, ShortcutsOptions, Txt2imgOptions
 from ldm_lite.core.denoise import Draw
+from ldm_lite.core.features import Feature
 from ldm_lite.core.job import Item
 from ldm_lite.core.samplers import dpmpp_2m
 from ldm_lite.core.schedule import Level, Schedule
@@ -24,7 +25,6 @@ from ldm_lite.diffusion.noise import SharedNoise, first_then
 from ldm_lite.diffusion.plan import Plan
 from ldm_lite.diffusion.spacings import original
 from ldm_lite.models.open_clip import OPEN_CLIP_H
-from ldm_lite.tasks.features import Feature
 from ldm_lite.tasks.image_inputs import FromImage
 from ldm_lite.tasks.job import Job
 
@@ -43,18 +43,16 @@ SECOND: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-COMMANDS = {Txt2imgOptions: "txt2img", Img2imgOptions: "img2img", InpaintOptions: "inpaint"}
-
-
+@dataclass(frozen=True)
 class Compat(Feature):
     """Takes the defaults and the noise of the original script: one generator for all images, in the order of calls."""
 
-    generator: torch.Generator | None = None
+    stage: ClassVar = "model"
+    uses: ClassVar = ("compat",)
 
     def check(self, options: Any) -> Any:
         """Raises ValueError for options that the original script lacks."""
-        later = ("spacing", "churn", "exact_steps", "guidance_interval", "guidance_schedule", "apg", "brownian")
-        for name in (*later, *(option.name for option in dataclasses.fields(ShortcutsOptions))):
+        for name in ("spacing", "churn", "exact_steps", "brownian"):
             if getattr(options, name, None):
                 raise ValueError(f"the original script has no `{name}`: leave it out, or `compat`")
         sampler, spacing = resolve("ddim" if options.sampler is None else options.sampler)
@@ -79,26 +77,24 @@ class Compat(Feature):
                 '%s: has its EMA weights, the original script takes the main ones: load with `ema="no"`', model.name
             )
         is_second = model.family.text == OPEN_CLIP_H  # its scripts are those of Stability-AI/stablediffusion
-        command = COMMANDS[type(options)]
+        command = options.task
         defaults = {"sampler": "ddim", **(SECOND if is_second else FIRST)[command]}
         if command == "txt2img" and model.family.conditioner == "bert":
             defaults |= _SIDES  # `laion400m`
         unset = {name: value for name, value in defaults.items() if getattr(options, name) is None}
         options = dataclasses.replace(options, **unset)
-        self.key = resolve(options.sampler)[0]
-
-        return model, dataclasses.replace(options, spacing=dpm_solver if self.key == "dpmpp_2m" else original)
+        key = resolve(options.sampler)[0]
+        return model, dataclasses.replace(options, spacing=dpm_solver if key == "dpmpp_2m" else original)
 
     def change_job(self, job: Job) -> Job:
         """Draw all noise from one generator; an image's latents are sampled once for all batches."""
         plan = job.plan
         if plan is not None and job.options.plan is None:
-            plan = as_original(plan, self.key, job.model.schedule)
+            plan = as_original(plan, resolve(job.options.sampler or "ddim")[0], job.model.schedule)
         seed, size, device = job.options.seed, job.options.images_at_a_time, job.model.device
         assert isinstance(seed, int)
-        if self.generator is None:
-            self.generator = torch.Generator(device).manual_seed(seed)
-        generator, code, begin = self.generator, None, job.begin
+        generator = self.once("generator", lambda _: torch.Generator(device).manual_seed(seed))
+        code, begin = None, job.begin
         if isinstance(begin, FromImage):
             on_cpu = generator if device.type == "cpu" else torch.Generator("cpu").manual_seed(seed)
             init = begin.init.expand(size, -1, -1, -1)

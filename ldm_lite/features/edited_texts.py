@@ -6,27 +6,29 @@ import functools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 from ldm_lite.core.denoise import Conditioning as Parts
 from ldm_lite.core.denoise import InputSource
+from ldm_lite.core.features import Feature
 from ldm_lite.core.job import Item
 from ldm_lite.diffusion.guidance import Guidance, InTurns, composed, reads_step_alone
 from ldm_lite.diffusion.names import resolve
 from ldm_lite.diffusion.webui import calls_per_step
-from ldm_lite.tasks.features import Feature
 from ldm_lite.tasks.job import Job
 from ldm_lite.tasks.texts import PromptEncoder
 from ldm_lite.text.schedule import Calls, Part, Until, parts_of, until_of
 
 
+@dataclass(frozen=True)
 class EditedPrompts(Feature):
     """Encodes the prompts of a job so that they may change and have parts, which its syntax or its regions ask for."""
 
+    stage: ClassVar = "text"
+    uses: ClassVar = ("prompt_syntax", "regions")
+
     def change_job(self, job: Job) -> Job:
         """Replace what encodes the prompts, and what tells which of them share a batch."""
-        if job.options.prompt_syntax != "a1111" and job.options.regions is None:
-            return job
         texts = self.once(job.texts, functools.partial(edited, job))
         return replace(job, texts=texts, key=texts.key)
 

@@ -1,22 +1,27 @@
 """What some families read besides the prompt: sizes and scores (SDXL), the embedding of an image (unCLIP)."""
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from ldm_lite.checkpoint.model import Model
-from ldm_lite.cli.task_options import UpscaleOptions
 from ldm_lite.conditioning.inputs import with_files
 from ldm_lite.conditioning.prompts import check_used
-from ldm_lite.tasks.features import Feature
+from ldm_lite.core.features import Feature
 
 
+@dataclass(frozen=True)
 class FamilyInputs(Feature):
     """Reads the files of these options."""
 
-    is_last = True
+    stage: ClassVar = "run"  # after a refiner, which may use them too
+    uses: ClassVar = (
+        *("original_size", "crop_top_left", "target_size", "aesthetic_score", "negative_aesthetic_score"),
+        *("image_embedding", "noise_level", "image_statistics"),
+    )
 
     def check(self, options: Any) -> Any:
         """Raises ValueError for options that need another."""
-        is_noise_of_image = isinstance(options, UpscaleOptions)  # for which noise_level means that
+        is_noise_of_image = options.task == "upscale"  # for which noise_level means that
         if options.noise_level and options.image_embedding is None and not is_noise_of_image:
             raise ValueError("`noise_level` needs an image embedding: give one with `image_embedding=FILE`")
         return options
@@ -24,5 +29,5 @@ class FamilyInputs(Feature):
     def change_options(self, model: Any, options: Any) -> tuple[Any, Any]:
         """Read files.  Raises ValueError if the model, and its refiner, use none of an option."""
         options = with_files(options)
-        check_used([model, *([options.refiner] if isinstance(options.refiner, Model) else [])], options)
+        check_used([model, *(value for value in vars(options).values() if isinstance(value, Model))], options)
         return model, options

@@ -5,22 +5,36 @@ import logging
 import math
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import ClassVar
 
 from ldm_lite.core.denoise import Call, Inputs, InputSource, weighted
+from ldm_lite.core.features import Feature, option
 from ldm_lite.diffusion.guidance import check_guided, gated
 from ldm_lite.diffusion.plan import Plan
-from ldm_lite.tasks.features import Feature
 from ldm_lite.tasks.job import Job
 
 
+@dataclass(frozen=True)
 class GuidanceInterval(Feature):
     """A scale of 1 outside of an interval of the steps."""
 
-    def check(self, options: Any) -> Any:
-        """Raises ValueError for text that is no interval."""
-        self.interval = Interval.read(options.guidance_interval)
-        return options
+    stage: ClassVar = "branches"
+    topic: ClassVar = "guidance"
+    excludes: ClassVar = ("compat",)
+    guidance_interval: str | None = option(
+        None,
+        "guidance only in this part of the run, START-END: fractions of the steps (0.1-0.7, -0.6) or noise levels "
+        "(sigma=0.3-5); the other steps cost half",
+        metavar="START-END",
+        png="Guidance interval",
+        reads=lambda text: Interval.read(text),
+    )
+
+    @property
+    def interval(self) -> "Interval":
+        """What the text says."""
+        interval: Interval = self.reading("guidance_interval")
+        return interval
 
     def change_job(self, job: Job) -> Job:
         """Log an interval without a step."""

@@ -3,22 +3,31 @@
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import ClassVar
 
 from ldm_lite.core.denoise import Call, Inputs, InputSource
+from ldm_lite.core.features import Feature, option
 from ldm_lite.diffusion.guidance import check_classifier_free
 from ldm_lite.diffusion.schedule import number
-from ldm_lite.tasks.features import Feature
 from ldm_lite.tasks.job import Job
 
 
+@dataclass(frozen=True)
 class GuidanceSchedule(Feature):
     """Another scale in each step."""
 
-    def check(self, options: Any) -> Any:
-        """Raises ValueError for text that is no schedule."""
-        scheduled(options.guidance_schedule, 1.0, 1)
-        return options
+    stage: ClassVar = "scale"
+    topic: ClassVar = "guidance"
+    excludes: ClassVar = ("compat",)
+    guidance_schedule: str | None = option(
+        None,
+        "how the guidance scale changes: linear, falling, cosine, falling_cosine, sine, power_cosine[:power=4], each "
+        "with [:least=WEIGHT]",
+        metavar="NAME",
+        png="Guidance schedule",
+        reads=lambda text: scheduled(text, 1.0, 1),
+    )
 
     def change_job(self, job: Job) -> Job:
         """Change the scale of each call."""
@@ -26,7 +35,7 @@ class GuidanceSchedule(Feature):
         def wrap(source: InputSource, job: Job) -> InputSource:
             assert job.plan is not None
             scale = check_classifier_free(job, "guidance_schedule")
-            scale_at = scheduled(job.options.guidance_schedule or "", scale, job.plan.num_steps)
+            scale_at = scheduled(self.guidance_schedule or "", scale, job.plan.num_steps)
 
             def inputs_of(call: Call) -> Inputs:
                 return source(call)._replace(scale=float(scale_at(call.step)))

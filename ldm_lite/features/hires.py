@@ -5,79 +5,140 @@ network; then image to image with steps, strength and sampler of its own, and th
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
+from ldm_lite.checkpoint.hub import check_there
 from ldm_lite.checkpoint.model import Model
-from ldm_lite.cli.task_options import UPSCALERS, HiresOptions, Txt2imgOptions
+from ldm_lite.core.features import Feature, option
 from ldm_lite.diffusion.names import resolve
 from ldm_lite.diffusion.plan import Plan
 from ldm_lite.diffusion.schedule import Level
 from ldm_lite.features.edited_texts import EditedTexts
 from ldm_lite.image import PIXEL_UPSCALERS, to_array, to_pixels
+from ldm_lite.tasks.cost import Cost
 from ldm_lite.tasks.enlarge import Upscaler
-from ldm_lite.tasks.features import Feature
 from ldm_lite.tasks.image_inputs import FromImage
 from ldm_lite.tasks.job import Job, plan_of
 
 Shape = tuple[int, int, int]  # (C,h,w) of latents
+UPSCALERS = {  # of latents: A1111's names -> mode and antialias of torch's interpolate
+    "Latent": ("bilinear", False),
+    "Latent (antialiased)": ("bilinear", True),
+    "Latent (bicubic)": ("bicubic", False),
+    "Latent (bicubic antialiased)": ("bicubic", True),
+    "Latent (nearest)": ("nearest", False),
+    "Latent (nearest-exact)": ("nearest-exact", False),
+}
 
 
+@dataclass(frozen=True)
 class Hires(Feature):
     """Adds a second pass to text to image."""
 
-    is_last = True
+    stage: ClassVar = "again"
+    topic: ClassVar = "hires"
+    tasks: ClassVar = ("txt2img",)
+    excludes: ClassVar = ("compat", "plan", "refiner", "depth")
+    part_of: ClassVar = ("hires", "is of a second pass: give `hires=2`, how many times the image is enlarged")
+    hires: float | None = option(
+        None, "txt2img: enlarge the image by this factor, and denoise it again", within=(1, 16), png="Hires upscale"
+    )
+    hires_strength: float = option(
+        0.7,
+        "how much noise the enlarged image gets, at most 1",
+        within=(0.001, 1),
+        png="Denoising strength",  # of img2img too, which is not made again
+        always=True,
+    )
+    hires_steps: int | None = option(
+        None,
+        "steps of the enlarged image (default: those of the first)",
+        within=(1, 1000),
+        png="Hires steps",
+    )
+    hires_upscaler: str = option(
+        "Latent",
+        "how it is enlarged: Latent, Latent (nearest), ... in the latents; Lanczos, Nearest in pixels",
+        choices=(*UPSCALERS, "Lanczos", "Nearest"),
+        png="Hires upscaler",
+        always=True,
+        from_text=lambda settings, explicit: upscaler_of(settings["Hires upscaler"], explicit),
+    )
+    hires_esrgan: Any = option(
+        None,
+        "enlarge it with this ESRGAN network (RealESRGAN_x4plus.pth, ...)",
+        metavar="FILE",
+    )
+    hires_sampler: str | None = option(
+        None,
+        "sampler of the enlarged image (default: the first's)",
+        png="Hires sampler",
+        keys=("Hires schedule type",),
+        from_text=lambda settings, explicit: sampler_of(settings),
+    )
+    hires_prompt: str | None = option(
+        None,
+        "prompt of the enlarged image (default: the first's)",
+        png="Hires prompt",
+        excludes=("cond",),
+    )
+    hires_negative_prompt: str | None = option(
+        None,
+        "negative prompt of the enlarged image (default: the first's)",
+        png="Hires negative prompt",
+        excludes=("uncond",),
+    )
 
     def check(self, options: Any) -> Any:
-        """Raises ValueError for a second pass in other tasks than txt2img, and for its options without it."""
-        if options.hires is not None and type(options) is not Txt2imgOptions:
-            raise ValueError("`hires` is an option of txt2img: leave it out")
-        if options.hires is None:
-            names = [field.name for field in dataclasses.fields(HiresOptions)]
-            changed = [name for name in names if getattr(options, name) != getattr(HiresOptions, name)]
-            raise ValueError(
-                f"`{changed[0]}` is of a second pass: give `hires=2`, how many times the image is enlarged"
-            )
-        if options.hires_sampler is not None:
-            resolve(options.hires_sampler)
-        for name in ("compat", "plan", "refiner", "depth"):
-            value = getattr(options, name)
-            if value is not None and value is not False:
-                raise ValueError(f"`hires` does not go with `{name}`: leave one of them out")
-        if options.hires_esrgan is not None and options.hires_upscaler != HiresOptions.hires_upscaler:
+        """Raises ValueError for a sampler that is unknown, and noise that is drawn already."""
+        if self.hires_sampler is not None:
+            resolve(self.hires_sampler)
+        if self.hires_esrgan is not None and self.hires_upscaler != type(self).hires_upscaler:
             raise ValueError("got `hires_upscaler` and `hires_esrgan`, which replaces it: give one of them")
         if isinstance(options.noise, Tensor):
             raise ValueError("`hires` draws the noise of its second pass itself: give `noise` as the name of a program")
-        if options.hires_prompt is not None and options.cond is not None:
-            raise ValueError("got `cond`, which is for both passes, and `hires_prompt`: leave one of them out")
-        if options.hires_negative_prompt is not None and options.uncond is not None:
-            raise ValueError(
-                "got `uncond`, which is for both passes, and `hires_negative_prompt`: leave one of them out"
-            )
         return options
+
+    @property
+    def loads(self) -> bool:  # type: ignore[override]  # only with a network
+        """Whether it loads a network."""
+        return self.hires_esrgan is not None
+
+    def check_files(self) -> None:
+        """Raises OSError for a network that is not there."""
+        if self.hires_esrgan is not None and not isinstance(self.hires_esrgan, Upscaler):
+            check_there(self.hires_esrgan)
+
+    def add_cost(self, cost: Cost) -> Cost:
+        """Return a cost with the second pass and its texts."""
+        texts = filter(None, (self.hires_prompt, self.hires_negative_prompt))
+        second = (self.hires or 1.0, self.hires_steps)
+        return dataclasses.replace(cost, texts=(*cost.texts, *texts), passes=(*cost.passes, second))
 
     def change_job(self, job: Job) -> Job:
         """Let the second pass follow.  Raises ValueError, OSError for what does not fit it."""
-        options, factor = job.options, job.model.vae.spec.factor
-        assert options.hires is not None
-        height, width = (int(side * factor * options.hires) for side in job.shape[1:])
+        factor = job.model.vae.spec.factor
+        assert self.hires is not None
+        height, width = (int(side * factor * self.hires) for side in job.shape[1:])
         larger = job.model.latent_shape(height // factor * factor, width // factor * factor)
-        second_options, plan = _second_plan(job, larger)
+        second_options, plan = self._second_plan(job, larger)
         start = Level(float(plan.t[0]), float(plan.level[0, 0]), float(plan.level[0, 1]))
-        name, enlarge = _enlargement(job, (width, height), larger)
+        name, enlarge = _enlargement(job, self, (width, height), larger)
         task = dataclasses.replace(job.task, options=second_options, plan=plan)
         texts = task.texts  # whether they have a negative prompt depends on the second pass's guidance
-        if options.hires_prompt is not None:
-            texts = dataclasses.replace(texts, prompts=[options.hires_prompt] * len(job.texts.prompts))
-        if options.hires_negative_prompt is not None:
-            texts = dataclasses.replace(texts, negative_prompts=(options.hires_negative_prompt,))
+        if self.hires_prompt is not None:
+            texts = dataclasses.replace(texts, prompts=[self.hires_prompt] * len(job.texts.prompts))
+        if self.hires_negative_prompt is not None:
+            texts = dataclasses.replace(texts, negative_prompts=(self.hires_negative_prompt,))
         second = task.job(larger, plan, texts, without=self)
         if isinstance(job.texts, EditedTexts) and isinstance(second.texts, EditedTexts):  # they count on
             calls = dataclasses.replace(second.texts.calls, before=job.texts.calls.total)
@@ -86,7 +147,7 @@ class Hires(Feature):
             "Variation seed": job.settings["Variation seed"],
             "RNG": job.settings["RNG"],
             "Size": f"{job.shape[2] * factor}x{job.shape[1] * factor}",
-            "Denoising strength": options.hires_strength,
+            "Denoising strength": self.hires_strength,
             "Hires upscaler": name,
             **job.settings,
         }
@@ -97,37 +158,52 @@ class Hires(Feature):
 
         return dataclasses.replace(job, follow=follow)
 
+    def _second_plan(self, job: Job, shape: Shape) -> tuple[Any, Plan]:
+        """Return the options of the second pass, and its plan for latents of a shape: the end of a finer schedule.
 
-def _second_plan(job: Job, shape: Shape) -> tuple[Any, Plan]:
-    """Return the options of the second pass, and its plan for latents of a shape: the last steps of a finer schedule.
-
-    So all of its steps run.  Raises ValueError for a schedule that would be too fine.
-    """
-    options, strength = job.options, job.options.hires_strength
-    changes: dict[str, Any] = {"steps": options.hires_steps or options.steps}
-    if options.hires_sampler is not None:
-        changes |= {"sampler": options.hires_sampler, "spacing": None}
-    options = dataclasses.replace(options, **changes)
-    steps = options.steps or job.model.family.steps
-    whole = int(steps / min(strength, 0.999))
-    if not 1 <= whole <= 1000:
-        raise ValueError(
-            f"got {steps} steps at `hires_strength` {strength:g}, the last of {whole}, expected at most 1000"
-        )
-    return options, plan_of(job.model.sized(shape), options, last=steps, steps=whole)
+        So all of its steps run.  Raises ValueError for a schedule that would be too fine.
+        """
+        options, strength = job.options, self.hires_strength
+        changes: dict[str, Any] = {"steps": self.hires_steps or options.steps}
+        if self.hires_sampler is not None:
+            changes |= {"sampler": self.hires_sampler, "spacing": None}
+        options = dataclasses.replace(options, **changes)
+        steps = options.steps or job.model.family.steps
+        whole = int(steps / min(strength, 0.999))
+        if not 1 <= whole <= 1000:
+            raise ValueError(
+                f"got {steps} steps at `hires_strength` {strength:g}, the last of {whole}, expected at most 1000"
+            )
+        return options, plan_of(job.model.sized(shape), options, last=steps, steps=whole)
 
 
-def _enlargement(job: Job, size: tuple[int, int], shape: Shape) -> tuple[str, Callable[[Tensor], Tensor]]:
+def upscaler_of(name: str, explicit: set[str]) -> str:
+    """Return the upscaler that a picture's text names.  Raises ValueError for a network that is not given beside it."""
+    if name in (*UPSCALERS, *PIXEL_UPSCALERS):
+        return name
+    if "hires_esrgan" not in explicit:
+        raise ValueError(f"was enlarged by {name!r:.60}: give that network, `hires_esrgan=FILE`")
+    return "Latent"  # not used beside a network
+
+
+def sampler_of(settings: Mapping[str, str]) -> str:
+    """Return the sampler of the second pass that a picture's text names: by its own name, or as A1111 calls it."""
+    if settings.get("Version", "").startswith("ldm_lite"):
+        return settings["Hires sampler"]
+    return " ".join(["webui", settings["Hires sampler"], settings.get("Hires schedule type", "")]).strip()
+
+
+def _enlargement(job: Job, hires: Hires, size: tuple[int, int], shape: Shape) -> tuple[str, Callable[[Tensor], Tensor]]:
     """Return what enlarges the latents of the first pass to a shape, images to a size (width, height), and its name.
 
     Raises ValueError, OSError for a file that is no ESRGAN network.
     """
-    options, upscaler = job.options, job.options.hires_esrgan
+    upscaler = hires.hires_esrgan
     if upscaler is not None:
         if not isinstance(upscaler, Upscaler):
             upscaler = Upscaler(upscaler, device=job.model.device)
         return Path(upscaler.name).stem, partial(_in_pixels, job.model, upscaler, size, shape)
-    name = options.hires_upscaler
+    name = hires.hires_upscaler
     if name in PIXEL_UPSCALERS:
         return name, partial(_in_pixels, job.model, name, size, shape)
     return name, partial(_in_latents, name, shape)

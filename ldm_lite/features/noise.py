@@ -3,12 +3,14 @@
 import dataclasses
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from ldm_lite.core.denoise import Draw
+from ldm_lite.core.features import Feature
 from ldm_lite.core.job import Item
 from ldm_lite.core.tasks import noise_of
 from ldm_lite.diffusion.names import SAMPLERS, resolve
@@ -22,12 +24,14 @@ from ldm_lite.diffusion.noise import (
     slerp,
 )
 from ldm_lite.diffusion.plan import TimedPlan
-from ldm_lite.tasks.features import Feature
 from ldm_lite.tasks.job import Job
 
 
+@dataclass(frozen=True)
 class Noise(Feature):
     """Replaces what a job draws its noise with."""
+
+    uses: ClassVar = ("noise", "ensd", "variation_seed", "variation_strength", "fixed_code", "brownian")
 
     def check(self, options: Any) -> Any:
         """Raises ValueError or TypeError for options that do not go together."""

@@ -4,20 +4,33 @@ How they are fitted is said by the family: FLUX.2, Qwen-Image-Edit.
 """
 
 import dataclasses
-from typing import Any
-
-from torch import Tensor
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from ldm_lite.cli.task_options import ImageOptions
+from ldm_lite.core.features import Feature, option
 from ldm_lite.image import to_pixels
-from ldm_lite.tasks.features import Feature
+from ldm_lite.tasks.cost import Cost
 from ldm_lite.tasks.image_inputs import open_source, side_unit, sources
 from ldm_lite.tasks.job import Job
 from ldm_lite.tasks.texts import PromptEncoder
 
 
+@dataclass(frozen=True)
 class References(Feature):
     """Adds the latents of the references to what every branch of guidance reads, and shows them to the text encoder."""
+
+    stage: ClassVar = "text"
+    topic: ClassVar = "control"
+    reference: tuple[Any, ...] = option(
+        (),
+        "image that FLUX.2 or Qwen-Image-Edit reads beside the prompt, to edit it or to combine several; repeatable",
+        metavar="FILE",
+    )
+
+    def add_cost(self, cost: Cost) -> Cost:
+        """Return a cost with the images."""
+        return dataclasses.replace(cost, references=cost.references + len(self.reference))
 
     def change_options(self, model: Any, options: Any) -> tuple[Any, Any]:
         """Read the images; the size of one of them is the default of text to image.
@@ -30,29 +43,31 @@ class References(Feature):
         sees = any(getattr(spec, "vision", None) is not None for spec in model.family.text_encoders)
         if sees and (options.cond is not None or options.uncond is not None):
             raise ValueError("got `reference`, and `cond` or `uncond`, whose text has not seen it: give prompts")
-        files = sources(options.reference, "reference")
+        files = sources(self.reference, "reference")
         options = dataclasses.replace(options, reference=tuple(files))  # not the folders: keys of images tell the files
         opened = [open_source(source).image for source in files]
         if rule.most is not None and len(opened) > rule.most:
             reads = f"{model.family.title} reads {rule.most}"
             raise ValueError(f"got {len(opened)} reference images, but {reads}: leave some out")
-        self._opened, self._images = opened, [rule.fit(image, side_unit(model)) for image in opened]
-        self._latents: list[Tensor] = []
+        images = [rule.fit(image, side_unit(model)) for image in opened]
+        self.state.update(opened=opened, images=images)
         if not isinstance(options, ImageOptions) and options.height is options.width is None:
-            width, height = self._images[rule.sized_by].size
+            width, height = images[rule.sized_by].size
             options = dataclasses.replace(options, width=width, height=height)
         return model, options
 
     def change_job(self, job: Job) -> Job:
         """Add the latents, each (1,C,h,w) of its own size."""
-        if not self._latents:
-            pixels = [to_pixels(image)[None] for image in self._images]
-            self._latents = [job.model.encode_pixels(image).to(job.model.dtype) for image in pixels]
-        latents = {f"reference_{i}": latent for i, latent in enumerate(self._latents, 1)}
+        pixels = [to_pixels(image)[None] for image in self.state["images"]]
+        encoded = self.once(
+            "latents", lambda _: [job.model.encode_pixels(image).to(job.model.dtype) for image in pixels]
+        )
+        latents = {f"reference_{i}": latent for i, latent in enumerate(encoded, 1)}
         texts = self.once(job.texts, self._seeing)
         return dataclasses.replace(job, channels={**job.channels, **latents}, texts=texts)
 
     def _seeing(self, texts: PromptEncoder) -> PromptEncoder:
         """Return what encodes texts with the images."""
-        options = dataclasses.replace(texts.options, reference=tuple(self._opened))
-        return dataclasses.replace(texts, options=options)
+        options: Any = texts.options
+        seen = dataclasses.replace(options, reference=tuple(self.state["opened"]))
+        return dataclasses.replace(texts, options=seen)

@@ -10,7 +10,8 @@ Shape letters: P parts, h w latent size.
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -18,23 +19,41 @@ from torch import Tensor
 from ldm_lite.conditioning.prompts import guided
 from ldm_lite.core.denoise import Branch
 from ldm_lite.core.denoise import Conditioning as Parts
+from ldm_lite.core.features import Feature, option
 from ldm_lite.diffusion.guidance import Guidance, classifier_free, composed
 from ldm_lite.diffusion.schedule import number
 from ldm_lite.features.edited_texts import EditedTexts
-from ldm_lite.tasks.features import Feature
+from ldm_lite.tasks.cost import Cost
 from ldm_lite.tasks.job import Job
 
 Box = tuple[float, float, float, float]  # left, top, right, bottom, in [0,1] of the image
 WHOLE: Box = (0.0, 0.0, 1.0, 1.0)
 
 
+@dataclass(frozen=True)
 class Regions(Feature):
     """Gives each part of a prompt a weight at each position."""
 
-    def check(self, options: Any) -> Any:
-        """Raises ValueError for text that is no list of boxes."""
-        self.boxes = read_regions(options.regions)
-        return options
+    stage: ClassVar = "scale"
+    topic: ClassVar = "prompts"
+    regions: str | None = option(
+        None,
+        "where the parts of a prompt, joined by AND, go: a box for each, left,top,right,bottom from 0 to 1, or all; "
+        "for instance 'all; 0.1,0.2,0.5,0.8'",
+        metavar="BOX; BOX",
+        png="Regions",
+        reads=lambda text: read_regions(text),
+    )
+
+    @property
+    def boxes(self) -> tuple[Box, ...]:
+        """Of the parts."""
+        boxes: tuple[Box, ...] = self.reading("regions")
+        return boxes
+
+    def add_cost(self, cost: Cost) -> Cost:
+        """Return a cost whose prompts have parts."""
+        return dataclasses.replace(cost, joins_parts=True)
 
     def change_job(self, job: Job) -> Job:
         """Let parts have regions.  Raises ValueError, before anything is encoded, for others than there are regions."""

@@ -2,21 +2,48 @@
 
 import dataclasses
 import logging
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
+from ldm_lite.core.declare import SCALES, WHY_SCALES
 from ldm_lite.core.denoise import Adjust, InputSource
+from ldm_lite.core.features import Feature, option
 from ldm_lite.diffusion.adjustments import keeping_norm, mimicking, rescaling
 from ldm_lite.diffusion.guidance import check_classifier_free, mapped
-from ldm_lite.tasks.features import Feature
 from ldm_lite.tasks.job import Job
 
 
+@dataclass(frozen=True)
 class Rescale(Feature):
     """Adjusts what guidance makes of the outputs."""
 
+    stage: ClassVar = "guidance"
+    topic: ClassVar = "guidance"
+    brought_by: ClassVar = ("norm_patch",)
+    guidance_rescale: float = option(
+        0.0,
+        "guidance rescale against excess contrast, 0 to 1",
+        within=(0, 1),
+        png="Guidance rescale",
+        no_effect=lambda job: "without guidance: take a `scale` other than 1" if job.guidance == 1 else None,
+    )
+    mimic_scale: float | None = option(
+        None,
+        "dynamic thresholding, for high scales: the contrast of this lower scale, 7 for instance (A1111's extension)",
+        within=SCALES,
+        reason=WHY_SCALES,
+        png="Mimic scale",
+    )
+    dynamic_threshold: float | None = option(
+        None,
+        "percentile of the latents that --mimic-scale clamps to, 0 to 1 (default: 1)",
+        within=(0, 1),
+        png="Dynamic threshold",
+    )
+
     def check(self, options: Any) -> Any:
         """Raises ValueError for a percentile without what it is of."""
-        if options.dynamic_threshold is not None and options.mimic_scale is None:
+        if self.dynamic_threshold is not None and self.mimic_scale is None:
             raise ValueError(
                 "`dynamic_threshold` is the percentile of `mimic_scale`: give that too, 7 for instance, or take "
                 "`guidance_rescale=0.7` in place of it"
@@ -25,23 +52,21 @@ class Rescale(Feature):
 
     def change_job(self, job: Job) -> Job:
         """Raises ValueError for prompts of several parts."""
-        options, device = job.options, job.model.device
-        if options.guidance_rescale and job.guidance == 1:
-            self.log(logging.WARNING, "`guidance_rescale` has no effect without guidance: take a `scale` other than 1")
+        device = job.model.device
         adjust: tuple[Adjust, ...] = ()
         if (patch := job.model.family.norm_patch) is not None:
             adjust = (keeping_norm(patch),)
-        if options.guidance_rescale:
+        if self.guidance_rescale:
             job.refuse_parts("takes no `guidance_rescale`: leave it out")
-            adjust = (*adjust, rescaling(options.guidance_rescale, device))
-        if options.mimic_scale is not None:
-            if not callable(job.guidance) and options.mimic_scale >= job.guidance:
+            adjust = (*adjust, rescaling(self.guidance_rescale, device))
+        if self.mimic_scale is not None:
+            if not callable(job.guidance) and self.mimic_scale >= job.guidance:
                 self.log(logging.WARNING, "`mimic_scale` has no effect unless it is below `scale`: take a lower one")
-            percentile = 1.0 if options.dynamic_threshold is None else options.dynamic_threshold
-            adjust = (*adjust, mimicking(options.mimic_scale, percentile, device))
+            percentile = 1.0 if self.dynamic_threshold is None else self.dynamic_threshold
+            adjust = (*adjust, mimicking(self.mimic_scale, percentile, device))
 
         def wrap(source: InputSource, job: Job) -> InputSource:
-            if options.mimic_scale is not None:
+            if self.mimic_scale is not None:
                 check_classifier_free(job, "mimic_scale")
             return mapped(source, lambda inputs: inputs._replace(adjust=(*inputs.adjust, *adjust)))
 

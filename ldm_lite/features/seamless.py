@@ -2,27 +2,36 @@
 
 import dataclasses
 import logging
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
+from ldm_lite.core.features import Feature, option
 from ldm_lite.runtime.compile import is_compiled
-from ldm_lite.runtime.seamless import AXES, seamless
-from ldm_lite.tasks.features import Feature
-from ldm_lite.tasks.job import Job
+from ldm_lite.runtime.seamless import seamless
+from ldm_lite.tasks.cost import Cost
 
 log = logging.getLogger("ldm_lite")
 
 
+@dataclass(frozen=True)
 class Seamless(Feature):
     """Gives UNet and autoencoder circular convolutions."""
 
-    def check(self, options: Any) -> Any:
-        """Raises ValueError for another axis than AXES, and for what it does not go with."""
-        if options.seamless not in AXES:
-            raise ValueError(f"got `seamless` {options.seamless!r}, expected one of {', '.join(AXES)}")
-        for name in ("compat", "refiner"):
-            if getattr(options, name):
-                raise ValueError(f"`seamless` does not go with `{name}`: leave one of them out")
-        return options
+    stage: ClassVar = "inside"
+    topic: ClassVar = "txt2img"
+    excludes: ClassVar = ("compat", "refiner")
+    seamless: str | None = option(
+        None,
+        "make images whose opposite edges fit together: x (left and right), y or xy",
+        choices=("x", "y", "xy"),
+        png="Tiling",
+        written=lambda axes: True if axes == "xy" else axes,  # A1111 has no other tiling
+        restored={"True": "xy"},
+    )
+
+    def add_cost(self, cost: Cost) -> Cost:
+        """Return a cost that says so of the networks."""
+        return dataclasses.replace(cost, changes_networks="seamless")
 
     def change_options(self, model: Any, options: Any) -> tuple[Any, Any]:
         """Replace the model.  Raises ValueError for networks whose convolutions are fixed."""
@@ -31,12 +40,8 @@ class Seamless(Feature):
                 "`seamless` runs other convolutions: leave out `offload`, `storage`, `compile` and `compiled`"
             )
         if model.family.is_small:
-            log.warning("%s is too small a model for `seamless`: images are distorted, use a larger model", model.name)
-        unet, vae = (seamless(network, options.seamless) for network in (model.unet, model.vae))
+            log.warning(
+                "%s is too small a model for `seamless`, whose images are smears: take a larger one", model.name
+            )
+        unet, vae = (seamless(network, self.seamless or "xy") for network in (model.unet, model.vae))
         return model.with_networks(unet=unet, vae=vae), options
-
-    def change_job(self, job: Job) -> Job:
-        """Name both axes as A1111 does, which has no other tiling."""
-        if job.options.seamless != "xy":
-            return job
-        return dataclasses.replace(job, settings={**job.settings, "Tiling": True})

@@ -1,29 +1,57 @@
 """deep_cache, gate_step, freeu: a UNet that leaves out work, or whose features are weighted."""
 
 import dataclasses
+import functools
 import logging
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from ldm_lite.core.denoise import InputSource
+from ldm_lite.core.features import Feature, option
 from ldm_lite.diffusion.guidance import InTurns, gated
 from ldm_lite.diffusion.schedule import number
 from ldm_lite.runtime.compile import is_compiled
 from ldm_lite.runtime.shortened import Run
 from ldm_lite.runtime.shortened import Shortcuts as Settings
-from ldm_lite.tasks.features import Feature
 from ldm_lite.tasks.job import Job
 
 log = logging.getLogger("ldm_lite")
 
 
+@dataclass(frozen=True)
 class Shortcuts(Feature):
     """Replaces the UNet, around which controls stay."""
 
-    def check(self, options: Any) -> Any:
-        """Raises ValueError for text that is no setting."""
-        free = None if options.freeu is None else _four(options.freeu)
-        self.settings = Settings(*_whole(options.deep_cache), options.gate_step, free)
-        return options
+    stage: ClassVar = "inside"
+    topic: ClassVar = "shortcuts"
+    excludes: ClassVar = ("compat",)
+    deep_cache: str | None = option(
+        None,
+        "DeepCache: run the UNet's deep blocks only in every N-th call; BRANCH is how many more blocks the other calls "
+        "run",
+        metavar="N[:BRANCH]",
+        png="DeepCache",
+        reads=lambda text: _whole(text),
+    )
+    gate_step: int | None = option(
+        None,
+        "T-GATE: after this many steps, reuse the results of cross-attention and stop guidance",
+        within=(1, 999),
+        png="Gate step",
+    )
+    freeu: str | None = option(
+        None,
+        "FreeU's factors, for instance 1.5,1.6,0.9,0.2 for SD 1",
+        metavar="B1,B2,S1,S2",
+        png="FreeU",
+        reads=lambda text: _four(text),
+    )
+
+    @functools.cached_property
+    def settings(self) -> Settings:
+        """What the texts say."""
+        every, branch = self.reading("deep_cache") or (1, 0)
+        return Settings(every, branch, self.gate_step, self.reading("freeu"))
 
     def change_options(self, model: Any, options: Any) -> tuple[Any, Any]:
         """Raises ValueError for a network that it does not fit."""
@@ -62,8 +90,8 @@ class Shortcuts(Feature):
         return gated(source, self.settings.gate)
 
 
-def _whole(text: str | None) -> tuple[int, int]:
-    every, _, branch = ("1" if text is None else text).partition(":")
+def _whole(text: str) -> tuple[int, int]:
+    every, _, branch = text.partition(":")
     branch = branch or "0"
     if not (every.isdecimal() and branch.isdecimal() and 1 <= int(every) <= 1000):
         raise ValueError(f"got `deep_cache` {text!r:.60}, expected N, 1 to 1000, or N:BRANCH, for instance 3 or 3:1")

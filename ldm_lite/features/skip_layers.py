@@ -2,29 +2,42 @@
 
 import dataclasses
 import functools
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from ldm_lite.core.declare import SCALES
 from ldm_lite.core.denoise import Branch, Call, Inputs, InputSource, weighted
+from ldm_lite.core.features import Feature, option
 from ldm_lite.diffusion.guidance import IdentityKey
-from ldm_lite.tasks.features import Feature
 from ldm_lite.tasks.job import Job
 
 
+@dataclass(frozen=True)
 class SkipLayerGuidance(Feature):
     """Adds a branch that skips blocks."""
 
+    stage: ClassVar = "inside"
+    topic: ClassVar = "guidance"
+    brought_by: ClassVar = ("skip_layers",)
+    skip_layer_scale: float | None = option(
+        None,
+        "Stable Diffusion 3.5 medium: scale of skip-layer guidance; 0 turns it off (default: 2.5)",
+        within=SCALES,
+        png="Skip layer scale",
+    )
+
     def change_options(self, model: Any, options: Any) -> tuple[Any, Any]:
         """Raises ValueError if the model's family has no such guidance."""
-        if options.skip_layer_scale is not None and model.family.skip_layers is None:
+        if self.skip_layer_scale is not None and model.family.skip_layers is None:
             raise ValueError(f"{model.family.title} has no skip-layer guidance: leave out `skip_layer_scale`")
         return model, options
 
     def change_job(self, job: Job) -> Job:
         """Raises ValueError for prompts of several parts."""
-        skip, scale = job.model.family.skip_layers, job.options.skip_layer_scale
+        skip, scale = job.model.family.skip_layers, self.skip_layer_scale
         assert skip is not None
         scale = skip.scale if scale is None else scale
         if scale == 0 or job.plan is None:

@@ -1,24 +1,36 @@
 """dynamic, wildcards: prompts of templates, in place of the templates."""
 
 import dataclasses
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from ldm_lite.tasks.features import Feature
+from ldm_lite.core.features import Feature, option
 from ldm_lite.tasks.job import read_prompts
 from ldm_lite.text.variants import Prompts
 
 
+@dataclass(frozen=True)
 class Templates(Feature):
     """Makes prompts: one for each image, by its seed, or all of a template."""
+
+    stage: ClassVar = "prompts"
+    topic: ClassVar = "prompts"
+    dynamic: str | None = option(
+        None,
+        "prompts are templates, {red|blue} car and __colour__: random draws a text for each image by its seed, all "
+        "makes every text (default: random with --wildcards)",
+        choices=("random", "all"),
+    )
+    wildcards: str | None = option(None, "folder of files NAME.txt; __NAME__ is one of the lines", metavar="DIR")
 
     def check(self, options: Any) -> Any:
         """Return options with the prompts.  Raises ValueError, one line, for templates that cannot be read; OSError."""
         if options.compat or options.cond is not None:
             raise ValueError("`compat` and `cond` take prompts as they are: leave out `dynamic` and `wildcards`")
-        prompts = Prompts(None if options.wildcards is None else Path(options.wildcards).expanduser())
+        prompts = Prompts(None if self.wildcards is None else Path(self.wildcards).expanduser())
         negative = options.negative_prompts
-        if options.dynamic == "all":
+        if self.dynamic == "all":
             if len(negative) > 1:
                 raise ValueError("`dynamic` all makes more prompts than there are negative ones: give a single one")
             templates = read_prompts(dataclasses.replace(options, batch_size=1, n_iter=1))

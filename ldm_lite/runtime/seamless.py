@@ -35,9 +35,10 @@ def seamless(network: Network, axes: str) -> Network:
     return result
 
 
-def is_seamless(network: nn.Module) -> bool:
-    """Whether a network has circular convolutions."""
-    return any(isinstance(patch_of(module), _Circular) for module in network.modules())
+def axes_of(network: nn.Module) -> str | None:
+    """Return the axes along which a network's convolutions are circular; None for an ordinary network."""
+    patches = (patch_of(module) for module in network.modules())
+    return next((patch.axes for patch in patches if isinstance(patch, _Circular)), None)
 
 
 @dataclass(frozen=True)

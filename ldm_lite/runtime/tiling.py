@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from ldm_lite.core.layers import Upsample, channels_last
 from ldm_lite.core.vae import Decoder, Downsample, Encoder, ResnetBlock
 from ldm_lite.runtime.patching import patch, patch_of, twin
-from ldm_lite.runtime.seamless import is_seamless
+from ldm_lite.runtime.seamless import axes_of
 
 STRIP = 2**22  # numbers in a strip: 8 MiB in half precision
 NORM_STRIP = 128 * 128  # positions of a strip whose statistics are taken, at most: their error is 2e-7
@@ -68,7 +68,7 @@ def out_of_memory(error: BaseException) -> bool:
 
 def _is_kl(vae: nn.Module) -> bool:
     known = type(getattr(vae, "encoder", None)) is Encoder and type(getattr(vae, "decoder", None)) is Decoder
-    return known and not is_seamless(vae)  # whose first strip would need rows of the last
+    return known and axes_of(vae) is None  # whose first strip would need rows of the last
 
 
 def _needs_gradients(network: nn.Module, x: Tensor) -> bool:

@@ -5,6 +5,7 @@ A field that would change the image and that ldm_lite does not have is refused u
 fields that are ignored are named in the answer's info, under "ignored".
 """
 
+import dataclasses
 import functools
 import json
 import math
@@ -26,7 +27,7 @@ from pydantic import Field
 
 from ldm_lite import Control
 from ldm_lite.cli.options import RANDOM_SEEDS
-from ldm_lite.cli.task_options import UPSCALERS, Img2imgOptions, InpaintOptions, Txt2imgOptions
+from ldm_lite.cli.task_options import Img2imgOptions, InpaintOptions, Txt2imgOptions
 from ldm_lite.cli.version import __version__
 from ldm_lite.diffusion.names import has, resolve
 from ldm_lite.diffusion.webui import OFFERED, TYPES, from_webui
@@ -38,6 +39,13 @@ from ldm_lite.serve.queue import CLIENT, Engine, Ticket
 from ldm_lite.text.parameters import read_parameters, text_of
 from ldm_lite.toolkit import lora_weight
 
+UPSCALERS = [  # of latents
+    name
+    for row in dataclasses.fields(Txt2imgOptions)
+    if row.name == "hires_upscaler"
+    for name in row.metadata["choices"]
+    if name not in PIXEL_UPSCALERS
+]
 VERSION = {"Version": "v1.10.0"}  # whose names and defaults these are
 NEUTRAL: dict[str, tuple[object, ...]] = {  # field that would change the image -> values at which it does nothing
     "hr_checkpoint_name": ("Use same checkpoint", ""),

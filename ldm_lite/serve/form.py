@@ -13,15 +13,15 @@ from PIL import Image
 
 from ldm_lite import Control
 from ldm_lite.cli.flags import sections
-from ldm_lite.cli.options import given, names_files
+from ldm_lite.cli.options import names_files
 from ldm_lite.cli.task_options import HiresOptions, Img2imgOptions, InpaintOptions, Txt2imgOptions, UpscaleOptions
 from ldm_lite.diffusion.names import SAMPLERS, label
 from ldm_lite.diffusion.schedule import SPACINGS, number
-from ldm_lite.features.from_png import with_picture
 from ldm_lite.serve.http import Refused, open_base64, refusal
 from ldm_lite.serve.library import Loras
 from ldm_lite.serve.queue import Engine
 from ldm_lite.tasks import xy
+from ldm_lite.tasks.picture_text import options_of
 from ldm_lite.text.parameters import parameters, read_parameters
 from ldm_lite.toolkit import lora_weight
 
@@ -251,13 +251,12 @@ def settings(image: Image.Image) -> tuple[dict[str, Any], str, list[str]]:
     kept = {key: value for key, value in text.settings.items() if key != "Tiling"}
     if is_first := "Hires upscale" not in kept:  # the strength is that of an image to start from
         kept.pop("Denoising strength", None)
-    bare = Image.new("RGB", (1, 1))
-    bare.info["parameters"] = parameters(text.prompt, text.negative_prompt, kept)
-    with _warnings() as remarks:
-        options = with_picture(Txt2imgOptions(from_png=bare))
+    named, ignored = options_of(text._replace(settings=kept), set())
+    options = Txt2imgOptions(**named)
+    remarks = [f"ignored settings: {', '.join(key[:60] for key in ignored[:40])}"] if ignored else []
     if "Tiling" in text.settings:
-        remarks.append("the server makes no seamless images: ignored Tiling")
-    always, named = ("sampler", "spacing", "steps", "scale", "width", "height", "eta"), given(options)
+        remarks.append("the server makes no seamless images: ignored settings: Tiling")
+    always = ("sampler", "spacing", "steps", "scale", "width", "height", "eta")
     values: dict[str, Any] = {
         name: getattr(options, name) if name in named else field.default
         for name, (field, *_) in fields().items()

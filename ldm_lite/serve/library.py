@@ -7,7 +7,7 @@ import gc
 import hashlib
 import re
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +16,6 @@ import torch
 from ldm_lite import Pipeline, Upscaler, toolkit
 from ldm_lite.checkpoint.reader import open_checkpoint
 from ldm_lite.cli.options import LoadOptions
-from ldm_lite.cli.task_options import Txt2imgOptions
 from ldm_lite.core.layers import Shapes
 from ldm_lite.serve.options import ServeOptions
 
@@ -141,11 +140,9 @@ class Library:
                 embeddings[Path(name).name] = path, _shapes(path, path.stat().st_mtime_ns)
         return embeddings
 
-    def embeddings_in(self, options: Txt2imgOptions, model: str | None) -> tuple[str, ...]:
-        """Return the textual inversions that a request's prompts name, as NAME=FILE, of those that fit its model."""
-        prompts = [options.prompt] if isinstance(options.prompt, str) else options.prompt or []
-        texts = (*prompts, *options.negative_prompts, options.hires_prompt, options.hires_negative_prompt)
-        text, widths = " ".join(text for text in texts if text).lower(), self.facts(model).widths
+    def embeddings_in(self, texts: Sequence[str], model: str | None) -> tuple[str, ...]:
+        """Return the textual inversions that a request's texts name, as NAME=FILE, of those that fit its model."""
+        text, widths = " ".join(texts).lower(), self.facts(model).widths
         return tuple(
             f"{name}={path}"
             for name, (path, shapes) in self.embeddings().items()

@@ -135,7 +135,7 @@ def _submit(engine: Engine, asked: ImageRequest, files: dict[str, list[bytes]]) 
     if contents and "mask" not in files and asked.strength is None and engine.library.reads_references(model):
         opened = [open_bytes(content, "image", most) for content in contents]
         if len(opened) > 1 or _hole(opened[0]) is None:
-            return submit("txt2img", Txt2imgOptions(**options, reference=tuple(map(to_rgb, opened))))
+            return submit("txt2img", Txt2imgOptions(**options | {"reference": tuple(map(to_rgb, opened))}))
     if len(contents) != 1:
         raise Refused(
             422,

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from ldm_lite.cli.options import MOST, CheckedOptions, option
+from ldm_lite.cli.options import MOST, CheckedOptions
+from ldm_lite.core.declare import option
 
 DAY = 24 * 3600
 

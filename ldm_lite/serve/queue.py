@@ -23,7 +23,7 @@ from ldm_lite.cli.task_options import Txt2imgOptions
 from ldm_lite.image import to_image
 from ldm_lite.serve.library import Library, Loras
 from ldm_lite.serve.options import LimitOptions
-from ldm_lite.toolkit import Batch, Sample, State, estimate_cost, prepare
+from ldm_lite.toolkit import Batch, Sample, State, cost_of, estimate_cost, prepare
 
 log = logging.getLogger("ldm_lite")
 
@@ -67,6 +67,7 @@ class Ticket:
         self.client = CLIENT.get()
         self.count = 0  # images
         self.work = 0.0  # millions of pixels that the network runs over: see Engine.check_work
+        self.cost = cost_of(options)  # that features add
         self.branches = 2  # of each step, of an image
         self.start = 0.0  # its turn: the work that its client had asked for before
         self.call: Callable[[Image.Image], Image.Image] | None = None  # what is done with images, without the model
@@ -288,14 +289,17 @@ class Engine:
                 raise ValueError(
                     f"got `{field.name}` from a request, which cannot name files of the server: leave it out"
                 )
-        if options.seamless is not None:
-            raise ValueError("the server makes no seamless images: leave `seamless` out")
         if getattr(options, "tile", LEAST_TILE) < LEAST_TILE:
             raise ValueError(f"got `tile` {options.tile}, expected {LEAST_TILE} or more")  # type: ignore[attr-defined]
         self._check_count((options.batch_size or 1) * (options.n_iter or 1))  # before a list of so many is made
-        for name in ("steps", "hires_steps"):
-            if (getattr(options, name) or 0) > limits.max_steps:
-                raise ValueError(f"got `{name}` {getattr(options, name)}, expected at most {limits.max_steps}")
+        for name, steps in (
+            ("`steps`", options.steps),
+            *(("steps of a later pass:", n) for _, n in ticket.cost.passes),
+        ):
+            if (steps or 0) > limits.max_steps:
+                raise ValueError(f"got {name} {steps}, expected at most {limits.max_steps}")
+        if ticket.cost.changes_networks:
+            raise ValueError(f"`{ticket.cost.changes_networks}` changes networks that all requests share: leave it out")
         asked = estimate_cost(options, facts.steps)  # which may read files: after the check that there are none
         ticket.count = asked.images
         self._check_count(ticket.count)
@@ -304,25 +308,26 @@ class Engine:
                 raise ValueError(
                     f"got about {number} chunks of 75 tokens in {what} of the prompt, expected at most {most}"
                 )
-        ticket.branches = asked.parts + 1 + len(options.control)
+        ticket.branches = asked.parts + 1 + ticket.cost.controls
         if ticket.branches > limits.max_branches:
             raise ValueError(
                 f"got {ticket.branches} branches in each step, for {asked.parts} parts of a prompt, a negative one "
-                f"and {len(options.control)} ControlNets, expected at most {limits.max_branches} (`max_branches`)"
+                f"and {ticket.cost.controls} ControlNets, expected at most {limits.max_branches} (`max_branches`)"
             )
         self.check_work(ticket, *self._size(ticket, facts.side))
-        ticket.options = dataclasses.replace(options, embedding=self.library.embeddings_in(options, ticket.model))
+        embeddings: Any = {"embedding": self.library.embeddings_in(asked.texts, ticket.model)}
+        ticket.options = dataclasses.replace(options, **embeddings) if embeddings["embedding"] else options
         if (model := self.library.ready(ticket.model)) is not None:
-            if options.reference and not facts.references:
+            if ticket.cost.references and not facts.references:
                 raise ValueError(f"{ticket.model} reads no reference images: leave out `reference`")
-            if not options.control + options.reference:
+            if not ticket.cost.controls + ticket.cost.references:
                 prepare(model, ticket.options)
 
     def _size(self, ticket: Ticket, side: int) -> tuple[int, int]:
         """The size of a ticket's images, as far as it is known; an image without a size is reduced by its model."""
         options, images = ticket.options, getattr(ticket.options, "init_img", ())
         if not images:
-            if options.reference and options.width is options.height is None:
+            if ticket.cost.references and options.width is options.height is None:
                 return 0, 0  # that of a reference as its model fits it, measured when the image is prepared
             return options.width or side, options.height or side
         sizes = [to_image(image).size for image in images]
@@ -346,20 +351,19 @@ class Engine:
 
     def check_work(self, ticket: Ticket, width: int, height: int) -> None:
         """Measure a ticket's work.  Raises ValueError beyond the limits of an image, and of a request's whole work."""
-        options, times = ticket.options, ticket.options.hires or 1
-        last = int(times * width), int(times * height)
-        self.check_size(*last)
-        steps = options.steps or self.library.facts(ticket.model).steps
+        steps = ticket.options.steps or self.library.facts(ticket.model).steps
         pixels, text = width * height * steps, f"{width} x {height} pixels x {steps} steps"
         # what the network reads of references in every step, each reduced to about the model's own size
-        read = len(options.reference) * self.library.facts(ticket.model).side ** 2
-        if options.reference:
+        read = ticket.cost.references * self.library.facts(ticket.model).side ** 2
+        if read:
             pixels += read * steps
-            text += f" and {len(options.reference)} references"
-        if options.hires is not None:
-            second = options.hires_steps or steps
-            pixels += (math.prod(last) + read) * second
-            text += f" and {last[0]} x {last[1]} x {second}"
+            text += f" and {ticket.cost.references} references"
+        self.check_size(width, height)
+        for times, its_steps in ticket.cost.passes:
+            larger = int(times * width), int(times * height)
+            self.check_size(*larger)
+            pixels += (math.prod(larger) + read) * (its_steps or steps)
+            text += f" and {larger[0]} x {larger[1]} x {its_steps or steps}"
         ticket.work = ticket.count * ticket.branches * pixels / 1e6
         if ticket.work > self.limits.max_work:
             raise ValueError(
@@ -485,7 +489,7 @@ class Engine:
             self._kept_since, self.running = None, []
         most, prepared = 2 * self.library.most_together, 0  # branches: an image has two
         for ticket in [first, *(ticket for ticket in tickets if _are_alike(first, ticket))]:
-            branches = max(2, ticket.branches) * (1 + len(ticket.options.reference))
+            branches = max(2, ticket.branches) * (1 + ticket.cost.references)
             while (
                 branches * (len(units) + 1) <= max(most, branches) and (unit := self._take(ticket, units)) is not None
             ):
@@ -521,7 +525,7 @@ class Engine:
             if ticket.state == QUEUED:
                 ticket.state = RUNNING
             ticket.step, ticket.num_steps = 0, batch.num_steps
-            ticket.passes = (int(units[0].sample.is_second), 1 if ticket.options.hires is None else 2)
+            ticket.passes = (int(units[0].sample.is_second), 1 + len(ticket.cost.passes))
             ticket.tell()
         self.totals["batches"] += 1
         spent, start = 0.0, time.monotonic()  # seconds spent on previews

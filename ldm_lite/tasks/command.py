@@ -5,37 +5,33 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 from PIL import Image
 
-from ldm_lite.checkpoint import hub
 from ldm_lite.checkpoint.loading import load_model
 from ldm_lite.checkpoint.model import Model
 from ldm_lite.checkpoint.parts import is_upscaler, open_autoencoder, with_autoencoder
 from ldm_lite.cli.command_options import CascadeOptions, StageOptions
-from ldm_lite.cli.options import LoadOptions, SaveOptions, changed, given
+from ldm_lite.cli.options import LoadOptions, SaveOptions, given
 from ldm_lite.cli.output import Saver
 from ldm_lite.cli.progress import memory, step_bar
 from ldm_lite.cli.task_options import Img2imgOptions, InpaintOptions, Txt2imgOptions, UpscaleOptions
 from ldm_lite.cli.version import __version__
-from ldm_lite.control.control import parse
 from ldm_lite.core.denoise import State
 from ldm_lite.image import grid, read_image, to_pil
 from ldm_lite.tasks import img2img, inpaint, txt2img, upscale, xy
 from ldm_lite.tasks.cascade import cascade, check, embeddings, stages_of
 from ldm_lite.tasks.enlarge import Upscaler, named_results
 from ldm_lite.tasks.existing import Existing
+from ldm_lite.tasks.features import check_files, without_loading
 from ldm_lite.tasks.job import OnStep, Task, results
 from ldm_lite.text.parameters import parameters
 from ldm_lite.zoo.families import with_vae
 
 log = logging.getLogger("ldm_lite")
 
-# Options that load other networks, and those that a refiner may be the only one to use.
-OF_NETWORKS = ("control", "preprocess", "clip_vision", "refiner", "refiner_start", "hires_esrgan")
-OF_REFINERS = ("aesthetic_score", "negative_aesthetic_score")
 MOST_IN_GRID = 100  # a grid needs all of its images in memory
 
 
@@ -85,7 +81,7 @@ def make(options: Txt2imgOptions, load: LoadOptions, save: SaveOptions, original
     if save.skip_save and not with_grid and save.preview is None and not (save.x or save.y or save.z):
         log.warning("`skip_save` without a grid of several images: nothing will be saved")
     axes = xy.read_axes(type(options), {letter: getattr(save, letter) for letter in "xyz"})
-    sheets = _cells(axes, options, count, saver) if axes else []
+    sheets = _cells(axes, options, module.count, saver) if axes else []
 
     def check_outline(model: Model) -> None:
         for name, value in (("C", model.vae.spec.embed_dim), ("f", model.vae.spec.factor)):
@@ -94,7 +90,7 @@ def make(options: Txt2imgOptions, load: LoadOptions, save: SaveOptions, original
         if save.preview is not None:
             with_vae(model.family, open_autoencoder(save.preview)[1], save.preview)
         for cell in [cell for sheet in sheets for cell in sheet] or [options]:
-            _rehearse(module.prepare, model, cell)
+            _check_before_loading(module.prepare, model, cell)
 
     model = load_model(load, Model, check_outline)
     if axes:
@@ -126,40 +122,35 @@ def make(options: Txt2imgOptions, load: LoadOptions, save: SaveOptions, original
     _log_end(count_made, start)
 
 
-def _rehearse(prepare: Callable[[Model, Any], Task], model: Model, options: Any) -> None:
+def _check_before_loading(prepare: Callable[..., Task], model: Model, options: Any) -> None:
     """Raise what is wrong with a task's options and files, by the outline of a model: before weights are read.
 
-    Networks of other files are not loaded twice: for these it is only checked that they are there.
+    Features that load networks of other files are left out: only whether these are there is checked.
     """
-    controls = parse(options.control, options.preprocess) if options.control else []
-    files = [*(control.source for control in controls), options.clip_vision, options.refiner]
-    for source in (*files, getattr(options, "hires_esrgan", None)):
-        if source is not None and hub.repository(source) is None:
-            hub.resolve(source)
-    images = [control.image for control in controls]
-    names = (*OF_NETWORKS, *(OF_REFINERS if options.refiner is not None else ()))
-    plain = {field.name: field.default for field in fields(options) if field.name in names}
+    check_files(options)
     try:
-        parts = prepare(model, changed(options, **plain)).parts
-        for source in (*images, *(source for part in parts for source in part.sources)):
-            if isinstance(source, (str, os.PathLike)):
-                read_image(source, lambda image: None)
+        for part in prepare(model, without_loading(options)).parts:
+            for source in part.sources:
+                if isinstance(source, (str, os.PathLike)):
+                    read_image(source, lambda image: None)
     except (NotImplementedError, RuntimeError) as error:  # of torch, for what needs the weights
         log.debug("not all of the options were checked before loading: %s", error)
 
 
-def _cells(axes: Mapping[str, xy.Axis], options: Any, count: int, saver: Saver) -> list[list[Any]]:
+def _cells(
+    axes: Mapping[str, xy.Axis], options: Any, count_images: Callable[[Any], int], saver: Saver
+) -> list[list[Any]]:
     """Return the options of each image of an X/Y plot, for each value of Z."""
     if saver.options.skip_grid:
         raise ValueError("a plot is a grid: leave out `skip_grid`, or the plot")
-    if count != 1 or options.compat or saver.options.skip_existing:
+    if count_images(options) != 1 or options.compat or saver.options.skip_existing:
         raise ValueError(
             "a plot has one image a cell, and makes all of them: leave out `n_iter`, `batch_size`, `from_file`, "
             "`compat` and `skip_existing`"
         )
     x, y, z = (axes.get(letter) for letter in "xyz")
     cells = [xy.changed(options, cell, *axes.values()) for cell in xy.cells(x, y, z)]
-    if any(cell.images_at_a_time * cell.repeats != 1 or cell.from_file is not None for cell in cells):
+    if any(count_images(cell) != 1 for cell in cells):
         raise ValueError(f"a plot has one image a cell: no axis is {', '.join(xy.OF_COUNTS)}")
     size = len(cells) if z is None else len(cells) // len(z.values)
     return [cells[first : first + size] for first in range(0, len(cells), size)]

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -10,10 +10,9 @@ from torch import Tensor
 
 from ldm_lite.checkpoint.model import Model
 from ldm_lite.cli.task_options import Img2imgOptions
-from ldm_lite.core import features as core
+from ldm_lite.core.features import Feature
 from ldm_lite.image import resize
 from ldm_lite.tasks import job
-from ldm_lite.tasks.features import Feature
 from ldm_lite.tasks.image_inputs import (
     FromImage,
     Source,
@@ -54,9 +53,9 @@ def count(options: Img2imgOptions) -> int:
     return len(sources(options.init_img, "init_img")) * len(read_prompts(options)) * options.repeats
 
 
-def prepare(model: Model, options: Img2imgOptions, further: Sequence[core.Feature] = ()) -> Task:
+def prepare(model: Model, options: Img2imgOptions) -> Task:
     """Return the task, whose images are read one by one.  Raises ValueError as img2img does."""
-    task = job.prepare(model, options, "img2img", further, check)
+    task = job.prepare(model, options, "img2img", check)
     model, changed = task.model, task.options
     assert isinstance(changed, Img2imgOptions)
     options = changed

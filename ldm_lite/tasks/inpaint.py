@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from ldm_lite.checkpoint.model import Model
 from ldm_lite.cli.options import MOST_PX
 from ldm_lite.cli.task_options import InpaintOptions
-from ldm_lite.core import features as core
+from ldm_lite.core.features import Feature
 from ldm_lite.core.job import Item
 from ldm_lite.image import (
     extend,
@@ -32,7 +32,6 @@ from ldm_lite.image import (
     to_pixels,
 )
 from ldm_lite.tasks import job
-from ldm_lite.tasks.features import Feature
 from ldm_lite.tasks.image_inputs import (
     FromImage,
     NamedImage,
@@ -68,9 +67,9 @@ def count(options: InpaintOptions) -> int:
     return len(pairs(options)) * len(read_prompts(options)) * options.repeats
 
 
-def prepare(model: Model, options: InpaintOptions, further: Sequence[core.Feature] = ()) -> Task:
+def prepare(model: Model, options: InpaintOptions) -> Task:
     """Return the task, whose images are read one by one.  Raises ValueError as inpaint does."""
-    task = job.prepare(model, options, "inpaint", further, check)
+    task = job.prepare(model, options, "inpaint", check)
     assert isinstance(task.options, InpaintOptions)
     model, options = task.model, task.options
     images = pairs(options)

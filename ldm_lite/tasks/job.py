@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,17 +27,18 @@ from ldm_lite.cli.pictures import TEXT, Picture, save_whole
 from ldm_lite.cli.task_options import Txt2imgOptions
 from ldm_lite.cli.version import __version__
 from ldm_lite.conditioning.prompts import conditioner_of
-from ldm_lite.core import features as core
 from ldm_lite.core.denoise import Constraint, Draw, InputSource, State
+from ldm_lite.core.features import Feature, changed_job
 from ldm_lite.core.job import Item
 from ldm_lite.core.job import Job as CoreJob
 from ldm_lite.core.job import run as run_batches
 from ldm_lite.core.tasks import from_noise, seeded_noise
 from ldm_lite.diffusion.guidance import as_conditioning, cfg_plus_plus, checked_scale
-from ldm_lite.diffusion.names import make_plan, resolve, written
+from ldm_lite.diffusion.names import make_plan, resolve
 from ldm_lite.diffusion.plan import Plan
 from ldm_lite.image import to_array, to_pil
-from ldm_lite.tasks.features import Feature, changed, check_features
+from ldm_lite.tasks.features import change_options, check_features
+from ldm_lite.tasks.picture_text import settings_of
 from ldm_lite.tasks.texts import PromptEncoder
 from ldm_lite.text.parameters import parameters
 from ldm_lite.text.prompt import parse
@@ -91,9 +91,7 @@ def check(options: Options) -> tuple[Options, list[Feature]]:
     return options, features
 
 
-def prepare(
-    model: Model, options: Txt2imgOptions, task: str, further: Sequence[core.Feature], check: Any = check
-) -> Task:
+def prepare(model: Model, options: Txt2imgOptions, task: str, check: Any = check) -> Task:
     """Return a task whose options are checked, by itself and by its features, and changed for the model.
 
     Raises ValueError for options that do not fit, OSError for files.
@@ -107,7 +105,7 @@ def prepare(
     if options.seed is None:
         raise TypeError("got `seed` None, expected a whole number or a list of them")
     prompts = read_prompts(options, model)
-    return Task(*changed(model, options, features, further), prompts)
+    return Task(*change_options(model, options, features), prompts)
 
 
 def check_counts(task: Task, num_images: int = 1) -> None:
@@ -198,7 +196,7 @@ class Task:
 
     model: Model
     options: Txt2imgOptions
-    features: Sequence[Any]  # in the order in which they are applied
+    features: Sequence[Feature]  # in the order in which they are applied
     prompts: Sequence[str]  # of one repetition
     plan: Plan | None = None  # of an image of the model's own size; None: no steps
     image_scale: float | None = None
@@ -267,7 +265,7 @@ class Task:
         )
         for feature in self.features:
             if feature is not without:
-                job = feature.change_job(job)
+                job = changed_job(feature, job)
         return job
 
 
@@ -389,39 +387,3 @@ class Result:
     def _repr_png_(self) -> bytes | None:
         """Show it in a notebook."""
         return self.image._repr_png_()
-
-
-# ---- the text of pictures -------------------------------------------------------------------------------------------
-
-
-def settings_of(task: Task, plan: Plan | None) -> dict[str, object]:
-    """Return the settings of all images of a plan, by their names in a picture's text: A1111's where it has one."""
-    model, options = task.model, task.options
-    steps = 0 if plan is None else plan.num_steps  # of an image's, those that run
-    if plan is not None and options.plan is None and type(options) is Txt2imgOptions:
-        steps = options.steps or model.family.steps  # all: some of A1111's timesteps are fewer than it was asked for
-    scale: object = model.family.scale if options.scale is None else options.scale
-    if options.guidance is not None:
-        scale = "a function" if callable(options.guidance) else options.guidance
-    settings: dict[str, object] = {
-        "Steps": steps,
-        "Sampler": "custom plan",
-        "CFG scale": scale,
-        "Model": model.name,
-        "Image CFG scale": task.image_scale,
-        "Control": " ".join(map(str, options.control)) or None,
-    }
-    for option in dataclasses.fields(options):
-        value, about = getattr(options, option.name), option.metadata
-        if about["png"] is not None and value != option.default:
-            between = "," if "," in (about["metavar"] or "") else "x"  # Y,X or HxW
-            settings[about["png"]] = between.join(map(str, value)) if isinstance(value, tuple) else value
-    if options.plan is None:
-        sampler, is_flow = options.sampler or model.family.sampler, model.schedule.is_flow
-        spacing = options.spacing
-        if spacing is None and is_flow and resolve(sampler)[1] is None:
-            spacing = model.schedule.spacing  # a rectified flow's replaces the sampler's own
-        settings |= written(sampler, spacing, not is_flow)
-        if settings["Sampler"] in ("DDIM", "DDIM CFG++") and "Eta" in settings:
-            settings["Eta DDIM"] = settings.pop("Eta")  # its name in A1111
-    return settings

@@ -1,11 +1,10 @@
 """Text to image."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
 from ldm_lite.checkpoint.model import Model
 from ldm_lite.cli.task_options import Txt2imgOptions
-from ldm_lite.core import features as core
 from ldm_lite.tasks import job
 from ldm_lite.tasks.job import OnStep, Part, Result, Task, check_counts, plan_of, read_prompts, results
 
@@ -24,9 +23,9 @@ def count(options: Txt2imgOptions) -> int:
     return len(read_prompts(options)) * options.repeats
 
 
-def prepare(model: Model, options: Txt2imgOptions, further: Sequence[core.Feature] = ()) -> Task:
+def prepare(model: Model, options: Txt2imgOptions) -> Task:
     """Return the task, whose images start from noise.  Raises ValueError as txt2img does."""
-    task = job.prepare(model, options, "txt2img", further)
+    task = job.prepare(model, options, "txt2img")
     check_counts(task)
     model, options, side = task.model, task.options, task.model.family.resolution
     shape = model.latent_shape(options.height or side, options.width or side)

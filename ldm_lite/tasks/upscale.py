@@ -14,11 +14,10 @@ from torch import Tensor
 
 from ldm_lite.checkpoint.model import Model
 from ldm_lite.cli.task_options import UpscaleOptions
-from ldm_lite.core import features as core
+from ldm_lite.core.features import Feature
 from ldm_lite.image import to_pixels
 from ldm_lite.runtime.tiled_unet import TiledUNet
 from ldm_lite.tasks import job
-from ldm_lite.tasks.features import Feature
 from ldm_lite.tasks.image_inputs import NamedImage, Source, open_source, sources
 from ldm_lite.tasks.job import Job, OnStep, Part, Result, Task, check_counts, plan_of, results
 
@@ -39,25 +38,23 @@ def count(options: UpscaleOptions) -> int:
     return len(sources(options.init_img, "init_img")) * options.images_at_a_time * options.repeats
 
 
-def prepare(model: Model, options: UpscaleOptions, further: Sequence[core.Feature] = ()) -> Task:
+def prepare(model: Model, options: UpscaleOptions) -> Task:
     """Return the task, whose images are read one by one.  Raises ValueError as upscale does."""
     check(options)
     repeats, paths = options.images_at_a_time * options.repeats, sources(options.init_img, "init_img")
     # A tensor of the user's is an image of 8 bits like any other; enlarge takes its own as they are.
     opened = [open_source(source) if isinstance(source, Tensor) else source for source in paths]
-    return enlarge(model, options, [source for source in opened for _ in range(repeats)], further)
+    return enlarge(model, options, [source for source in opened for _ in range(repeats)])
 
 
-def enlarge(
-    model: Model, options: UpscaleOptions, images: Sequence[Source], further: Sequence[core.Feature] = ()
-) -> Task:
+def enlarge(model: Model, options: UpscaleOptions, images: Sequence[Source]) -> Task:
     """Return the task that enlarges images, or pixels (3,H,W) in [-1,1], four times.
 
     Image k has the seed options.seed + k, for the noise on the image too.  Images larger than options.tile run tile by
     tile.
     """
     single = replace(options, prompt=options.prompt or "", batch_size=1, n_iter=1)
-    task = job.prepare(model, single, "upscale", further, check)
+    task = job.prepare(model, single, "upscale", check)
     check_counts(task, len(images))
     levels = model.family.unet.num_classes
     if levels is not None and options.noise_level >= levels:

@@ -6,11 +6,12 @@ import math
 import re
 import typing
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from PIL import Image, ImageDraw, ImageFont
 
+from ldm_lite.cli.declared import rows_of
 from ldm_lite.cli.options import changed as with_changes
 from ldm_lite.cli.synonyms import advice
 from ldm_lite.cli.task_options import Txt2imgOptions
@@ -46,7 +47,7 @@ def _short(value: Any) -> str:
 
 def names(kind: type[Txt2imgOptions]) -> list[str]:
     """The options of a task that may be an axis: all that have a flag, and REPLACE."""
-    return [field.name for field in fields(kind) if field.metadata["flag"]] + [REPLACE]
+    return [name for name, (row, _) in rows_of(kind).items() if row.metadata.get("flag")] + [REPLACE]
 
 
 def read_axis(kind: type[Txt2imgOptions], option: str, text: str) -> Axis:
@@ -64,12 +65,13 @@ def read_axis(kind: type[Txt2imgOptions], option: str, text: str) -> Axis:
     texts = [cell.strip() for row in rows for cell in row if cell.strip() or '"' in text]
     if not texts:
         raise ValueError(f"the axis of `{name}` has no values: give some, separated by commas")
-    hint = str if name == REPLACE else typing.get_type_hints(kind)[name]
+    row, owner = rows_of(kind).get(name, (None, kind))
+    hint = str if row is None else typing.get_type_hints(owner)[name]
     values = [value for cell in texts for value in _values(name, typing.get_args(hint) or (hint,), cell)]
     if len(values) > MOST_CELLS:
         raise ValueError(f"got {len(values)} values of `{name}`, expected at most {MOST_CELLS}")
     if name != REPLACE:
-        values = [getattr(kind(**{name: value}), name) for value in values]  # checks the range
+        values = [getattr(owner(**{name: value}), name) for value in values]  # checks the range
     return Axis(name, tuple(values))
 
 

@@ -17,7 +17,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from ldm_lite.cli.options import MOST_CHARACTERS
+from ldm_lite.core.declare import MOST_CHARACTERS
 from ldm_lite.core.tokenizer import END, START, clip_bpe
 from ldm_lite.text.clean import fix_text, unescape
 

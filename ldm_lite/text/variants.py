@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ldm_lite.cli.files import read_text
-from ldm_lite.cli.options import MOST_CHARACTERS
+from ldm_lite.core.declare import MOST_CHARACTERS
 
 MOST_PROMPTS = 10_000  # of one template
 MOST_TEXT = 10**7  # characters of them all

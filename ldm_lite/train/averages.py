@@ -18,7 +18,8 @@ from torch import Tensor
 
 from ldm_lite.cli import console, flags
 from ldm_lite.cli.files import open_file
-from ldm_lite.cli.options import CheckedOptions, option
+from ldm_lite.cli.options import CheckedOptions
+from ldm_lite.core.declare import option
 from ldm_lite.train.trainer import FOLDER, Weights, exponent
 
 NAME = re.compile(r"(\d+)-(0\.\d+)\.safetensors")

@@ -23,8 +23,8 @@ from PIL import ExifTags, Image
 from torch import Tensor
 
 from ldm_lite.cli.files import open_file, read_json, read_text
-from ldm_lite.cli.options import MOST_CHARACTERS
 from ldm_lite.cli.writing import write_whole
+from ldm_lite.core.declare import MOST_CHARACTERS
 from ldm_lite.core.denoise import to_device
 from ldm_lite.image import MOST_BYTES, SUFFIXES, decode_image, list_images, open_image, read_image, to_rgb, upright
 

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from ldm_lite.cli.files import read_text
-from ldm_lite.cli.options import FINITE, MOST, CheckedOptions, LoadOptions, given, option
+from ldm_lite.cli.options import MOST, CheckedOptions, LoadOptions, given
 from ldm_lite.cli.version import __version__, pip_install
+from ldm_lite.core.declare import FINITE, option
 
 
 @dataclass(frozen=True)

@@ -32,11 +32,12 @@ from ldm_lite.cli.command_options import ReconstructOptions as Reconstruct
 from ldm_lite.cli.command_options import StageOptions
 from ldm_lite.cli.command_options import VerifyOptions as Verify
 from ldm_lite.cli.console import as_flags
-from ldm_lite.cli.options import FINITE, WHY_SCALES, CheckedOptions, LoadOptions, SaveOptions
+from ldm_lite.cli.options import CheckedOptions, LoadOptions, SaveOptions
 from ldm_lite.cli.task_options import Img2imgOptions as Img2img
 from ldm_lite.cli.task_options import InpaintOptions as Inpaint
 from ldm_lite.cli.task_options import Txt2imgOptions as Options
 from ldm_lite.cli.task_options import UpscaleOptions as Upscale
+from ldm_lite.core.declare import FINITE, WHY_SCALES
 from ldm_lite.evaluate import EvaluateOptions
 from ldm_lite.runtime.tiling import out_of_memory
 from ldm_lite.serve.options import ServeOptions

@@ -158,7 +158,9 @@ METHODS = {"txt2img": Txt2imgOptions, "img2img": Img2imgOptions, "inpaint": Inpa
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_name_is_answered_in_python(method: str, pipe: Pipeline) -> None:
-    ours = {field.name for field in dataclasses.fields(METHODS[method])} | {*PYTHON.values(), "output", "on_step"}
+    rows = dataclasses.fields(METHODS[method])
+    ours = {row.name for row in rows} | {*PYTHON.values(), "output", "on_step"}
+    ours |= {flag.strip("-").replace("-", "_") for row in rows for flag in row.metadata.get("flags", ())}  # taken, too
     everywhere = ours.union(*(fields(command) for command in COMMANDS))
     calls = {"txt2img": pipe.txt2img, "load": ldm_lite.load, "img2img": pipe.img2img, "inpaint": pipe.inpaint}
     arguments = {"img2img": ("a cat", "a.png"), "inpaint": ("a cat", "a.png")}.get(method, ())
@@ -178,7 +180,6 @@ def test_every_name_is_answered_in_python(method: str, pipe: Pipeline) -> None:
     [
         ("guidance_scale", "use `scale`"),
         ("num_inference_steps", "use `steps`"),
-        ("n_samples", "use `batch_size`"),
         ("mask_image", r"use `mask` \(of inpaint\(\)\)"),
         ("generator", "use `seed=N`, with `noise=diffusers`"),
         ("vae", r"it belongs to load\(\)"),

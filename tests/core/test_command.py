@@ -75,7 +75,7 @@ def test_features_have_flags(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--steps", "0"], "got 0 steps, expected 1 to 1000"),
+        (["--steps", "0"], "got `steps` 0, expected 1 to 1000"),
         (["--sampler", "dimm"], "unknown sampler 'dimm': did you mean ddim"),
         (["--ckpt", "none.ckpt"], "No such file or directory: 'none.ckpt'"),
         (["--image", "none.png"], "No such file or directory: 'none.png'"),

@@ -560,7 +560,9 @@ def test_what_is_no_feature_is_refused() -> None:
         type("Other", (Feature,), {}),
         type("Other", (Feature,), {"__annotations__": {"other": int}, "other": 0, "stage": "guidence"}),
     ):
-        with pytest.raises(ValueError, match="Other: expected a Feature with options, and a stage of model, text"):
+        with pytest.raises(
+            ValueError, match="Other: expected a Feature with options, and a stage of settings, prompts, model, text"
+        ):
             register_feature(kind)
     assert "other" not in FEATURES
 

@@ -131,7 +131,7 @@ def test_the_settings_of_another_picture_reset_the_form(engine: Any) -> None:
     assert (found["hires"], found["hires_strength"], found.get("strength"), remarks) == ("2", "0.3", None, [])
     image.info["parameters"] = "a cat\nSteps: 7, Sampler: Euler, Tiling: True"
     found, _, remarks = form.settings(image)
-    assert "ignored Tiling" in remarks[0]
+    assert "ignored settings: Tiling" in remarks[0]
     assert "seed" not in found
 
 
