@@ -51,11 +51,10 @@ def main_of(name: str, about: str | None, module: str = "") -> Callable[..., int
 
     def main(argv: Sequence[str] | None = None) -> int:
         first_line = (about or "").splitlines()[0]
-        try:
-            rest, kinds = _import_features(argv)
-        except ValueError as error:
-            print(f"error: {console.printable(str(error))}", file=sys.stderr)
-            return 2
+        files, rest = _feature_files(argv)
+        kinds: list[Any] = []  # the features of these files, which are groups of options, too
+        if status := console.run(lambda: kinds.extend(_features_in(files))):
+            return status
         parsed, original = flags.parse(rest, name, first_line, (*command.groups, *kinds), command.extend)
         options, features = parsed[: len(command.groups)], parsed[len(command.groups) :]
         if used := tuple(feature for feature in features if feature != type(feature)()):
@@ -73,16 +72,21 @@ def main_of(name: str, about: str | None, module: str = "") -> Callable[..., int
     return main
 
 
-def _import_features(argv: Sequence[str] | None) -> tuple[list[str], tuple[Any, ...]]:
-    """Import the files of `--feature FILE`; return the other arguments, and these features: groups of options, too."""
+def _feature_files(argv: Sequence[str] | None) -> tuple[list[str], list[str]]:
+    """Return the files of `--feature FILE`, and the other arguments."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--feature", action="append", default=[])
-    files, rest = parser.parse_known_args(argv)
-    if not files.feature:
-        return rest, ()
+    known, rest = parser.parse_known_args(argv)
+    return known.feature, rest
+
+
+def _features_in(files: Sequence[str]) -> list[Any]:
+    """Import files, and return the features that they register.  Raises ValueError, one line, for a file that fails."""
+    if not files:
+        return []
     from ldm_lite.core.features import FEATURES  # which imports torch, as the files do
     from ldm_lite.core.files import import_file
 
-    for file in files.feature:
+    for file in files:
         import_file(Path(file))
-    return rest, tuple(dict.fromkeys(FEATURES.values()))
+    return list(dict.fromkeys(FEATURES.values()))
