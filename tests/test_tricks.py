@@ -47,7 +47,7 @@ def test_they_go_together_and_with_a_batch(pipe: Pipeline) -> None:
         ({"apg": "parallel=0:momentum=1"}, "got `apg`"),
         ({"apg": "parallel=0", "sampler": "dpm_adaptive"}, "DPM adaptive tries steps again"),
         (
-            {"apg": "parallel=0", "guidance": lambda cond, uncond: cond},
+            {"apg": "parallel=0", "scale": None, "guidance": lambda cond, uncond: cond},
             "got a `guidance` function and `apg`: leave one",
         ),
         ({"deep_cache": "0"}, "got `deep_cache` '0', expected N, 1 to 1000"),

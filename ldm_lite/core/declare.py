@@ -80,7 +80,7 @@ def check_values(instance: Any, hint: Callable[[str, Any, Sequence[str]], str] =
 
     Raises ValueError for a number out of range, or text that does not parse, TypeError for a value of another type.
     """
-    types = types_of(type(instance))
+    types = types_of(type(instance))  # type: ignore[arg-type]
     for declared in dataclasses.fields(instance):
         name, value, about = declared.name, getattr(instance, declared.name), declared.metadata
         if "within" not in about:
