@@ -40,8 +40,6 @@ class Seamless(Feature):
                 "`seamless` runs other convolutions: leave out `offload`, `storage`, `compile` and `compiled`"
             )
         if model.family.is_small:
-            log.warning(
-                "%s is too small a model for `seamless`, whose images are smears: take a larger one", model.name
-            )
+            log.warning("%s is too small a model for `seamless`: images are distorted, use a larger model", model.name)
         unet, vae = (seamless(network, self.seamless or "xy") for network in (model.unet, model.vae))
         return model.with_networks(unet=unet, vae=vae), options
