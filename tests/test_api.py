@@ -286,7 +286,7 @@ def test_parts_that_do_not_fit_are_errors_of_one_line(pipe: Pipeline) -> None:
             "has no argument 'sintax': it takes negative, size",
         ),
         (lambda pipe: pipe.img2img("a", ""), "got `init_img` '', an empty text"),
-        (lambda pipe: pipe.img2img("a", "a\0b"), "is not a name that a file can have"),
+        (lambda pipe: pipe.img2img("a", "a\0b"), "is not a valid file name"),
         (lambda pipe: ldm_lite.load(5), "got 5 as a checkpoint, expected a path"),
         (lambda pipe: ldm_lite.load(vae=""), "got `vae` '', an empty text"),
     ],

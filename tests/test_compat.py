@@ -126,5 +126,5 @@ def test_inpainting_networks_have_no_repeatable_original(picture_pipes: dict[str
     image, mask = Image.fromarray(toy.waves()), Image.fromarray(toy.mask())
     with pytest.raises(ValueError, match=r"inpaints with networks of 4 input channels, not .*: leave it out"):
         picture_pipes["inpaint"].inpaint("a", image, mask, steps=2, compat=True)
-    with pytest.raises(ValueError, match="`compat` inpaints at strength 1 alone"):
+    with pytest.raises(ValueError, match="`compat` inpaints only at strength 1"):
         picture_pipes["txt2img"].inpaint("a", image, mask, steps=2, strength=0.5, compat=True)

@@ -67,7 +67,7 @@ def test_no_file_but_a_package_is_replaced(
     photo = tmp_path / "photo.png"
     photo.write_bytes(b"a photo")
     assert status_of(command.main, "--ckpt", small_path, "--device", "cpu", "--out", photo) == 2
-    assert f"{photo}: exists, and is no package of ldm_lite.export" in capsys.readouterr().err
+    assert f"{photo}: exists, and is not a package of ldm_lite.export" in capsys.readouterr().err
     assert photo.read_bytes() == b"a photo"
 
 

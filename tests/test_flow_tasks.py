@@ -162,7 +162,7 @@ def test_kontext_reads_the_latents_of_the_image_that_it_edits(
         pipe.inpaint("a", folder / "image.png", folder / "mask.png")
     shutil.copy(folder / "flux_dev.safetensors", folder / "flux1-kontext-dev.safetensors")
     assert ldm_lite.load(folder / "flux1-kontext-dev.safetensors", device="cpu").family.task == "txt2img"
-    assert "if it is, add `metadata=family=flux_kontext`" in caplog.text
+    assert "if it is that, add `metadata=family=flux_kontext`" in caplog.text
 
 
 @pytest.mark.parametrize(

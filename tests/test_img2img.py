@@ -214,7 +214,7 @@ def test_requested_sizes(
     [result] = bundled.img2img(APPLE, [circle], strength=0.0, output="result", **options)
     assert result.image.size == size
     cut = len(options) == 2
-    assert ("is cropped to the proportions" in caplog.text) == cut
+    assert ("is cropped to the shape" in caplog.text) == cut
 
 
 def test_a_large_image_is_reduced_with_a_message(

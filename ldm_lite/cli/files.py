@@ -29,7 +29,7 @@ def open_file(path: str | os.PathLike[str], most: int | None = None) -> BinaryIO
     try:
         os.stat(path)
     except ValueError as error:  # a null character, or a surrogate
-        raise ValueError(f"{os.fspath(path)!r:.200}: is not a name that a file can have ({error})") from error
+        raise ValueError(f"{os.fspath(path)!r:.200}: is not a valid file name ({error})") from error
     file = open(path, "rb", opener=regular)  # noqa: SIM115  # the caller's
     if most is not None and os.fstat(file.fileno()).st_size > most:
         file.close()

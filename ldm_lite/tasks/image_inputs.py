@@ -53,7 +53,7 @@ def sources(items: Sequence[Source], option: str, least: int = 1) -> list[Source
         try:
             path.stat()  # a missing file is an error before any work, not in the middle of it
         except ValueError as error:  # a null character, or a surrogate
-            raise ValueError(f"{item!r:.200}: is not a name that a file can have ({error})") from error
+            raise ValueError(f"{item!r:.200}: is not a valid file name ({error})") from error
         inside = list_images(path) if path.is_dir() else [path]
         if not inside:
             raise ValueError(f"{path}: holds no images ({', '.join(SUFFIXES)})")
@@ -84,9 +84,7 @@ def size_of(model: Model, options: ImageOptions, source: NamedImage) -> tuple[in
     width, height = options.width, options.height
     if width is not None and height is not None:
         if options.resize == "crop" and abs(own_width * height / (own_height * width) - 1) > 0.02:
-            log.info(
-                "%s: is cropped to the proportions of %d x %d; `resize=fit` keeps all of it", source.name, width, height
-            )
+            log.info("%s: is cropped to the shape of %d x %d; `resize=fit` keeps all of it", source.name, width, height)
         return width, height
     if options.resize != "crop":
         log.warning("%s: `resize` has no effect without both `width` and `height`", source.name)
@@ -98,7 +96,7 @@ def size_of(model: Model, options: ImageOptions, source: NamedImage) -> tuple[in
         unit = 64 if model.family.text == OPEN_CLIP_H else 32
         if min(own_width, own_height) < unit:
             raise ValueError(
-                f"{source.name}: has {own_width} x {own_height} pixels, `compat` wants {unit} or more a side"
+                f"{source.name}: has {own_width} x {own_height} pixels, `compat` needs {unit} or more a side"
             )
         return own_width // unit * unit, own_height // unit * unit
     most = 2 * model.family.resolution

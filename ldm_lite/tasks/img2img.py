@@ -109,7 +109,7 @@ def _job(task: Task, source: Source, strength: float, start: Start) -> Job:
         size = edit_size(image.size, options.resolution)
     elif model.family.task == "edit" and options.width is options.height is None:
         size = kontext_size(image.size)
-        log.info("%s: is resized to %d x %d, which Kontext knows; `width` and `height` overrule that", name, *size)
+        log.info("%s: is resized to %d x %d, a training size of Kontext; `width` and `height` set another", name, *size)
     else:
         size = size_of(model, options, named)
     image = resize(image, size, "stretch" if options.compat else options.resize)

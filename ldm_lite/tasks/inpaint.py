@@ -80,7 +80,7 @@ def prepare(model: Model, options: InpaintOptions) -> Task:
     elif strength == 1 and model.family.task == "txt2img":
         start = Start(plan_of(model, options), None, 0)
     elif strength < 1:
-        raise ValueError("`compat` inpaints at strength 1 alone, as the original samplers: leave out it or `strength`")
+        raise ValueError("`compat` inpaints only at strength 1: leave out `strength`, or `compat`")
     else:
         raise ValueError(f"`compat` inpaints with networks of 4 input channels, not {model.family.title}: leave it out")
     task = replace(task, plan=start.plan)
@@ -109,7 +109,7 @@ def check(options: InpaintOptions) -> tuple[InpaintOptions, list[Feature]]:
     """Return the options as features read them.  Raises ValueError for those that are wrong whatever the model."""
     options, features = job.check(options)
     if isinstance(options.noise, str) and options.noise in ("diffusers", "comfy"):
-        raise ValueError(f"`noise={options.noise}` is for txt2img and img2img: inpainting draws in another order there")
+        raise ValueError(f"`noise={options.noise}` is for txt2img and img2img: inpainting draws noise in another order")
     if options.compat and (options.only_masked is not None or options.masked_content != "original"):
         raise ValueError("the original code has no `only_masked` and no `masked_content`: leave them out, or `compat`")
     _sides(options)
@@ -249,7 +249,7 @@ def _opened(
         if abs(drawn.width / drawn.height * image.height / image.width - 1) > 0.01:
             raise ValueError(
                 f"{name} has {image.width} x {image.height} pixels, but its mask {drawn.width} x {drawn.height}: "
-                "make a mask of the image's proportions"
+                "make a mask with the image's aspect ratio"
             )
         drawn = resize(drawn, image.size, "stretch")
         mask = ImageOps.invert(drawn) if options.invert_mask else drawn

@@ -333,7 +333,7 @@ class Vectors(nn.Module):
             raise ValueError(f"got `init_word` {word!r}, expected a word that CLIP knows, such as 'cat'")
         if len(ids) > count:
             log.warning(
-                "%r has %d tokens, of which the first %d are taken: give `vectors=%d`", word, len(ids), count, len(ids)
+                "%r has %d tokens, of which the first %d are used: give `vectors=%d`", word, len(ids), count, len(ids)
             )
         chosen = torch.tensor([ids[i % len(ids)] for i in range(count)])
         self.vectors = nn.ParameterDict(

@@ -92,7 +92,7 @@ def run(options: AverageOptions) -> None:
     folder = Path(options.run)
     out = folder / f"average-{options.length:g}.safetensors" if options.out is None else Path(options.out)
     if options.out is not None and out.exists():
-        raise ValueError(f"{out}: is there already: take another `out`")
+        raise ValueError(f"{out}: exists already: use another `out`")
     write_average(folder, reconstructed(folder, options.length, options.step), out)
     print(out)
 

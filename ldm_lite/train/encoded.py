@@ -336,10 +336,10 @@ def open_dataset(options: TrainOptions, model: Pipeline, path: str | None) -> Da
                 dataset = open_data(folder, resolution, Path(options.out) / "tars.json")
             distributed.barrier()
     if options.stage == "control":
-        raise ValueError(f"{path}: is no folder of images, with NAME.hint.png beside each, which `stage=control` needs")
+        raise ValueError(f"{path}: is not a folder of images, each with a NAME.hint.png, which `stage=control` needs")
     for name in ("caption", "buckets", "masked", "flip"):
         if getattr(options, name):
-            raise ValueError(f"{path}: is no folder of images, which `{name}` is for: leave it out")
+            raise ValueError(f"{path}: is not a folder of images, which `{name}` is for: leave it out")
     return dataset
 
 
@@ -447,7 +447,7 @@ def check_encoded(options: TrainOptions, model: Pipeline, dataset: EncodedDatase
     if about["context"] is None or model.text_encoder is None:
         raise ValueError(f"{where}: holds no text embeddings: encode the data again, or train the text encoder too")
     if model.offloader is not None and model.offloader.storage is not None:
-        log.info("%s: the text encoder cannot be compared in 8 bits: take the one that encoded", where)
+        log.info("%s: a text encoder in 8 bits cannot be compared: use the one that encoded the data", where)
     elif about.get("text_encoder") != digest(*model.text_encoders):
         raise ValueError(f"{where}: was encoded by another text encoder than this model's: encode the data again")
     reads_y = model.schedule.is_flow or model.family.unet.vector_dim is not None

@@ -359,7 +359,9 @@ def check(options: TrainOptions, load: LoadOptions) -> None:
     if options.lora_alpha == 0:
         raise ValueError("got `lora_alpha` 0, by which the LoRA would change nothing: expected another number")
     if options.optimizer == "prodigy" and options.weighting == "learned":
-        raise ValueError("`weighting=learned` has a rate of its own, which prodigy has not: take another `optimizer`")
+        raise ValueError(
+            "`weighting=learned` has its own learning rate, which prodigy does not allow: use `optimizer=adamw`"
+        )
     if options.min_snr is not None and options.weighting is not None:
         raise ValueError(f"got `min_snr` and `weighting={options.weighting}`: expected one of them")
     if fraction is not None and not 0 < fraction < 1:

@@ -246,7 +246,7 @@ class Log:
                     raise OSError(f"{self.path}: no room for a line")
             self._waiting.clear()
         except OSError as error:
-            log.warning("%s: cannot be written (%s): its lines wait for the next one", self.path, error)
+            log.warning("%s: cannot be written (%s): its lines are kept for the next write", self.path, error)
 
     def trim(self, step: int) -> None:
         """Drop the rows after a step, which will be done again, and lines that cannot be read."""

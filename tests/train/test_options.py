@@ -54,7 +54,7 @@ from ldm_lite.train.options import TrainOptions, as_toml, check, check_here, res
         (
             {"optimizer": "prodigy", "weighting": "learned"},
             {},
-            "`weighting=learned` has a rate of its own, which",
+            "`weighting=learned` has its own learning rate, which",
         ),
         ({"prior_weight": 2.0}, {}, "`prior_weight` has no effect without `class_data` or `class_prompt`"),
         ({"validate_every": 2}, {}, "`validate_every` has no effect without `validation`"),

@@ -342,7 +342,7 @@ def test_a_run_keeps_averages_and_the_command_writes_one(
     assert averages_command.main([str(folder), "--length", "0.05"]) == 2
     assert "holds no averages: train with --ema-lengths" in capsys.readouterr().err
     assert averages_command.main([str(tmp_path), "--out", str(small_path)]) == 2
-    assert f"{small_path}: is there already: take another --out" in capsys.readouterr().err
+    assert f"{small_path}: exists already: use another --out" in capsys.readouterr().err
 
 
 def test_an_average_tells_what_the_checkpoint_of_its_run_tells(tmp_path: Path, folder: Path, small_path: Path) -> None:
