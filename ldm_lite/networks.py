@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ldm_lite.checkpoint.digest import digest
-from ldm_lite.checkpoint.reader import prefix
+from ldm_lite.checkpoint.saving import in_layout
 from ldm_lite.conditioning.prompts import PromptOptions, conditioner_of, encode_prompts, guided
 from ldm_lite.control.control import Control
 from ldm_lite.core.clip import EncoderLayer
@@ -52,11 +52,8 @@ def checkpoint_content(
 
     weights are state dicts of all of the model's networks, by role.
     """
-    tensors = {
-        prefix(role, values, model.family.sgm) + key: value.to("cpu", torch.float16).contiguous()
-        for role, values in weights.items()
-        for key, value in values.items()
-    }
+    tensors = in_layout(model, weights)
+    tensors = {key: value.to("cpu", torch.float16).contiguous() for key, value in tensors.items()}
     tensors["betas"] = torch.from_numpy(model.schedule.betas).float()  # the family's, or the first checkpoint's own
     return tensors, describe(model.family)
 

@@ -10,6 +10,7 @@ import dataclasses
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack, overload
 
@@ -345,6 +346,18 @@ class Pipeline(Model):
             log.warning("%s: for prompts to use %s, which it bundles, give `embedding=FILE` too", opened.name, names)
         strength = strength_of(weight.split(":")) if isinstance(weight, str) else float(weight)
         return lora.merge_lora(self.networks, [(opened, strength)], self.offloader)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the model, with merged LoRAs and changed weights, as one .safetensors file in the original layout.
+
+        Each weight keeps its dtype, and load() makes the same model of it: its prediction, noise schedule and sizes are
+        in the file.  The file is whole or not there; vocabularies are not in it.  Raises ValueError, one line, before
+        anything is written, for what a file cannot hold: weights in 8 bits or blocks, hooks, attention or layers of
+        your own, textual inversions.
+        """
+        from ldm_lite.checkpoint import saving
+
+        saving.save(self, Path(path).expanduser())
 
     def attention_maps(self, pattern: str = "*") -> contextlib.AbstractContextManager[dict[str, list[Tensor]]]:
         """Within the block, collect the UNet's attention maps (K*B,H,N,M) by layer name, one for each call.

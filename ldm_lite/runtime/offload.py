@@ -372,10 +372,15 @@ class _Hooks:
         return _Hooks, (None, None, self._lacks_scales or any(value.scale is not None for value in kept))
 
 
+def is_own_hook(hook: Any) -> bool:
+    """Whether a hook is one of an offloader's."""
+    return isinstance(getattr(hook, "__self__", None), _Hooks)
+
+
 def moves(network: nn.Module) -> bool:
     """Whether blocks of a network bring their weights to the device."""
     hooks = (hook for block in network.modules() for hook in block._forward_pre_hooks.values())
-    return any(isinstance(getattr(hook, "__self__", None), _Hooks) for hook in hooks)
+    return any(map(is_own_hook, hooks))
 
 
 def _without_hooks(network: nn.Module) -> list[nn.Module]:
@@ -383,7 +388,7 @@ def _without_hooks(network: nn.Module) -> list[nn.Module]:
     blocks = []
     for block in network.modules():
         for hooks in (block._forward_pre_hooks, block._forward_hooks):
-            for key in [key for key, hook in hooks.items() if isinstance(getattr(hook, "__self__", None), _Hooks)]:
+            for key in [key for key, hook in hooks.items() if is_own_hook(hook)]:
                 del hooks[key]
                 blocks += [block] * (hooks is block._forward_pre_hooks)
     return blocks

@@ -42,7 +42,8 @@ def kernel(function: Function) -> Function:
     return function
 
 
-def _is_kernel(function: Function | None) -> bool:
+def is_kernel(function: Function | None) -> bool:
+    """Whether a patch computes what its module's class does."""
     return getattr(function, "is_kernel", False)
 
 
@@ -82,7 +83,7 @@ def patch_like(network: nn.Module, template: nn.Module) -> None:
     """Patch the modules of a network by the kernels that another network's modules of the same names have."""
     theirs = {name: patch_of(module) for name, module in template.named_modules()}
     for name, module in network.named_modules():
-        if (function := theirs.get(name)) is not None and _is_kernel(function):
+        if (function := theirs.get(name)) is not None and is_kernel(function):
             patch(module, function)
 
 
@@ -106,4 +107,4 @@ def is_layer_unmodified(module: nn.Module) -> bool:
     """Whether a module runs its class's forward, or a kernel in place of it, and has no hooks; its parts may differ."""
     if module._forward_pre_hooks or module._forward_hooks:
         return False
-    return "forward" not in vars(module) or _is_kernel(patch_of(module))
+    return "forward" not in vars(module) or is_kernel(patch_of(module))

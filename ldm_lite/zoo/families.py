@@ -363,7 +363,7 @@ def stored_facts(metadata: Mapping[str, str]) -> dict[str, str]:
     if metadata.get("modelspec.prediction_type") in PREDICTIONS:  # a standard's name
         dropped -= {"modelspec.prediction_type"}
     others = {name: text for name, text in metadata.items() if name not in dropped}
-    return others | {name: text for name, text in ours.items() if name in METADATA_KEYS}
+    return others | {name: text for name, text in ours.items() if name in (*METADATA_KEYS, "sampler", "spacing")}
 
 
 def apply_user_metadata(family: Family, fitting: Family, told: Mapping[str, str]) -> Family:
