@@ -20,6 +20,7 @@ from ldm_lite.cli.options import LoadOptions
 from ldm_lite.core.family import PREFIX
 from ldm_lite.core.files import Tensors
 from ldm_lite.core.saving import modules_of, unwrapped, weights_of, write
+from ldm_lite.runtime import cpu
 from ldm_lite.runtime.attention import Fastest, is_stateless
 from ldm_lite.runtime.blocks import BlockLinear
 from ldm_lite.runtime.offload import is_own_hook
@@ -103,7 +104,8 @@ def _fault(module: nn.Module, expected: nn.Module | None) -> str:
     if forward is not None and not is_kernel(function) and getattr(function, "__module__", "") not in RUNTIME:
         return "it has another forward, which a file cannot hold: undo it"
     attention = attributes.get("attention")
-    if attention is not None and not isinstance(attention, Fastest) and not is_stateless(attention):
+    is_ours = isinstance(attention, Fastest) or attention is cpu.attention
+    if attention is not None and not is_ours and not is_stateless(attention):
         return 'it has attention of your own, which a file cannot hold: use_attention("sdpa") undoes it'
     return ""
 

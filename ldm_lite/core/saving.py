@@ -94,6 +94,7 @@ def write(
     part = path.with_name(path.name + ".part")
     try:
         save_file(dict(tensors), part, dict(metadata))
+        part.chmod(0o644)  # it is written for its owner alone
         check(open_file(part))
         os.replace(part, path)
     finally:

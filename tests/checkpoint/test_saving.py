@@ -101,6 +101,16 @@ def test_dtypes_and_offloading(small_path: Path, tmp_path: Path, options: dict[s
         }
 
 
+@pytest.mark.usefixtures("own_kernels")
+@pytest.mark.parametrize(
+    "options", [{}, {"vae_tiling": True}, {"attention": "mha"}, {"attention": "fastest"}, {"offload": "model"}]
+)
+def test_ways_to_run_it(small_path: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+    pipe = ldm_lite.load(small_path, device="cpu", **options)
+    pipe.txt2img("a cat", **SIZE)
+    check(pipe, tmp_path / "a.safetensors", **options)
+
+
 def test_changes(small: Pipeline, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     shapes = {name: layer.weight.shape for name, layer in small.unet.named_modules() if name.endswith("to_q")}
     lora = {}
