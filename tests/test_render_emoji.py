@@ -379,13 +379,13 @@ def test_captions_say_the_style_and_only_those_of_the_second_say_3d(pictures: st
     assert len(seen) == 4
 
 
-@needs_font
-def test_the_font_comes_from_the_environment(tmp_path: Path) -> None:
+def test_the_font_comes_from_the_environment() -> None:
     code = "import render_emoji, sys; sys.exit(render_emoji.FONT != 'mine.ttf')"
     environment = {**os.environ, "EMOJI_FONT": "mine.ttf", "PYTHONPATH": os.path.dirname(emoji.__file__)}
     assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0
 
 
+@needs_font
 def test_pictures_come_from_the_environment(pictures: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(emoji.PICTURES, pictures)
     named = emoji.scenes(32, 200, solid=1.0, pictures=pictures)
