@@ -169,7 +169,8 @@ def make_plan(
 ) -> Plan:
     """Make the plan of a sampler by any of its names; eta, churn and spacing default to the sampler's own.
 
-    spacing is a key of SPACINGS or a function of your own; ":quantised" after its name rounds timesteps.  With `last`,
+    spacing is a key of SPACINGS or a function of your own; ":quantised" after its name rounds timesteps, ":unit" begins
+    with unit noise instead of noise of the first level.  With `last`,
     only that many final steps run; a multistep sampler starts them without a history.
 
     Raises ValueError for an unknown name or spacing, steps outside 1..1000, last outside 1..steps, and an eta or churn
@@ -190,8 +191,10 @@ def make_plan(
         sigmas = [level.sigma if isinstance(level, Level) else math.nan for level in spacing(schedule, steps)]
         if len(sigmas) < 2 or not all(now >= after for now, after in itertools.pairwise(sigmas)):
             raise ValueError("got a spacing of your own, expected it to return two or more Levels, the noisiest first")
-    quantised = isinstance(spacing, str) and ":quantised" in spacing
-    levels = spacing_of(spacing.replace(":quantised", "") if isinstance(spacing, str) else spacing)
+    quantised, unit = (isinstance(spacing, str) and word in spacing.split(":") for word in ("quantised", "unit"))
+    if isinstance(spacing, str):
+        spacing = ":".join(word for word in spacing.split(":") if word not in ("quantised", "unit"))
+    levels = spacing_of(spacing)
     arguments: dict[str, Any] = {"spacing": levels if last is None else functools.partial(_last_levels, levels, last)}
     for option, value, most in (("eta", eta, 1.0), ("churn", churn, float(steps))):
         if value is None:
@@ -204,6 +207,7 @@ def make_plan(
             able = ", ".join(sampler for sampler in SAMPLERS if has(sampler, option))
             raise ValueError(f"got {option} {value}, but {key} has none: leave it out, or take one of {able}")
     plan = SAMPLERS[key](schedule, steps, **arguments)
+    plan = dataclasses.replace(plan, initial=1.0) if unit else plan
     return _at_whole_timesteps(plan, schedule) if quantised else plan
 
 

@@ -100,14 +100,11 @@ def read_scheduler(place: str, config: Config, pipeline: str) -> dict[str, str]:
     if pipeline.startswith(FLOWS):
         return _read_flow(place, config, pipeline, name)
     solver = SOLVERS.get(name)
-    if solver is None and name not in (*NOT_HERE, "None"):
-        try:
-            resolve(name)
-        except ValueError as error:
-            raise ValueError(
-                f"{place}: {short(name)} is not supported: expected a scheduler of a variance-preserving process, such "
-                "as DDIMScheduler, EulerDiscreteScheduler or LCMScheduler"
-            ) from error
+    if name.startswith("FlowMatch") or (solver is None and not _is_known(name)):
+        raise ValueError(
+            f"{place}: {short(name)} is not supported: expected a scheduler of a variance-preserving process, such "
+            "as DDIMScheduler, EulerDiscreteScheduler or LCMScheduler"
+        )
     check(place, config, OF_ALL | CHECKED.get(name, {}))
     metadata = {key: config.get(key) for key in ("beta_start", "beta_end", "beta_schedule")}
     metadata["prediction"] = config.get("prediction_type")
@@ -126,6 +123,17 @@ def read_scheduler(place: str, config: Config, pipeline: str) -> dict[str, str]:
         to_first = solver is not None and solver.sampler in ("ddim", "plms") and config.get("set_alpha_to_one") is False
         metadata["spacing"] = "trailing_to_0" if to_first else "trailing"
     return {key: str(value) for key, value in metadata.items() if value is not None}
+
+
+def _is_known(name: str) -> bool:
+    """Whether a scheduler is one of a variance-preserving process, or the configuration names none."""
+    if name in (*NOT_HERE, "None"):
+        return True
+    try:
+        resolve(name)
+    except ValueError:
+        return False
+    return True
 
 
 def _sampler(place: str, config: Config, pipeline: str, solver: Solver) -> str:
@@ -154,8 +162,10 @@ def _sampler(place: str, config: Config, pipeline: str, solver: Solver) -> str:
         "curve": curve,
         "end": end if end != "clean" else None,
     }
+    # Those of DPM-Solver and UniPC begin with unit noise; Euler's too, but for timesteps that begin at the last.
+    unit = ":unit" if solver.multistep or (not solver.whole and timesteps == "leading") else ""
     sde = "_sde" if config.get("algorithm_type") == "sde-dpmsolver++" else ""
-    return " ".join([solver.sampler + sde, _with_settings("diffusers", settings)])
+    return " ".join([solver.sampler + sde, _with_settings("diffusers", settings) + unit])
 
 
 def _with_settings(name: str, settings: Mapping[str, object]) -> str:

@@ -213,8 +213,8 @@ def test_the_default_sampler_is_the_scheduler(caplog: pytest.LogCaptureFixture) 
     caplog.set_level(logging.INFO)
     for name, sampler in (
         ("PNDM", "plms diffusers:offset=1:end=first"),
-        ("DPMSolverMultistep", "dpmpp_2m diffusers:timesteps=linspace:multistep=1:curve=karras"),
-        ("UniPCMultistep", "unipc diffusers:timesteps=linspace:multistep=1"),
+        ("DPMSolverMultistep", "dpmpp_2m diffusers:timesteps=linspace:multistep=1:curve=karras:unit"),
+        ("UniPCMultistep", "unipc diffusers:timesteps=linspace:multistep=1:unit"),
         ("EulerAncestralDiscrete", "euler_a diffusers:timesteps=linspace:whole=0"),
         ("LCM", "lcm"),
     ):

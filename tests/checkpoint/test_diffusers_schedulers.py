@@ -52,6 +52,8 @@ def compared(case: dict[str, Any]) -> list[str]:
         if isinstance(expected, str) or not np.isfinite(np.array(expected)).all():
             continue  # diffusers fails
         s = np.append(found.level[:, 1], found.end.s)
+        if not tokens and case["initial"] is not None:  # of the first latent, in the scale of the network
+            assert found.initial == pytest.approx(case["initial"][steps], abs=1e-6), case["config"]
         if tokens:
             errors = [abs(s - np.array(expected)).max()] if len(s) == len(expected) else [np.inf]
         else:

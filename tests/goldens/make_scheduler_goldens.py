@@ -124,6 +124,14 @@ def levels(kind: Any, config: dict[str, object], steps: int) -> list[list[float]
     return [row for i, row in enumerate(rows) if not i or row[0] != rows[i - 1][0] or i == len(rows) - 1]
 
 
+def initial(kind: Any, config: dict[str, object], steps: int) -> float:
+    """The deviation of the first latent, in the variance-preserving scale, which Euler's has not."""
+    scheduler = kind(**config)
+    scheduler.set_timesteps(steps)
+    noise = float(scheduler.init_noise_sigma)
+    return noise / float(scheduler.sigmas[0] ** 2 + 1) ** 0.5 if "Euler" in kind.__name__ else noise
+
+
 def flow_levels(config: dict[str, object], pipeline: str, steps: int, tokens: int) -> list[float]:
     """A flow's s, as a pipeline makes them, with the end."""
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler(**config)
@@ -155,7 +163,10 @@ def main() -> None:
         module.torch = InFloat64()
         for config in configurations(kind, base, TOGETHER):
             made = {steps: attempt(levels, kind, config, steps) for steps in STEPS}
-            cases.append({"config": {"_class_name": name, **config}, "pipeline": "StableDiffusionXL", "levels": made})
+            first = {steps: attempt(initial, kind, config, steps) for steps in STEPS}
+            first = None if any(isinstance(value, str) for value in first.values()) else first
+            about = {"_class_name": name, **config}
+            cases.append({"config": about, "pipeline": "StableDiffusionXL", "levels": made, "initial": first})
     flow = diffusers.FlowMatchEulerDiscreteScheduler
     for pipeline in PIPELINES:
         for config in configurations(flow, {}, FLOWS):
