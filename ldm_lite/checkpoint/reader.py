@@ -35,6 +35,12 @@ OPENERS: list[tuple[bytes, Any]] = [
 ]
 # ... and a pattern of a key -> Tensors -> Tensors in the original layout, or None; all that match, in this order.
 ADAPTERS: list[tuple[str, str]] = [
+    (  # of networks whose other keys are those of a known family
+        r"(^|\.)(time_embed\.timestep_embedder|context_embedder_norm|caption_projection\.0\.linear|byt5_in"
+        r"|context_embedder\.token_refiner|(text|visual)_transformer_blocks)\.|individual_token_refiner\."
+        r"|\.(conv_inverted|inverted_conv|img_mlp\.gate_proj)\.|\.(wscales|smooth_factor)$",
+        "ldm_lite.formats.foreign:refuse",
+    ),
     (r"\.(scale_weight|weight_scale)$|(^|\.)(comfy_quant|scaled_fp8)$", "ldm_lite.formats.scaled:unscaled"),
     (
         r"(^|\.)decoder\.(middle\.0\.residual\.0|mid_block\.resnets\.0\.norm1)\.gamma$",

@@ -15,6 +15,13 @@ FOREIGN = {  # a pattern in a key -> the kind of file; the first match wins
     r"^ip_adapter\.\d+\.to_\w+_lora\.|^image_proj\.perceiver_resampler\.": FACE_ID,
     r"(?s)\A(?=.*^image_proj\.proj\.0\.)(?=.*^image_proj\.norm\.)": FACE_ID,  # portrait
     r"(?s)\A(?!.*^ip_adapter\.1\.to_k_ip\.weight$).*^(image_proj|ip_adapter)\.": "an IP-Adapter that is not read",
+    r"\.(wscales|smooth_factor)$": "a file of Nunchaku (SVDQuant), packed for its kernels: take one in fp8 or GGUF",
+    r"(^|\.)caption_projection\.0\.linear\.": "Bria FIBO, which is not read",
+    r"(^|\.)context_embedder_norm\.|\.img_mlp\.gate_proj\.": "Ovis-Image, which is not read",
+    r"(^|\.)(context_embedder\.token_refiner|byt5_in)\.|individual_token_refiner\.": "HunyuanImage, which is not read",
+    r"(^|\.)(text|visual)_transformer_blocks\.": "Kandinsky 5, which is not read",
+    r"\.(conv_inverted|inverted_conv)\.": "Sana, which is not read",
+    r"(^|\.)time_embed\.timestep_embedder\.": "LongCat-Image or Bria, which are not read",
     r"\.weight\.(absmax|quant_map|quant_state\.\w+)$|\.(SCB|qweight|qzeros)$": "a quantised file (bitsandbytes, GPTQ)",
     r"^task_embedding$": "a ControlNet++ (union, ProMax)",
     r"\b(base_to_ctrl|ctrl_to_base|enc_zero_convs_out)\.": "a ControlNet-XS",
