@@ -1,5 +1,6 @@
 """The networks against the originals, diffusers and transformers, and the keys of the released ones."""
 
+import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -17,7 +18,16 @@ from ldm_lite.core import Pipeline
 from ldm_lite.core.clip import CLIPTextEncoder
 from ldm_lite.core.family import SD1, recognise
 from ldm_lite.core.files import Tensors
-from ldm_lite.core.layers import attention_layers, explicit, shared_copy, use_attention
+from ldm_lite.core.layers import (
+    Upsample,
+    attention_layers,
+    count,
+    explicit,
+    shared_copy,
+    sinusoids,
+    size,
+    use_attention,
+)
 from ldm_lite.core.networks import load_network, split
 from ldm_lite.core.unet import UNet, UNetSpec
 from ldm_lite.core.vae import AutoencoderKL
@@ -200,6 +210,63 @@ def test_a_shared_copy_has_modules_of_its_own_and_the_same_weights() -> None:
     copied.middle_block[0].register_forward_hook(lambda module, arguments, out: 2 * out)
     assert torch.equal(network(x, torch.tensor([5.0, 5.0]), context), before)
     assert not torch.allclose(copied(x, torch.tensor([5.0, 5.0]), context), before, atol=1e-3)
+
+
+def test_norms_have_the_originals_eps() -> None:
+    """1e-6 in transformers and the autoencoder, 1e-5 elsewhere: activations that are not small hide it."""
+    unet, vae, clip = UNet(UNET), AutoencoderKL(VAE), CLIPTextEncoder(CLIP)
+    for network in (unet, vae, clip):
+        for name, layer in network.named_modules():
+            if isinstance(layer, (nn.GroupNorm, nn.LayerNorm)):
+                in_transformer = name.endswith(".1.norm")
+                assert layer.eps == (1e-6 if network is vae or in_transformer else 1e-5), name
+            if isinstance(layer, nn.GroupNorm):
+                assert layer.num_groups == 32, name
+
+
+def test_heads_are_required_since_weights_do_not_tell_them() -> None:
+    for network, spec in ((UNet, UNET), (CLIPTextEncoder, CLIP)):
+        with pytest.raises(ValueError, match=r"do not tell its heads: give replace\(spec, heads=\.\.\.\)"):
+            network(replace(spec, heads=None))  # type: ignore[type-var]
+
+
+def test_the_timestep_is_embedded_in_float32() -> None:
+    """Sinusoids of a large timestep would be coarse in half precision."""
+    t = torch.tensor([999.25], dtype=torch.float64)
+    expected = [math.cos(999.25), math.cos(999.25 * 10000 ** (-1 / 2)), math.sin(999.25), math.sin(9.9925)]
+    assert sinusoids(t, 4).tolist()[0] == pytest.approx(expected, abs=1e-4)
+    assert sinusoids(t.half(), 4).dtype == torch.float32
+
+
+def test_an_upsampler_resizes_to_twice_the_size_or_a_given_one() -> None:
+    layer = fill(Upsample(4))
+    x = normal(3, 1, 4, 3, 5)
+    assert layer(x).shape == (1, 4, 6, 10)
+    assert torch.equal(layer(x), layer(x, (6, 10)))
+    assert layer(x, (5, 9)).shape == (1, 4, 5, 9)
+
+
+def test_sizes_that_make_no_sense_are_one_line() -> None:
+    shapes = {
+        "a.weight": (2, 3),
+        "b.0.weight": (1,),
+        "b.2.weight": (1,),
+        "c.weight": (2**24 + 1, 3),
+        "d.weight": (0, 3),
+    }
+    assert size(shapes, "a.weight", 2) == (2, 3)
+    for key, message in (("x", "is missing: x"), ("c.weight", "expected 2 dimensions"), ("d.weight", "none empty")):
+        with pytest.raises(ValueError, match=message):
+            size(shapes, key, 2)
+    with pytest.raises(ValueError, match="expected 3 dimensions"):
+        size(shapes, "a.weight", 3)
+    assert count(shapes, r"a\.(\d+)") == 0
+    with pytest.raises(ValueError, match=r"has b\.2\.\*, and 2 such blocks"):
+        count(shapes, r"b\.(\d+)\.")
+    many = {f"b.{i}.weight": (1,) for i in range(101)}
+    with pytest.raises(ValueError, match="at most 100"):
+        count(many, r"b\.(\d+)\.")
+    assert count(dict(list(many.items())[:100]), r"b\.(\d+)\.") == 100
 
 
 def test_gradients_reach_every_weight() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 import ldm_lite.core
 from ldm_lite.core import sampler
 from ldm_lite.core.denoise import Branch, Inputs, run_plan
-from ldm_lite.core.plan import ASIDE, H1, NOISE, H, Plan, Rows, X
+from ldm_lite.core.plan import ASIDE, H1, NOISE, H, Plan, Rows, X, rows_of
 from ldm_lite.core.samplers import make_plan
 from ldm_lite.core.schedule import CLEAN, Array, Schedule, levels_of, scaled_linear_betas
 
@@ -182,6 +182,89 @@ def test_guidance_is_that_of_the_paper() -> None:
         return uncond + scale * (cond - uncond)
 
     assert error(state.latents, run(plan, guided)[-1]) < 1e-4
+
+
+def test_a_preview_is_of_the_call_that_is_remembered() -> None:
+    """The first step of PLMS makes two calls, and the second one's H is an average that joins no history."""
+    read: list[Tensor] = []
+
+    def watched(x: Tensor, t: Tensor, shift: Tensor) -> Tensor:
+        read.append(x)
+        return toy(x, t, shift)
+
+    plan = make_plan("plms", SD, 3)
+    inputs = Inputs(watched, (Branch({"shift": torch.zeros(2, 1, 1, 1)}),))
+    x = torch.from_numpy(NOISES[0]).float()
+    states = list(run_plan(x, plan, lambda call: inputs, lambda: x))
+    assert plan.remembers.tolist() == [True, False, True, True]
+    for state, call in zip(states, (0, 2, 3), strict=True):
+        (a, s), eps = plan.level[call], toy(read[call], torch.tensor([plan.t[call]] * 2), torch.zeros(2, 1, 1, 1))
+        assert torch.equal(state.before, read[call])
+        assert error(state.x0, (read[call] - s * eps) / a) < 1e-5
+
+
+def test_latents_are_constrained_before_each_call_and_at_the_end() -> None:
+    numbers: list[int] = []
+    read: list[Tensor] = []
+
+    def constrain(number: int, x: Tensor) -> Tensor:
+        numbers.append(number)
+        return torch.full_like(x, float(number))
+
+    def watched(x: Tensor, t: Tensor, shift: Tensor) -> Tensor:
+        read.append(x)
+        return toy(x, t, shift)
+
+    inputs = Inputs(watched, (Branch({"shift": torch.zeros(2, 1, 1, 1)}),))
+    x = torch.from_numpy(NOISES[0]).float()
+    states = list(run_plan(x, make_plan("plms", SD, 3), lambda call: inputs, lambda: x, constrain))
+    assert numbers == [0, 1, 2, 3, 4]
+    assert [float(latents.mean()) for latents in read] == [0, 1, 2, 3]
+    assert states[-1].latents.eq(4).all()
+    assert states[0].x0.eq(4).all()  # clean latents, as at the end
+    assert states[0].latents.ne(2).any()  # constrained before the next call
+
+
+def test_branches_are_joined_again_when_they_change() -> None:
+    """A source may give other branches, or another scale, in each call."""
+    shifts: list[list[float]] = []
+
+    def watched(x: Tensor, t: Tensor, shift: Tensor) -> Tensor:
+        shifts.append(shift.flatten().tolist())
+        return toy(x, t, shift)
+
+    def branch(value: float, positive: bool = True) -> Branch:
+        return Branch({"shift": torch.full((1, 1, 1, 1), value)}, positive=positive)
+
+    kept = branch(0.0, positive=False), branch(1.0)
+    sources = [(kept, 2.0), (kept, 1.0), (kept, 2.0), ((branch(0.0), branch(3.0)), 2.0)]
+    seen: list[list[float]] = []
+
+    def inputs_of(call: Any) -> Inputs:
+        branches, scale = sources[call.number]
+
+        def adjust(out: Tensor, outputs: Any) -> Tensor:
+            seen.append(outputs.weights.flatten().tolist())
+            return out
+
+        return Inputs(watched, branches, scale, adjust=(adjust,))
+
+    x = torch.from_numpy(NOISES[0][:1]).float()
+    list(run_plan(x, make_plan("ddim", SD, 4), inputs_of, lambda: x))
+    assert shifts == [[0, 1], [1], [0, 1], [0, 3]]
+    assert [weights[-1] for weights in seen] == [2, 1, 2, 2]
+
+
+def test_rows_are_float32_and_plans_tell_their_size() -> None:
+    plan = make_plan("plms", SD, 3)
+    assert repr(plan) == "Plan(3 steps, 4 calls of the network)"
+    rows = rows_of(plan, torch.device("cpu"))
+    assert len(rows) == 4
+    for number, row in enumerate(rows):
+        assert {column.dtype for column in row} == {torch.float32}
+        assert float(row.t) == plan.t[number]
+        np.testing.assert_allclose(row.mix, plan.mix[number], rtol=1e-6)
+        np.testing.assert_allclose(row.level, plan.level[number], rtol=1e-6)
 
 
 def test_noise_of_another_shape_is_refused() -> None:

@@ -273,6 +273,7 @@ def test_the_network_sees_the_noised_image_where_it_is_kept(
     for state, (a, s) in zip(states[1:], plan.level[1:], strict=True):
         assert error(state.before[..., :8], (a * init + s * noise)[..., :8]) < 1e-5
         assert error(state.before[..., 8:], (a * init + s * noise)[..., 8:]) > 0.05
+    assert torch.equal(states[0].before, noise * plan.initial)  # the first call begins with noise alone
     assert torch.equal(states[-1].latents[..., :8], init[..., :8])
     assert torch.equal(states[0].x0[..., :8], init[..., :8])
 
