@@ -1,7 +1,7 @@
 """Change the code in one place, a hundred times, and see whether a test that concerns the file fails each time.
 
     python scripts/mutate.py --count 100 --seed 0
-    python scripts/mutate.py --core --count 60           # the core, by the tests that a fork has
+    python scripts/mutate.py --core --count 60           # a fork of the core, by its own tests
 
 A mutant is a comparison, an operator, a number, a condition or a statement that is changed in a copy of the package.
 Its tests are those named after its file, those of its folder, and those that import it, until the first failure, in a
@@ -21,6 +21,8 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+
+import fork
 
 ROOT = Path(__file__).parents[1]
 PARTS = {
@@ -82,28 +84,28 @@ def changes_of(source: bytes) -> Iterator[Change]:
     return visit(ast.parse(source))
 
 
-def tests_of(file: Path, line: int, folder: str) -> list[str]:
+def tests_of(folder: Path, file: Path, line: int, in_fork: bool) -> list[str]:
     """Those named after the file, of its folder, or that import it; first those that name what the line is part of.
 
-    Of a folder of tests and the folders in it.
+    Of a fork all.
     """
     part, module = file.parts[1], ".".join(file.with_suffix("").parts)
     package, _, name = module.rpartition(".")
-    tree = ast.walk(ast.parse((ROOT / file).read_bytes()))
+    tree = ast.walk(ast.parse((folder / file).read_bytes()))
     around = [
         node.name.strip("_")
         for node in tree
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.lineno <= line <= (node.end_lineno or line)
     ]
     scores = {}
-    for path in sorted(ROOT.glob(f"{folder}/**/test_*.py")):
+    for path in sorted(folder.glob("tests/**/test_*.py")):
         text = path.read_text()
         named = file.stem.strip("_") in path.stem.removeprefix("test_").split("_")
         imports = module in text or f"from {package} import {name}" in text
-        beside = path.parent.name == ("tests" if part == "tasks" else part)
+        beside = in_fork or path.parent.name == ("tests" if part == "tasks" else part)
         if named or imports or beside or path.stem.removeprefix("test_") in OTHERS.get(part, ()):
             names = sum(len(re.findall(rf"\b_?{word}\b", text)) for word in around)
-            scores[str(path.relative_to(ROOT))] = 20 * named + 5 * imports + names
+            scores[str(path.relative_to(folder))] = 20 * named + 5 * imports + names
     return sorted(scores, key=lambda test: -scores[test])
 
 
@@ -130,34 +132,38 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=100, help="mutants (default: 100)")
     parser.add_argument("--seed", type=int, default=0, help="of the choice (default: 0)")
     parser.add_argument("--seconds", type=int, default=40, help="of the processor for each mutant (default: 40)")
-    parser.add_argument("--core", action="store_true", help="mutants of the core alone, and tests of tests/core alone")
+    parser.add_argument("--core", action="store_true", help="of a fork of the core, by its tests alone")
     parser.add_argument("--only", type=int, nargs="*", help="the numbers of some mutants alone")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch  # noqa: F401  # once, for all children
 
-    mutants = []
-    for part, fraction in ({"core": 1.0} if options.core else PARTS).items():
-        path = ROOT / "ldm_lite" / part
-        files = [path] if path.is_file() else sorted(path.glob("*.py"))
-        every = [(file.relative_to(ROOT), change) for file in files for change in changes_of(file.read_bytes())]
-        mutants += random.Random(options.seed).sample(every, round(options.count * fraction))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        listing = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]  # new files too, which tests import
-        for file in subprocess.check_output(listing, cwd=ROOT, text=True).splitlines():
-            (folder / file).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / file, folder / file)
+        parts = PARTS
+        if options.core:  # in the whole package, others take the place of the core's samplers and spacings
+            parts = {"": 1.0}
+            fork.fork(folder, "forked")
+        else:
+            listing = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]  # new files too
+            for file in subprocess.check_output(listing, cwd=ROOT, text=True).splitlines():
+                (folder / file).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(ROOT / file, folder / file)
+        mutants = []
+        for part, fraction in parts.items():
+            path = folder / ("forked" if options.core else "ldm_lite") / part
+            files = [path] if path.is_file() else sorted(path.glob("*.py"))
+            every = [(file.relative_to(folder), change) for file in files for change in changes_of(file.read_bytes())]
+            mutants += random.Random(options.seed).sample(every, round(options.count * fraction))
         os.environ["PYTHONPATH"] = name
         outcomes = []
         for number, (file, (start, end, text)) in enumerate(mutants):
             if options.only is not None and number not in options.only:
                 continue
-            source = (ROOT / file).read_bytes()
+            source = (folder / file).read_bytes()
             (folder / file).write_bytes(source[:start] + text.encode() + source[end:])
             line = source[:start].count(b"\n") + 1
-            tests = tests_of(file, line, "tests/core" if options.core else "tests")
-            outcomes.append(outcome(folder, tests, options.seconds))
+            outcomes.append(outcome(folder, tests_of(folder, file, line, options.core), options.seconds))
             (folder / file).write_bytes(source)
             print(
                 f"{number} {outcomes[-1]} {file}:{line} {source[start:end].decode()!r} -> {text!r}"

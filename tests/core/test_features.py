@@ -179,6 +179,7 @@ def test_functions_of_q_k_and_v_alone_are_called_as_before(small: Pipeline) -> N
         assert torch.equal(latents(small.with_attention(function)), latents(small))
 
 
+@pytest.mark.slow
 def test_an_attention_with_a_place_compiles_to_one_graph(small: Pipeline) -> None:
     """Without breaks, for all calls: it compares the timestep, a tensor."""
 

@@ -166,6 +166,13 @@ def test_the_family_s_schedule_is_known_when_it_is_rounded(
         caplog.clear()
 
 
+def test_what_original_files_hold_besides_weights_is_not_unknown(
+    small_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    load(small_path, device="cpu")  # betas, alphas_cumprod, position_ids
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
 def test_unknown_tensors_are_named_and_ignored(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, wanted: Tensor
 ) -> None:

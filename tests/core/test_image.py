@@ -56,6 +56,7 @@ def test_resizing_fills_and_crops_and_loses_no_marked_pixel() -> None:
     small = np.asarray(resize(mask, (8, 8)))
     assert np.argwhere(small).tolist() == [[1, 4]]
     assert small.max() == 255
+    assert np.asarray(resize(mask, (2, 2))).tolist() == [[0, 255], [0, 0]]  # a thousandth of the area
     weights = mask_weights(mask)
     assert mask_latent(weights, 8).nonzero().tolist() == [[0, 0, 1, 4]]
 
