@@ -112,12 +112,13 @@ def running(branches: tuple[Branch, ...], scale: float) -> tuple[Branch, ...]:
 
     Raises ValueError for maps of weights of different sizes.
     """
-    maps = [weight for _, weight, _ in branches[1:] if isinstance(weight, Tensor) and weight.ndim]
+    weights = [branch.weight for branch in branches[1:]]
+    maps = [weight for weight in weights if isinstance(weight, Tensor) and weight.ndim]
     if len({tuple(weight.shape) for weight in maps}) > 1:
         shapes = " and ".join(str(tuple(weight.shape)) for weight in maps)
         raise ValueError(f"got maps of weights of shapes {shapes}, expected the same for all branches")
-    total = scale * sum(branch.weight for branch in branches[1:])
-    farthest = abs(total - 1) if not isinstance(total, Tensor) else float((total - 1).abs().max())
+    total = scale * sum(weights)  # a number, or a map
+    farthest = float((total - 1).abs().max()) if isinstance(total, Tensor) else abs(total - 1)
     return branches[1:] if len(branches) > 1 and farthest < 1e-6 else branches
 
 

@@ -142,7 +142,8 @@ class Pipeline(Model):
         """Return a pipeline whose UNet attends by a function of q, k, v (B,H,N,D), in the layers that match `where`.
 
         "*attn1" are the self-attentions, "*attn2" those to the text.  The batch is that of denoise.Guided: with
-        guidance the first half of B is the negative prompt's.  Weights are shared.
+        guidance the first half of B is the negative prompt's.  A fourth parameter named `place` is told the layer, the
+        size and the call: see layers.Place.  Weights are shared.
         """
         unet = shared_copy(self.unet)
         use_attention(unet, attention, where)
