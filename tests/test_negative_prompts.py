@@ -14,7 +14,7 @@ from ldm_lite import Pipeline
 from ldm_lite.cli.task_options import Txt2imgOptions
 from ldm_lite.tasks.job import Result
 from ldm_lite.text.parameters import parse_parameters
-from ldm_lite.toolkit import demand
+from ldm_lite.toolkit import estimate_cost
 
 NEGATIVE = ["blue", "", "a dog " * 60]
 SMALL: dict[str, Any] = {"steps": 2, "width": 32, "height": 32, "output": "result"}
@@ -104,5 +104,5 @@ def test_what_is_refused(pipe: Pipeline, given: dict[str, Any], message: str) ->
 
 
 def test_what_they_cost() -> None:
-    asked = demand(Txt2imgOptions(["a", "b"], negative_prompt=["c", "d BREAK e"]), 20)
+    asked = estimate_cost(Txt2imgOptions(["a", "b"], negative_prompt=["c", "d BREAK e"]), 20)
     assert (asked.images, asked.longest) == (2, 2)
