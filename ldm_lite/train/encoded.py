@@ -221,6 +221,11 @@ def _mapped(path: Path, written: int, shape: tuple[int, ...], kind: str) -> NDAr
     return values
 
 
+def close_files() -> None:
+    """Let go of the files that are mapped, up to 64 shards of several each: a process may have few open."""
+    _mapped.cache_clear()
+
+
 @functools.lru_cache(maxsize=OPEN_SHARDS)
 def _captions(path: Path, written: int) -> list[str]:
     """Read the captions of a shard.  Raises ValueError, one line, for anything but a JSON string in a line; OSError."""

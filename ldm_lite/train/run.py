@@ -47,7 +47,7 @@ from ldm_lite.train.additions import (
     new_control,
 )
 from ldm_lite.train.data import first_captions
-from ldm_lite.train.encoded import INDEX, open_all
+from ldm_lite.train.encoded import INDEX, close_files, open_all
 from ldm_lite.train.losses import (
     ConsistencyLoss,
     DiffusionLoss,
@@ -87,6 +87,7 @@ def train(
         log.setLevel(logging.WARNING)
         on_step = lambda step, loss: None  # noqa: E731
     with run_folder(options) as folder, contextlib.ExitStack() as stack:
+        stack.callback(close_files)
         torch.manual_seed(options.seed)
         # What is learned, from what, by which loss.
         model = make_model(options, load)

@@ -153,6 +153,13 @@ def test_captions_from_a_list(tmp_path: Path, folder: Path, small_path: Path) ->
     train(options(data, tmp_path / "out", steps=1), load_options(small_path))
 
 
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="asks Linux which files are open")
+def test_a_run_that_has_ended_has_no_file_open(tmp_path: Path, folder: Path, small_path: Path) -> None:
+    train(options(folder, tmp_path, steps=1), load_options(small_path))
+    open_files = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    assert not [name for name in open_files if str(tmp_path) in name]
+
+
 @pytest.mark.slow
 def test_a_loss_that_is_not_finite_keeps_what_was_saved(tmp_path: Path, folder: Path, small_path: Path) -> None:
     train(options(folder, tmp_path, minutes=0.0), load_options(small_path))
