@@ -48,7 +48,7 @@ class VisionSpec(Fitted):
     window: int = 8  # patches per side
     full_attention: tuple[int, ...] = (7, 15, 23, 31)  # layers that attend to the whole image
 
-    untold: ClassVar[tuple[str, ...]] = ("heads", "window", "whole")
+    untold: ClassVar[tuple[str, ...]] = ("heads", "window", "full_attention")
 
     @property
     def side(self) -> int:

@@ -41,7 +41,7 @@ def test_a_job_that_is_done_is_not_touched(
     before = changed(tmp_path / "out")
     batch(table(7))
     assert changed(tmp_path / "out") == before
-    assert "3 of 3 shards were there" in capsys.readouterr().err
+    assert "3 of 3 shards were complete already" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ def test_what_sees_equals_transformers(pipes: dict[str, Pipeline]) -> None:
 
 def test_a_block_of_the_released_width_equals_transformers() -> None:
     with torch.device("meta"):
-        block = Block(VISION, whole=False)
+        block = Block(VISION, full_attention=False)
     toy.fill(block.to_empty(device="cpu"))
     x = toy.normal(1, 1, 120, VISION.width)
     assert toy.relative_error(block(x, places(VISION, 10, 12, x))[0][..., ::48], GOLDEN["wide"]) < 1e-5

@@ -154,7 +154,7 @@ def test_controlnets_as_the_extension_has_them(server: Running, folder: Path, sm
         ({"model": "edges", "image": "photo", "control_mode": 1}, "got control_mode 1"),
         ({"model": "edges", "image": "photo", "guidance_start": 2}, "expected it to start before it ends"),
         ({"model": "edges", "image": "photo", "weight": "much"}, "weight: Input should be a valid number"),
-        ({"model": "edges", "image": "/etc/passwd"}, "is not base64"),
+        ({"model": "edges", "image": "/etc/passwd"}, "is not valid base64"),
     ],
     ids=lambda value: str(value)[:40],
 )
