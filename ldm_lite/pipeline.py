@@ -430,6 +430,7 @@ def _prepared(
     options = _options(kind, function, rest, ["progress", "on_step", *features.FEATURES])
     if theirs:
         options = changed(options, features=tuple(features.read(theirs)[1]))
+    _check_devices(model)
     prepared = task.prepare(model, options)
     if not progress:
         return prepared, on_step
@@ -437,6 +438,16 @@ def _prepared(
 
     update = step_bar(tqdm)
     return prepared, update if on_step is None else lambda state: (update(state), on_step(state))
+
+
+def _check_devices(model: Model) -> None:
+    """Raise ValueError if a network was moved away from the others, as by `pipe.unet.to`."""
+    tensors = [next(network.parameters(), None) for network in model.networks.values()]
+    devices = sorted({str(tensor.device) for tensor in tensors if tensor is not None})
+    if len(devices) > 1 and model.offloader is None:
+        raise ValueError(
+            f"the networks are on {' and '.join(devices)}: leave them where `load(..., device=)` puts them"
+        )
 
 
 def _outputs(

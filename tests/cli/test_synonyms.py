@@ -214,6 +214,13 @@ def test_attributes_of_diffusers_pipelines_are_answered(pipe: Pipeline) -> None:
     assert not hasattr(images, "_repr_html_")
 
 
+def test_a_network_that_was_moved_is_named(small_path: Path) -> None:
+    pipe = ldm_lite.load(small_path, device="cpu")
+    pipe.unet.to("meta")  # another device that every machine has
+    with pytest.raises(ValueError, match=r"^the networks are on cpu and meta: leave them where `load"):
+        pipe.txt2img("a cat", steps=1)
+
+
 def test_classes_of_diffusers_are_answered() -> None:
     for names in synonyms.OF_PACKAGE:
         for name in names.replace("*", "Xyz").split():
