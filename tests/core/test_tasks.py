@@ -228,6 +228,9 @@ def test_images_come_in_several_forms_and_sizes(pipe: Pipeline, apple: Image.Ima
     odd = pipe.img2img("a cat", apple.resize((90, 61)), **FAST)[0]
     assert odd.size == (90, 61)
     assert pipe.img2img("a cat", apple, width=32, **FAST)[0].size == (32, 32)
+    wide = apple.resize((90, 60))
+    assert pipe.img2img("a cat", wide, height=32, **FAST)[0].size == (48, 32)
+    assert pipe.img2img("a cat", wide, width=24, **FAST)[0].size == (24, 16)
 
 
 def test_large_images_are_reduced_with_a_message(
