@@ -130,11 +130,11 @@ def test_a_package_of_another_network_is_one_line(package: Path, monkeypatch: py
         aot.use(network().bfloat16(), package)
     other = network()
     other.inner = nn.Linear(4, 5)
-    with pytest.raises(ValueError, match="was exported from another network"):
+    with pytest.raises(ValueError, match="was exported from a different network"):
         aot.use(other, package)
     turned = network()
     turned.inner.weight.data = turned.inner.weight.data.t().contiguous().t()  # the same shapes, otherwise in memory
-    with pytest.raises(ValueError, match="was exported from another network"):
+    with pytest.raises(ValueError, match="was exported from a different network"):
         aot.use(turned, package)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX9000")
     with pytest.raises(ValueError, match="and this is cpu with AVX9000"):
