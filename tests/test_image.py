@@ -74,8 +74,8 @@ def test_transparency_is_white_in_images_and_black_in_masks(caplog: pytest.LogCa
     image.putpixel((1, 0), (255, 255, 255, 255))
     assert to_rgb(image).getpixel((0, 0)) == (255, 255, 255)
     assert list(np.asarray(to_mask(image))[0]) == [0, 255]
-    assert "taken as white" in caplog.text
-    assert "taken as black" in caplog.text
+    assert "filled with white" in caplog.text
+    assert "filled with black" in caplog.text
     palette = Image.new("P", (1, 1))
     palette.putpalette([0, 0, 0])
     palette.info["transparency"] = 0

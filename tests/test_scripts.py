@@ -199,5 +199,7 @@ def f(a: int, b: int = 2) -> int:
 
 
 def test_the_tests_of_a_file_begin_with_its_own() -> None:
-    assert mutate.tests_of(Path("ldm_lite/tasks/xy.py"), 60)[0] == "tests/test_xy.py"
-    assert "tests/train/test_validation.py" in mutate.tests_of(Path("ldm_lite/train/losses.py"), 100)
+    assert mutate.tests_of(ROOT, Path("ldm_lite/tasks/xy.py"), 60, in_fork=False)[0] == "tests/test_xy.py"
+    assert "tests/train/test_validation.py" in mutate.tests_of(
+        ROOT, Path("ldm_lite/train/losses.py"), 100, in_fork=False
+    )

@@ -106,7 +106,7 @@ def test_the_command_and_its_mistakes(
             ["--control", asked(folder)],
             "give its file with --clip-vision FILE, for instance openai/clip-vit-large-patch",
         ),
-        (clip, "got --clip-vision, which only a --control with a style adapter, an IP-Adapter or FLUX.1 Redux uses"),
+        (clip, "--clip-vision is of a control: give one with --control FILE:IMAGE"),
         (
             ["--control", asked(folder), "--clip-vision", str(folder / "style.pth")],
             "style.pth: holds no image encoder of CLIP or SigLIP with the names of Hugging Face or OpenCLIP, only",

@@ -39,7 +39,9 @@ TRICKS: dict[str, dict[str, Any]] = {
 SHORT = ("DeepCache", "T-GATE", "DeepCache, T-GATE", "FreeU", "all", "all, Restart")
 GUIDED = ("interval", "stopped", "schedule", "APG", "all", "all, Restart")
 GATED = ("T-GATE", "DeepCache, T-GATE", "all", "all, Restart")
-ONE_SCALE = dict.fromkeys(("schedule", "APG"), "take `scale` alone")
+OF_ONE_SCALE = ("schedule", "APG")
+NOT_FOR_PARTS = dict.fromkeys(OF_ONE_SCALE, "a prompt with AND, or with a weight at its end, takes no")
+OWN_FUNCTION = dict.fromkeys(OF_ONE_SCALE, "got a `guidance` function and")
 NOT_A_UNET = dict.fromkeys(SHORT, "are for UNets") | {"AYS": "is not for rectified flow"}
 FIXED = dict.fromkeys(SHORT, "DPM adaptive has no fixed steps") | {"APG": "DPM adaptive tries steps again"}
 NO_GUIDANCE = dict.fromkeys(GUIDED, "but there is none")
@@ -64,10 +66,10 @@ CASES = {
     "heun": Case({"sampler": "heun"}),
     "noise": Case({"sampler": "dpmpp_2m_sde", "brownian": True}),
     "adaptive": Case({"sampler": "dpm_adaptive"}, refused=FIXED),
-    "CFG++": Case({"sampler": "ddim_cfgpp"}, refused=ONE_SCALE),
+    "CFG++": Case({"sampler": "ddim_cfgpp"}, refused=dict.fromkeys(OF_ONE_SCALE, "has guidance of its own")),
     "no guidance": Case({"scale": 1.0}, refused=NO_GUIDANCE),
-    "function of the step": Case({"guidance": lambda step: 3.0 + step}, refused=ONE_SCALE),
-    "function": Case({"guidance": lambda cond, uncond: uncond + 3 * (cond - uncond)}, refused=ONE_SCALE),
+    "function of the step": Case({"guidance": lambda step: 3.0 + step}, refused=OWN_FUNCTION),
+    "function": Case({"guidance": lambda cond, uncond: uncond + 3 * (cond - uncond)}, refused=OWN_FUNCTION),
     "rescaled": Case({"guidance_rescale": 0.7}),
     "ControlNet": Case({"control": "net"}),
     "guess mode, half of the steps": Case({"control": "net:0-0.5:guess"}),
@@ -75,12 +77,14 @@ CASES = {
     "img2img": Case({"strength": 0.9, "steps": 5}, command="img2img"),
     "inpaint": Case(command="inpaint"),
     "inpainting model": Case(command="inpaint", model="inpaint"),
-    "instruction": Case(command="img2img", model="instruct", refused=ONE_SCALE),
-    "AND": Case(prompt="a AND b :0.5 AND c :-0.2", refused=ONE_SCALE),
-    "AND without guidance": Case({"scale": 1.0}, prompt="a AND b", refused=NO_GUIDANCE),
-    "AND and ControlNet": Case({"control": "net"}, prompt="a AND b", refused=ONE_SCALE),
-    "regions": Case(REGIONS, prompt="a AND b", refused=ONE_SCALE),
-    "regions without guidance": Case(REGIONS | {"scale": 1.0}, prompt="a AND b", refused=NO_GUIDANCE),
+    "instruction": Case(
+        command="img2img", model="instruct", refused=dict.fromkeys(OF_ONE_SCALE, "by the prompt alone")
+    ),
+    "AND": Case(prompt="a AND b :0.5 AND c :-0.2", refused=NOT_FOR_PARTS),
+    "AND without guidance": Case({"scale": 1.0}, prompt="a AND b", refused=NO_GUIDANCE | NOT_FOR_PARTS),
+    "AND and ControlNet": Case({"control": "net"}, prompt="a AND b", refused=NOT_FOR_PARTS),
+    "regions": Case(REGIONS, prompt="a AND b", refused=NOT_FOR_PARTS),
+    "regions without guidance": Case(REGIONS | {"scale": 1.0}, prompt="a AND b", refused=NO_GUIDANCE | NOT_FOR_PARTS),
     "editing": Case(prompt="a [cat:dog:0.25]", refused=dict.fromkeys(GATED[:2], "the prompt changes in step")),
     "late editing": Case(prompt="a [cat:dog:0.5]", refused=dict.fromkeys(GATED, "the prompt changes in step")),
     "alternation": Case(prompt="a [cat|dog]", refused=dict.fromkeys(GATED, "the prompt changes in step")),
@@ -145,6 +149,8 @@ def made(pipes: Callable[[str], Pipeline], folder: Path) -> Callable[..., Tensor
         case = CASES[name]
         options = {**RUN, **case.options, **({} if trick is None else TRICKS[trick])}
         options |= {"seed": 2, "batch_size": 2} if batch else {}
+        if "guidance" in options:
+            del options["scale"]  # which it replaces
         if (names := options.pop("control", None)) is not None:
             files = {"net": "net.safetensors", "adapter": "adapter.safetensors", "style": "style.pth"}
             parts = (each.partition(":") for each in names.split())

@@ -64,14 +64,14 @@ class Txt2img(Conditioned, Run, total=False):
     gate_step: int | None
     freeu: str | None
     scale: float | None
+    guidance: float | Callable[..., Any] | None
+    apg: str | None
+    guidance_interval: str | None
+    guidance_schedule: str | None
     guidance_rescale: float
     mimic_scale: float | None
     dynamic_threshold: float | None
-    guidance_interval: str | None
-    guidance_schedule: str | None
-    apg: str | None
     skip_layer_scale: float | None
-    guidance: float | Callable[..., Any] | None
     sampler: str | None
     spacing: str | Callable[..., Any] | None
     steps: int | None
@@ -88,14 +88,14 @@ class Txt2img(Conditioned, Run, total=False):
     hires_sampler: str | None
     hires_prompt: str | None
     hires_negative_prompt: str | None
+    prompt_syntax: Literal["plain", "a1111"]
+    clip_skip: int
+    embedding: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
     from_file: str | os.PathLike[str] | None
     from_png: Any
-    prompt_syntax: Literal["plain", "a1111"]
     regions: str | None
     dynamic: Literal["random", "all"] | None
     wildcards: str | os.PathLike[str] | None
-    embedding: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
-    clip_skip: int
     control: Any
     preprocess: str | None
     clip_vision: str | os.PathLike[str] | None
@@ -113,10 +113,11 @@ class Txt2img(Conditioned, Run, total=False):
     width: int | None
     batch_size: int | None
     n_iter: int | None
-    seamless: str | None
     compat: bool
+    features: Any
     cond: Any
     uncond: Any
+    seamless: Literal["x", "y", "xy"] | None
 
 class Img2img(Txt2img, total=False):
     exact_steps: bool

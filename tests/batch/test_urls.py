@@ -49,7 +49,7 @@ def test_a_url_gets_the_files_of_a_folder(
     assert main(argv) == 0
     captured = capsys.readouterr()
     assert captured.out.splitlines()[-1] == f"{url}/manifest.jsonl"
-    assert "has no locks" in captured.err
+    assert "does not support locks" in captured.err
     place = Remote(url)
     assert contents(download(place, tmp_path / "copy")) == contents(tmp_path / "out")
     name = "00000.tar" if kind == "shards" else "00000"

@@ -81,7 +81,7 @@ def test_preprocessing_that_does_not_exist_or_fit_is_refused(pipe: Pipeline) -> 
     for wrong, message in (("cany", "got `preprocess` 'cany', expected none, canny"), ("none,none,none", "got 3 ways")):
         with pytest.raises(ValueError, match=message):
             pipe.txt2img("a cat", control=["a:b", "c:d"], preprocess=wrong)
-    with pytest.raises(ValueError, match="got `preprocess`, but no `control`"):
+    with pytest.raises(ValueError, match="`preprocess` is of a control"):
         pipe.txt2img("a cat", preprocess="canny")
 
 

@@ -79,7 +79,10 @@ def test_the_unconditional_branch_stops(pipe: Pipeline) -> None:
         steps.append(scale)
         return uncond + scale * (cond - uncond)
 
-    stopped, wanted = run(pipe, guidance_interval="0.2-0.6", **options), run(pipe, guidance=combined, **options)
+    stopped, wanted = (
+        run(pipe, guidance_interval="0.2-0.6", **options),
+        run(pipe, guidance=combined, scale=None, **options),
+    )
     torch.testing.assert_close(stopped, wanted, rtol=2e-5, atol=2e-5)
 
 

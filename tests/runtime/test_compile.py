@@ -271,7 +271,7 @@ def test_only_what_has_changed_is_copied_into_a_captured_steps_buffers() -> None
     captured = cuda_graphs.Captured(Sum(), buffers, out)
 
     def run() -> tuple[float, int, int]:
-        return float(captured.run(values)[0]), *(buffer.copies for buffer in buffers)  # type: ignore[return-value]
+        return float(captured.replay(values)[0]), *(buffer.copies for buffer in buffers)  # type: ignore[return-value]
 
     assert [run(), run()] == [(0, 1, 1), (0, 1, 1)]
     values[0] += 1  # the same tensor with another value
