@@ -44,18 +44,17 @@ def option(
 ) -> Any:
     """Declare a dataclass field that is also a flag: --its-name, and further spellings in `flags`.
 
-    A flag whose field is a tuple may be repeated.  --help shows `common` flags, --help-all the rest too.  `metavar` is
-    the value's name in help; FILE, PATH or DIR in it marks options that name files (see `names_files`).  `within` is
-    the range of a number (always finite), with its `reason`; `parse` turns (name, text) into the value.  `used_by`
-    names the conditioners that use the option; setting it with any other is an error.  `excludes` are options that it
-    does not go with.
+    `within` is the range of a number (always finite), with its `reason`; `choices` are its values; `parse` turns (name,
+    text) into the value.  `excludes` are options that it does not go with.  In a feature, `reads` turns its text into
+    what `feature.reading(name)` returns, or raises ValueError before a model is loaded; `no_effect` is a job -> why it
+    has none in it, or None.
 
-    `png` is its key in a picture's text, `keys` are further ones that it is read from.  There `written` (value -> what
-    stands there) may replace the value, `restored` holds texts that stand for other values, and `from_text` reads it
-    (all settings, the options that the user gives -> value); with `always` the feature writes it itself.
-
-    In a feature, `reads` turns its text into what `feature.reading(name)` returns, or raises ValueError before a model
-    is loaded; `no_effect` is a job -> why it has none in it, or None.
+    The rest is for packages around this one, and nothing here reads it.  Of a command line: a flag whose field is a
+    tuple may be repeated; --help shows `common` flags, --help-all the rest too; `metavar` is the value's name in help;
+    FILE, PATH or DIR in it marks options that name files; `used_by` names the text encoders that use the option.
+    Of a picture's text: `png` is its key, `keys` are further ones that it is read from; `written` (value -> what stands
+    there) may replace the value, `restored` holds texts that stand for other values, and `from_text` reads it (all
+    settings, the options that the user gives -> value); with `always` the feature writes it itself.
     """
     about = {key: value for key, value in locals().items() if key != "default"}
     return dataclasses.field(default=default, metadata={**about, "flag": True})

@@ -48,7 +48,9 @@ class Branch(NamedTuple):
     """A conditioning that the network runs on, and what its output counts for."""
 
     conditioning: Conditioning
-    weight: float | Tensor = 1.0  # at a guidance scale of 1; a tensor (1,h,w) has one for each position
+    weight: float | Tensor = (
+        1.0  # at a guidance scale of 1; a tensor (1,h,w) has one for each position; not the first's
+    )
     positive: bool = True  # False: a negative prompt, or a branch of your own that is no prompt: see Outputs.cond
 
 
@@ -56,7 +58,9 @@ class Outputs(NamedTuple):
     """What the network predicted in a call, for guidance to combine.  All tensors are float32."""
 
     outs: Tensor  # (K,B,C,h,w) one for each branch, in their order: eps or v, as the network predicts
-    weights: Tensor  # (K,1,1,1,1) or (K,1,1,h,w): weight times scale of each branch; the first one's is not used
+    weights: (
+        Tensor  # (K,1,1,1,1) or (K,1,1,h,w): weight times scale of each branch; `weighted` does not use the first one's
+    )
     positive: tuple[bool, ...]  # which branches are positive
     x: Tensor  # (B,C,h,w) the latents that the call read
     row: Row  # row.t, row.level and row.to_x0 tell the noise level
@@ -108,7 +112,9 @@ class Guided(NamedTuple):
 
 
 def running(branches: tuple[Branch, ...], scale: float) -> tuple[Branch, ...]:
-    """Return the branches that run: all, or all but the first if its weight comes to 0, as at a scale of 1.
+    """Return the branches that run: all, or all but the first, where its output would count 0, as at a scale of 1.
+
+    By `weighted` it counts 1 - scale * (the sum of the others' weights).
 
     Raises ValueError for maps of weights of different sizes.
     """
@@ -204,7 +210,7 @@ class Inputs(NamedTuple):
     combine: Combine = weighted
     adjust: tuple[Adjust, ...] = ()  # applied after `combine`, in this order
     arguments: Mapping[str, Any] | None = None  # further ones of the network, for all branches as one batch
-    step: Callable[..., Tensor] = denoise_step  # perhaps compiled
+    step: Callable[..., Tensor] = denoise_step  # the function that runs a row of the plan; perhaps compiled
     gradients: bool = False  # of the network's output, for guidance
 
     def combined_by(self, combine: Combine) -> Inputs:
@@ -229,10 +235,10 @@ def unconstrained(number: int, x: Tensor) -> Tensor:
 class State:
     """The latents after a step, and what is needed to tell the image that the step predicted."""
 
-    step: int  # from 1
+    step: int  # how many are done, from 1 (Call.step counts from 0)
     num_steps: int
     latents: Tensor = field(repr=False)  # (B,C,h,w) float32, in the UNet's scale
-    before: Tensor = field(repr=False)  # (B,C,h,w) that the last call read whose H is remembered
+    before: Tensor = field(repr=False)  # (B,C,h,w) the latents that the call read whose output is h
     h: Tensor = field(repr=False)  # (B,C,h,w) this H: eps or x0, as the sampler chose
     x0_of_h: tuple[float, float] = field(repr=False)  # (p, q): x0 = p * before + q * h
     constrain: Callable[[Tensor], Tensor] = field(repr=False)  # to clean latents: what a mask keeps is put back
@@ -270,10 +276,10 @@ def run_plan(
             branches, scale = inputs.branches, inputs.scale
             guided = join(running(branches, scale), scale, x.device)
         latents = registers[0]
-        with calling(call, row.t, guided.positive):
+        with calling(call, row.t, guided.positive):  # for attention functions with `place`; no effect on others
             registers = _run_row(inputs, registers, row, noise, guided)
         if plan.remembers[number]:
-            before, h, x0_of_h = latents, registers[2], plan.x0_of_h(number)
+            before, h, x0_of_h = latents, registers[2], plan.x0_of_h(number)  # H1: the row has moved its H there
         if is_last:
             registers = _constrained(constrain, num_calls, registers)
         if is_last or plan.step[number + 1] != step:

@@ -43,7 +43,7 @@ class Job:
     shape: tuple[int, int, int]  # (C,h,w) of the latents
     plan: Plan | None  # None: no steps
     items: Iterable[Item]
-    encode: Callable[[Job, Sequence[Item]], InputSource]  # the prompts of a batch
+    encode: Callable[[Job, Sequence[Item]], InputSource]  # prompts of a batch -> (call -> what the network reads)
     begin: Callable[[Job, Sequence[Item], Draw], tuple[Tensor, Constraint]]  # its first latents (B,C,h,w)
     noise_source: Callable[[Job, Sequence[Item]], Draw]  # first what it begins with, then the noise of rows
     finish: Callable[[Item, Tensor], Tensor] = lambda item, pixels: pixels  # of a result's pixels (3,H,W)

@@ -60,12 +60,13 @@ class Pipeline(Model):
 
     def results(self, **options: Any) -> Iterator[Result]:
         """Yield the results of a task, each as soon as it is decoded: pixels, with the prompt and the seed."""
-        return decode(features.begin(self, *features.read(options)))
+        events = features.events_of(self, *features.read(options))  # a step runs when it is asked for
+        return decode(events)
 
     def stream(self, prompt: str | Sequence[str], **options: Any) -> Iterator[State]:
         """Yield the state after each step; leaving the loop stops it.  pipe.decode(state.latents), or .x0, shows it."""
         arguments = {"prompt": prompt, **options}
-        events = features.begin(self, *features.read(arguments))
+        events = features.events_of(self, *features.read(arguments))
         return (event for event in events if isinstance(event, State))
 
     # ---- parts ------------------------------------------------------------------------------------------------------
@@ -105,7 +106,7 @@ class Pipeline(Model):
         if draw is None and plan.adds_noise.any():
             raise ValueError("this sampler adds noise at every step: pass `draw=`, as tasks.noise_of makes it")
 
-        def rows(conditioning: Conditioning) -> Conditioning:
+        def expanded(conditioning: Conditioning) -> Conditioning:
             for name, part in conditioning.items():
                 if len(part) not in (1, len(noise)):
                     raise ValueError(
@@ -113,12 +114,13 @@ class Pipeline(Model):
                     )
             return {name: part.expand(len(noise), *part.shape[1:]) for name, part in conditioning.items()}
 
-        branches: tuple[Branch, ...] = (Branch(rows(cond)),)
+        branches: tuple[Branch, ...] = (Branch(expanded(cond)),)
         if uncond is not None and scale != 1:
-            branches = Branch(rows(uncond), positive=False), *branches
+            branches = Branch(expanded(uncond), positive=False), *branches
         inputs = Inputs(self.unet, branches, scale, step=self.step)
         x = noise.to(self.device, torch.float32)
-        for state in run_plan(x * plan.initial, plan, lambda call: inputs, draw or (lambda: noise)):
+        draw = draw or (lambda: noise)  # never called: no row of the plan adds noise
+        for state in run_plan(x * plan.initial, plan, lambda call: inputs, draw):
             x = state.latents
         return x
 

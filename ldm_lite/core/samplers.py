@@ -60,7 +60,7 @@ def make_plan(
     if len(levels) != steps + 1 or not all(now > after for now, after in pairwise(sigmas)):
         raise ValueError(f"got spacing {spacing}, expected {steps + 1} Levels for {steps} steps, the noisiest first")
     arguments: dict[str, Any] = {"spacing": spacing}
-    if last is not None:
+    if last is not None:  # samplers call their spacing, so it is one that hands out the last of these levels
         arguments["spacing"] = lambda schedule, num: levels[-num - 1 :]
     if eta is not None:
         if "eta" not in parameters or not 0 <= eta <= 1:
@@ -95,7 +95,10 @@ def _transfer(now: Level, after: Level, eps: Array, x: Array = X, eta: float = 0
 
 
 def _noise_shares(now: Level, after: Level, eta: float) -> tuple[float, float]:
-    """The coefficients of eps and of fresh noise (sigma of Song et al. 2021, eq. 16) in the next latent."""
+    """The coefficients of eps and of fresh noise in the next latent.
+
+    That of noise is sigma of Song et al. 2021, eq. 16, by a^2 + s^2 = 1; that of eps is sqrt(s^2 - sigma^2).
+    """
     ratio = now.a * after.s / (after.a * now.s)  # of the two levels' s / a
     old = after.s * np.sqrt(1 - eta**2 + (eta * ratio) ** 2)
     return float(old), float(eta * after.s * np.sqrt((1 - ratio) * (1 + ratio)))
@@ -114,9 +117,9 @@ def ddim(schedule: Schedule, steps: int, spacing: str | Spacing = "leading", eta
             x = _transfer(now, after, H, eta=eta)
         else:
             old, new = _noise_shares(now, after, eta)
-            x = after.a * H + old * (X - now.a * H) / now.s + new * NOISE
+            x = after.a * H + old * (X - now.a * H) / now.s + new * NOISE  # does not divide by a, 0 at zero SNR
         rows.add(i, now, x)
-    return rows.plan(end=levels[-1], initial=1.0)
+    return rows.plan(end=levels[-1], initial=1.0)  # as the original: unit noise, though the first s is below 1
 
 
 @sampler

@@ -75,10 +75,10 @@ def inpaint(model: Model, options: Options) -> Job:
 
     def begin(job: Job, items: Sequence[Item], draw: Draw) -> tuple[Tensor, Constraint]:
         noise = draw().to(init.device)
-        levels = [] if job.plan is None else [*job.plan.level.tolist(), (1.0, 0.0)]
+        levels = [] if job.plan is None else [*job.plan.level.tolist(), (1.0, 0.0)]  # what is kept ends clean
 
         def constrain(number: int, x: Tensor) -> Tensor:
-            if number == 0:
+            if number == 0:  # begun at this level already
                 return x
             a, s = levels[number]
             return free * x + (1 - free) * (a * init + s * noise)
