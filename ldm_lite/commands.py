@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ldm_lite.cli import command_options, console, flags
+from ldm_lite.cli.declared import rows_of
 from ldm_lite.cli.options import LoadOptions, SaveOptions, changed
 from ldm_lite.cli.task_options import Img2imgOptions, InpaintOptions, Txt2imgOptions, UpscaleOptions
 
@@ -51,9 +52,10 @@ def main_of(name: str, about: str | None, module: str = "") -> Callable[..., int
 
     def main(argv: Sequence[str] | None = None) -> int:
         first_line = (about or "").splitlines()[0]
-        files, rest = _feature_files(argv)
+        makes_images = issubclass(command.groups[0], Txt2imgOptions)
+        files, rest = _feature_files(argv) if makes_images else ([], argv)
         kinds: list[Any] = []  # the features of these files, which are groups of options, too
-        if status := console.run(lambda: kinds.extend(_features_in(files))):
+        if status := console.run(lambda: kinds.extend(_features_in(files, command.groups[0]))):
             return status
         parsed, original = flags.parse(rest, name, first_line, (*command.groups, *kinds), command.extend)
         options, features = parsed[: len(command.groups)], parsed[len(command.groups) :]
@@ -80,8 +82,11 @@ def _feature_files(argv: Sequence[str] | None) -> tuple[list[str], list[str]]:
     return known.feature, rest
 
 
-def _features_in(files: Sequence[str]) -> list[Any]:
-    """Import files, and return the features that they register.  Raises ValueError, one line, for a file that fails."""
+def _features_in(files: Sequence[str], kind: type) -> list[Any]:
+    """Import files, and return the features that they register, for a task's class of options.
+
+    Raises ValueError, one line, for a file that fails, and for an option with the name of another one.
+    """
     if not files:
         return []
     from ldm_lite.core.features import FEATURES  # which imports torch, as the files do
@@ -89,4 +94,5 @@ def _features_in(files: Sequence[str]) -> list[Any]:
 
     for file in files:
         import_file(Path(file))
+    rows_of(kind)
     return list(dict.fromkeys(FEATURES.values()))

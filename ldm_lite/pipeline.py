@@ -20,6 +20,7 @@ from torch import Tensor
 from ldm_lite import generate
 from ldm_lite.checkpoint.loading import load_model
 from ldm_lite.checkpoint.model import Model
+from ldm_lite.cli.declared import rows_of as option_rows
 from ldm_lite.cli.options import LoadOptions, changed
 from ldm_lite.cli.progress import step_bar
 from ldm_lite.cli.task_options import (
@@ -423,13 +424,14 @@ def _prepared(
 
     Some arguments may be those of features of the core's register_feature.
     """
+    option_rows(kind)  # which refuses names that clash
     names = {field.name for field in dataclasses.fields(kind)}
     theirs = {name: value for name, value in arguments.items() if name in features.FEATURES and name not in names}
     rest = {name: value for name, value in arguments.items() if name not in theirs}
     on_step, progress = rest.pop("on_step", None), rest.pop("progress", False)
     options = _options(kind, function, rest, ["progress", "on_step", *features.FEATURES])
     if theirs:
-        options = changed(options, features=tuple(features.read(theirs)[1]))
+        options = changed(options, features=tuple(features.features_of(theirs)))
     _check_devices(model)
     prepared = task.prepare(model, options)
     if not progress:

@@ -18,7 +18,7 @@ from PIL import Image
 from runs import unet_calls
 
 import ldm_lite
-from ldm_lite import img2img, txt2img
+from ldm_lite import img2img, txt2img, verify
 from ldm_lite.core import features
 from ldm_lite.core.files import import_file
 
@@ -151,6 +151,72 @@ def test_a_file_of_features_has_flags_in_every_command(
     with pytest.raises(SystemExit):
         img2img.main(["--feature", str(pag), "--help", "pag"])
     assert "--pag-layers NAME" in capsys.readouterr().out
+
+
+OWN = """
+from typing import Any, ClassVar
+from ldm_lite.core.features import Feature, option, register_feature
+
+DEVICES = []
+
+
+@register_feature
+class Glow(Feature):
+    \"\"\"Remembers where its model was.\"\"\"
+
+    excludes = ("compat",)
+    part_of = ("glow", "is of `glow`")
+    glow: float = option(0.0, "how much", within=(0, 9), png="Glow")
+    halo: int = option(1, "how wide", png="Glow halo")
+
+    def check(self, options):
+        assert not options.compat
+        return options
+
+    def change_options(self, model, options):
+        DEVICES.append(self.once("device", lambda _: str(model.device)))
+        return model, options
+"""
+
+
+@pytest.fixture
+def glow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(features, "FEATURES", dict(features.FEATURES))
+    path = tmp_path / "glow.py"
+    path.write_text(OWN, encoding="utf-8")
+    return path
+
+
+def test_a_feature_remembers_one_run(glow: Path, small_path: Path, tmp_path: Path) -> None:
+    """Neither the outline before weights are read nor another cell of a plot."""
+    argv = ["a", "--ckpt", str(small_path), "--device", "cpu", "--steps", "1", "--feature", str(glow), "--glow", "1"]
+    assert txt2img.main([*argv, "--x", "seed=1,2", "--out", str(tmp_path / "plot.png")]) == 0
+    assert sys.modules["file_glow"].DEVICES == ["meta", "meta", "cpu", "cpu"]
+
+
+def test_options_of_a_feature_beside_the_others(glow: Path, small: ldm_lite.Pipeline, tmp_path: Path) -> None:
+    import_file(glow)
+    with pytest.raises(ValueError, match="`glow` does not go with `compat`"):
+        small.txt2img("a", glow=1.0, compat=True)
+    with pytest.raises(ValueError, match="`halo` is of `glow`"):
+        small.txt2img("a", halo=2)
+    [result] = small.txt2img("a", glow=1.0, halo=3, steps=1, output="result")
+    result.save(tmp_path / "a.png")
+    [again] = small.txt2img(from_png=tmp_path / "a.png", glow=2.0, output="result")
+    assert "Glow: 2.0, Glow halo: 3" in again.parameters
+
+
+def test_names_that_clash_and_commands_without_images(
+    glow: Path, small: ldm_lite.Pipeline, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        verify.main(["--feature", str(glow), "--glow", "1"])
+    assert "unknown flag" in capsys.readouterr().err
+    glow.write_text(OWN.replace("halo: int", "freeu: int"), encoding="utf-8")
+    assert txt2img.main(["a", "--feature", str(glow)]) == 2
+    assert "the option --freeu of Glow is one of ldm_lite's: give it another name" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="the option `freeu` of Glow is one of ldm_lite's"):
+        small.txt2img("a", glow=1.0)
 
 
 def test_a_guidance_and_what_a_call_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 
 from ldm_lite import Pipeline
+from ldm_lite.cli.task_options import Txt2imgOptions
 from ldm_lite.diffusion.names import SAMPLERS, has
 from ldm_lite.diffusion.noise import is_brownian
+from ldm_lite.tasks.features import check_features, without_loading
 
 # Options with a key in the text, each with values to draw from.
 VALUES: dict[str, list[Any]] = {
@@ -79,3 +82,25 @@ def test_a_text_read_back_makes_the_picture(
     assert again.parameters == result.parameters
     ignored = [record.getMessage() for record in caplog.records if "picture.png" in record.getMessage()]
     assert not ignored
+
+
+def test_what_is_of_a_file_is_not_read_without_it(pipe: Pipeline, caplog: pytest.LogCaptureFixture) -> None:
+    """A text opens no files: what was made with a control is told, and the rest is made."""
+    picture = Image.new("RGB", (8, 8))
+    picture.info["parameters"] = (
+        "a cat\nSteps: 2, Sampler: DDIM, Seed: 1, Size: 64x64, Control: n.safetensors:i.png, "
+        "Control preprocess: canny, Version: ldm_lite 0"
+    )
+    pipe.txt2img(from_png=picture)
+    assert "ignored settings: Control, Control preprocess" in caplog.text
+
+
+def test_options_that_only_a_loaded_network_uses_are_left_out_before_it_is_loaded() -> None:
+    """The others stay, and so do options that belong to them."""
+    options = Txt2imgOptions("a", control=("n.safetensors:i.png",), image_embedding="e.npy", noise_level=5)
+    without = without_loading(options)
+    assert (without.control, without.image_embedding, without.noise_level) == ((), "e.npy", 5)  # type: ignore[attr-defined]
+    check_features(without)
+    options = Txt2imgOptions("a", refiner="r.safetensors", aesthetic_score=7.0, original_size="64x64")
+    without = without_loading(options)
+    assert (without.refiner, without.aesthetic_score) == (None, None)  # type: ignore[attr-defined]

@@ -94,10 +94,15 @@ def with_rows(kind: type) -> type:
 
 
 def rows_of(kind: type) -> dict[str, tuple[Field[Any], type]]:
-    """Return the options of a task's class by name, each with its class: this one, or a feature of the user's own."""
+    """Return the options of a task's class by name, each with its class: this one, or a feature of the user's own.
+
+    Raises ValueError, one line, for a feature whose option has the name of another one.
+    """
     rows = {row.name: (row, kind) for row in fields(kind)}
-    for feature in dict.fromkeys(registered().values()):
-        rows |= {row.name: (row, feature) for row in fields(feature)}
+    for name, feature in registered().items():
+        if name in rows:
+            raise ValueError(f"the option `{name}` of {feature.__name__} is one of ldm_lite's: give it another name")
+        rows |= {row.name: (row, feature) for row in fields(feature) if row.name == name}
     return rows
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from ldm_lite.cli.declared import registered
+from ldm_lite.cli.declared import differ, registered
 from ldm_lite.core.declare import (
     check_values,
     option,
@@ -51,7 +51,12 @@ def _expected(name: str, value: Any, choices: Sequence[str]) -> str:
 
 def given(options: CheckedOptions) -> set[str]:
     """The names of the options that were given, whatever their values, except None."""
-    own = {row.name for feature in getattr(options, "features", ()) for row in dataclasses.fields(feature)}
+    own = {
+        row.name
+        for feature in getattr(options, "features", ())
+        for row in dataclasses.fields(feature)
+        if differ(getattr(feature, row.name), row.default)
+    }
     return {name for name in getattr(options, "_given", ()) if getattr(options, name) is not None} | own
 
 

@@ -14,7 +14,7 @@ from ldm_lite.core.model import Model
 from ldm_lite.core.options import Options
 from ldm_lite.core.tasks import prepare
 
-__all__ = ["FEATURES", "STAGES", "Feature", "begin", "option", "read", "register_feature"]
+__all__ = ["FEATURES", "STAGES", "Feature", "events_of", "option", "read", "register_feature"]
 log = logging.getLogger("ldm_lite")
 T = TypeVar("T")
 
@@ -40,42 +40,13 @@ class Feature:
 
     stage: ClassVar[str] = "run"  # one of STAGES
     excludes: ClassVar[tuple[str, ...]] = ()  # names of options that it does not go with
+    part_of: ClassVar[tuple[str, str]] = ("", "")  # the option that its others mean nothing without, and why
+    # For packages around this one; nothing here reads these.
     topic: ClassVar[str] = ""  # of --help, where its options stand; its own name if empty
     tasks: ClassVar[tuple[str, ...]] = ()  # whose options they are; all tasks' if empty
     uses: ClassVar[tuple[str, ...]] = ()  # options of every task that bring it, too
     brought_by: ClassVar[tuple[str, ...]] = ()  # what a family has that brings it: "NAME", not None, or "NAME=VALUE"
-    part_of: ClassVar[tuple[str, str]] = ("", "")  # the option that its others mean nothing without, and why
     loads: ClassVar[bool] = False  # it loads networks, so it cannot be tried before weights are read
-
-    def __post_init__(self) -> None:
-        check_values(self)
-        for field in fields(self):
-            self.reading(field.name)
-
-    def reading(self, name: str) -> Any:
-        """Return what the `reads` of an option's row makes of its value, once; None for an option that is not given."""
-        row, value = type(self).__dataclass_fields__[name], getattr(self, name)
-        reads = row.metadata.get("reads")
-        if reads is None or value is None:
-            return value
-        return self.once(name, lambda _: reads(value))
-
-    @functools.cached_property
-    def state(self) -> dict[Any, Any]:
-        """What it remembers in a run, for which it is made anew."""
-        return {}
-
-    def once(self, key: Any, change: Callable[[Any], T]) -> T:
-        """Return what `change` makes of something, once in a run, for which the feature is made anew."""
-        place = key if isinstance(key, str) else id(key)
-        if place not in self.state:
-            self.state[place] = key, change(key)  # the key too, whose id would be another's without it
-        made: T = self.state[place][1]
-        return made
-
-    def log(self, level: int, message: str) -> None:
-        """Log a message once in a run, however many images start from an input of their own."""
-        self.once(message, lambda _: log.log(level, message))
 
     def check(self, options: Any) -> Any:
         """Return the options, perhaps changed, before a model is loaded; what rows say of options is checked already.
@@ -99,6 +70,38 @@ class Feature:
         """Return the events of a run: states, and the latents of batches."""
         return events
 
+    # ---- for features that read texts, or remember something ----
+
+    def __post_init__(self) -> None:
+        check_values(self)
+        for field in fields(self):
+            self.reading(field.name)
+
+    def reading(self, name: str) -> Any:
+        """Return what the `reads` of an option's row makes of its value, once; None for an option that is not given."""
+        row, value = type(self).__dataclass_fields__[name], getattr(self, name)
+        reads = row.metadata.get("reads")
+        if reads is None or value is None:
+            return value
+        return self.once(name, lambda _: reads(value))
+
+    @functools.cached_property
+    def state(self) -> dict[Any, Any]:
+        """What it remembers; a feature is an object of one run."""
+        return {}
+
+    def once(self, key: Any, change: Callable[[Any], T]) -> T:
+        """Return change(key), called once in a run; key is a name, or an object, which is told by its identity."""
+        place = key if isinstance(key, str) else id(key)
+        if place not in self.state:
+            self.state[place] = key, change(key)  # the key stays alive, so that no other object gets its id
+        made: T = self.state[place][1]
+        return made
+
+    def log(self, level: int, message: str) -> None:
+        """Log a message once in a run, however many images start from an input of their own."""
+        self.once(message, lambda _: log.log(level, message))
+
 
 # Option -> a Feature, or its name "module:Class", which is imported when the option is used.
 FEATURES: dict[str, Any] = {}
@@ -117,7 +120,9 @@ def register_feature(kind: type[Feature]) -> type[Feature]:
     for name in (field.name for field in fields(kind)):
         if owners.get(name, kind.__qualname__) != kind.__qualname__:
             raise ValueError(f"the option `{name}` of {kind.__name__} is one of {owners[name]}: give it another name")
-        FEATURES[name] = kind
+    for name in [name for name, owner in owners.items() if owner == kind.__qualname__]:
+        del FEATURES[name]
+    FEATURES.update({field.name: kind for field in fields(kind)})
     return kind
 
 
@@ -147,6 +152,15 @@ def changed_job(feature: Feature, job: Any) -> Any:
     return feature.change_job(job)
 
 
+def features_of(arguments: Mapping[str, Any]) -> list[Feature]:
+    """Return the features whose options are among arguments, unchecked, in the order in which they were registered."""
+    grouped: dict[Any, dict[str, Any]] = {}
+    for name in FEATURES:
+        if name in arguments:
+            grouped.setdefault(FEATURES[name], {})[name] = arguments[name]
+    return [imported(kind)(**values) for kind, values in grouped.items()]
+
+
 def read(arguments: Mapping[str, Any]) -> tuple[Options, list[Feature]]:
     """Turn keyword arguments into options and features, in the order of their stages.
 
@@ -159,18 +173,14 @@ def read(arguments: Mapping[str, Any]) -> tuple[Options, list[Feature]]:
             hint = f"did you mean {near[0]}? " if near else ""
             raise TypeError(f"no argument {name!r}: {hint}expected some of {', '.join([*names, *FEATURES])}")
     options = Options(**{name: value for name, value in arguments.items() if name in names})
-    grouped: dict[Any, dict[str, Any]] = {}
-    for name in FEATURES:
-        if name in arguments:
-            grouped.setdefault(FEATURES[name], {})[name] = arguments[name]
-    features: list[Feature] = [imported(kind)(**values) for kind, values in grouped.items()]
+    features = features_of(arguments)
     for feature in features:
         check_together(feature, arguments.__contains__)
         options = feature.check(options)
     return options, sorted(features, key=lambda feature: STAGES.index(feature.stage))
 
 
-def begin(model: Model, options: Options, features: Sequence[Feature] = ()) -> Events:
+def events_of(model: Model, options: Options, features: Sequence[Feature] = ()) -> Events:
     """Run options with features, and yield the events.  Raises ValueError for options that do not fit."""
     for feature in features:
         model, options = feature.change_options(model, options)

@@ -52,10 +52,11 @@ def check_features(options: Options) -> tuple[Options, list[Feature]]:
             check_together(feature, is_set, options.task)
             options = feature.check(options)
             features.append(feature)
-    for feature in options.features:
+    for feature in map(dataclasses.replace, options.features):  # made anew: what they remember is of one run
         check_together(feature, is_set, options.task)
         options = feature.check(options)
-    return options, [*features, *options.features]
+        features.append(feature)
+    return options, features
 
 
 def check_files(options: Txt2imgOptions) -> None:
@@ -67,10 +68,11 @@ def check_files(options: Txt2imgOptions) -> None:
 
 def without_loading(options: Options) -> Options:
     """Return options without those of features that load networks, and without what only these may use."""
-    names = [row.name for feature in used(options) if feature.loads for row in dataclasses.fields(feature)]
-    names += [row.name for row in dataclasses.fields(options) if names and row.metadata.get("used_by")]
-    defaults = {row.name: row.default for row in dataclasses.fields(options) if row.name in names}
-    return changed(options, **defaults)
+    names = {row.name for feature in used(options) if feature.loads for row in dataclasses.fields(feature)}
+    rows = dataclasses.fields(options)  # a model that an option loads is among those that `used_by` names
+    names |= {row.name for row in rows if names & {*(row.metadata.get("used_by") or ())}}
+    defaults: dict[str, Any] = {row.name: row.default for row in rows if row.name in names}
+    return changed(options, **defaults, features=tuple(own for own in options.features if not own.loads))
 
 
 def with_networks(options: Options, networks: dict[str, Any]) -> Options:

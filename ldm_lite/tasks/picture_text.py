@@ -110,7 +110,7 @@ def options_of(text: Parameters, explicit: set[str]) -> tuple[dict[str, Any], li
         values["width"], values["height"] = _sides(settings["Size"])
         used.add("Size")
     rows = _rows({*settings})
-    named = {row.name for row, _ in rows.values()} | explicit
+    named = {row.name for row, _ in rows.values() if not names_files(row)} | explicit
     for key, (row, kind) in rows.items():
         whole = getattr(kind, "part_of", ("", ""))[0]
         if names_files(row) and row.name not in explicit:

@@ -714,6 +714,7 @@ def job(unet: Any, step: cuda_graphs.Step, seed: int, combine: str | float | Non
     return last.latents
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tier", ["step", pytest.param("max", marks=pytest.mark.slow)])
 def test_each_network_of_a_trick_is_one_graph_for_all_steps_and_jobs(tier: str, kind: str) -> None:
