@@ -104,7 +104,11 @@ def test_equal_images_count_each(tmp_path: Path, job: Callable[..., list[str]]) 
 def test_another_setting_is_another_image(small_path: Path, job: Callable[..., list[str]]) -> None:
     changes: list[list[Any]] = [["--steps", 3], ["--scale", 3], ["--negative-prompt", "b"], ["--W", 32], ["--eta", 1.0]]
     changes += [["--sampler", "euler"], ["--clip-skip", 2], ["--spacing", "karras"], ["--guidance-rescale", 0.5]]
-    changes += [["--prompt-syntax", "a1111"], ["--dynamic-threshold", 0.9], ["--refiner", small_path]]
+    changes += [
+        ["--prompt-syntax", "a1111"],
+        ["--mimic-scale", 1, "--dynamic-threshold", 0.9],
+        ["--refiner", small_path],
+    ]
     changes += [["--dtype", "bf16"], ["--prediction", "v"], ["--noise", "a1111"], ["--sampler", "ddim_cfgpp"]]
     for change in ([], *changes):
         assert len(job("a cat", *change)) == 1, change

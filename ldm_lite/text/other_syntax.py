@@ -8,6 +8,8 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from ldm_lite.core.declare import MOST_CHARACTERS
+
 A1111 = "`prompt_syntax=a1111` reads"
 _NUMBER = r"-?(?:\d?\.\d+|\d(?:\.\d+)?)"
 _ARTICLE = r"(?:an?|one|two|three)\s"
@@ -64,8 +66,9 @@ SIGNS = (
 
 def signs_in(prompt: str, syntax: str = "plain", has_weights: bool = True) -> Iterator[str]:
     """Yield a line about each kind of sign in a prompt, with what shows it; syntax is what the prompt is read as."""
+    text = prompt[:MOST_CHARACTERS]  # longer ones are refused
     for sign in SIGNS:
-        if (match := sign.pattern.search(prompt)) and not (sign.plain and syntax == "a1111"):
+        if (match := sign.pattern.search(text)) and not (sign.plain and syntax == "a1111"):
             phrase = " ".join(match[0].split())
             advice = sign.advice if has_weights or not sign.weight else "this model's text encoder has no weights"
             yield f"{phrase if len(phrase) <= 60 else phrase[:57] + '...'} in the prompt is read as words: {advice}"

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from ldm_lite import Pipeline
 from ldm_lite.models.clip import num_known
 from ldm_lite.models.controlnet import ControlNet
+from ldm_lite.models.open_clip import OpenCLIPTextSpec
 from ldm_lite.networks import lora_layers, token_tables
 from ldm_lite.runtime.patching import patch, unpatch
 
@@ -294,7 +295,7 @@ def load_lora(lora: LoRA, path: Path) -> None:
 def kohya_file(lora: nn.Module, model: Pipeline) -> Content:
     """Return the tensors (float16, on the CPU) and the metadata of a LoRA file, from a LoRA or its EMA, for a model."""
     assert isinstance(lora, LoRA)
-    second = model.family.unet.context_dim == 1024
+    second = isinstance(model.family.text, OpenCLIPTextSpec)  # Stable Diffusion 2.x reads OpenCLIP
     versions = {
         "flux": "flux1", "chroma": "chroma", "flux2": "flux_2_klein_4b", "sd3": "sd3", "z_image": "zimage",
         "sdxl": "sdxl_base_v1-0", "clip": "sd_v2" + "_v" * (model.schedule.prediction == "v") if second else "sd_v1",

@@ -39,7 +39,7 @@ def test_the_command(
     assert resumed["tables"][:2] == results["tables"]
     capsys.readouterr()
     assert command.main([*arguments, "--batches", "1", "--sections", "step"]) == 2
-    assert f"{tmp_path}: holds results already: go on with --resume, or" in capsys.readouterr().err
+    assert f"{tmp_path}: holds results already: continue with --resume, or" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

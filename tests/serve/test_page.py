@@ -368,7 +368,7 @@ def test_a_pen_that_presses_paints_wider_and_keys_paint_too(visit: Open, tmp_pat
 def test_a_dropped_picture_fills_the_form(visit: Open, tmp_path: Path) -> None:
     page = visit()
     drop(page, "#stage", picture(tmp_path, TEXT))
-    page.wait_for_selector("#remarks:has-text('ignored Tiling')")
+    page.wait_for_selector("#remarks:has-text('ignored settings: Tiling')")
     playwright.expect(page.locator("#f-prompt")).to_have_value(TEXT.splitlines()[0])
     playwright.expect(page.locator("#f-negative_prompt")).to_have_value("red")
     wanted = {"steps": "3", "sampler": "dpmpp_2m", "spacing": "karras", "scale": "6.5", "seed": str(2**63 - 1)}
