@@ -59,7 +59,9 @@ def read_heads(text: str, module: str) -> Iterator[Declared]:
     """Yield the features of a file's text.  Raises NameError for a row that needs what the file imports."""
     names: dict[str, Any] = {**vars(declare), "Any": Any, "ClassVar": ClassVar}
     for node in ast.parse("".join(HEADS.findall(text))).body:
-        if isinstance(node, ast.Assign) and not any(isinstance(part, (ast.Name, ast.Call)) for part in _values(node)):
+        if isinstance(node, ast.Assign) and not any(
+            isinstance(part, (ast.Name, ast.Call)) for part in ast.walk(node.value)
+        ):
             _run([node], names)
         if isinstance(node, ast.ClassDef) and any(getattr(base, "id", "") == "Feature" for base in node.bases):
             statements = [statement for statement in node.body if isinstance(statement, ast.AnnAssign)]
@@ -71,10 +73,6 @@ def read_heads(text: str, module: str) -> Iterator[Declared]:
             facts = {name: head.get(name, ()) for name in ("tasks", "uses", "brought_by")}
             topic = head.get("topic", node.name.lower())
             yield Declared(head.get("stage", "run"), topic, **facts, place=f"{module}:{node.name}", rows=rows)
-
-
-def _values(node: ast.Assign) -> Iterator[ast.AST]:
-    return ast.walk(node.value)
 
 
 def _run(statements: Sequence[ast.stmt], names: dict[str, Any]) -> dict[str, Any]:
