@@ -22,7 +22,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ldm_lite.cli.console import printable
 from ldm_lite.cli.version import __version__
 from ldm_lite.runtime.compile import compiling
-from ldm_lite.serve import a1111, api, openai
+from ldm_lite.serve import api, openai
+from ldm_lite.serve.a1111 import routes as a1111
 from ldm_lite.serve.http import Reader, Refused, answer, one_line
 from ldm_lite.serve.options import ServeOptions
 from ldm_lite.serve.queue import CLIENT, Engine, Full, Stopping

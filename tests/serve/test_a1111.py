@@ -27,14 +27,14 @@ pytest.importorskip("prometheus_client")
 
 
 def inpainting(library: Library, **given: Any) -> InpaintOptions:
-    from ldm_lite.serve import a1111
+    from ldm_lite.serve.a1111 import routes, translation
     from ldm_lite.serve.http import encoded
 
     mask = Image.new("L", (32, 32))
     mask.paste(255, (4, 4, 12, 12))
     images = {"init_images": [encoded(Image.new("RGB", (32, 32), "red"))], "mask": encoded(mask)}
-    state = a1111.State(Engine(library, ServeOptions()))
-    options = a1111._submit(state, a1111.Img2imgRequest(**images, **given))[0].options
+    state = routes.State(Engine(library, ServeOptions()))
+    options = translation.submit(state.engine, state.settings, translation.Img2imgRequest(**images, **given))[0].options
     assert isinstance(options, InpaintOptions)
     return options
 
@@ -54,7 +54,7 @@ def test_only_masked(library: Library) -> None:
 
 def test_tags_weigh_networks_and_blocks() -> None:
     from ldm_lite.adapters.strength import Strength
-    from ldm_lite.serve.a1111 import _loras
+    from ldm_lite.serve.a1111.translation import _loras
 
     prompt, found = _loras("a <lora:one:0.5:lbw=OUTD>car<lyco:two:te=0.5:unet=1> <lora:three>")
     assert prompt == "a car "
@@ -220,10 +220,10 @@ def test_what_clients_ask_for_besides(server: Running) -> None:
 
 
 def test_settings_progress_and_interrupt_are_each_clients_own(library: Library) -> None:
-    from ldm_lite.serve import a1111
+    from ldm_lite.serve.a1111 import routes
     from ldm_lite.serve.queue import CLIENT
 
-    state = a1111.State(Engine(library, ServeOptions()))
+    state = routes.State(Engine(library, ServeOptions()))
     ticket = state.engine.submit("txt2img", Txt2imgOptions("x", steps=2, width=32, height=32))
     ticket.client = "a"
     token = CLIENT.set("a")
@@ -239,9 +239,9 @@ def test_settings_progress_and_interrupt_are_each_clients_own(library: Library) 
         assert state.settings["CLIP_stop_at_last_layers"] == 2
         ticket.cancel()
         assert state.running == []
-        for number in range(2 * a1111.MOST_CLIENTS):
+        for number in range(2 * routes.MOST_CLIENTS):
             CLIENT.set(str(number))
             state.set({"CLIP_stop_at_last_layers": 3})
-        assert len(state._settings) == a1111.MOST_CLIENTS
+        assert len(state._settings) == routes.MOST_CLIENTS
     finally:
         CLIENT.reset(token)

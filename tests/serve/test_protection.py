@@ -266,7 +266,7 @@ def test_health_is_answered_while_all_threads_read(running: Running, monkeypatch
         assert go.wait(60)
         raise ValueError("the end")
 
-    monkeypatch.setattr("ldm_lite.serve.a1111.open_base64", hang)
+    monkeypatch.setattr("ldm_lite.serve.a1111.routes.open_base64", hang)
     threads = [threading.Thread(target=running.ask, args=("/sdapi/v1/png-info", {"image": ""})) for _ in range(60)]
     for thread in threads:
         thread.start()
@@ -289,7 +289,7 @@ def test_a_thread_is_its_clients_until_it_ends(running: Running, monkeypatch: py
         assert go.wait(60)
         raise ValueError("the end")
 
-    monkeypatch.setattr("ldm_lite.serve.a1111.open_base64", hang)
+    monkeypatch.setattr("ldm_lite.serve.a1111.routes.open_base64", hang)
     monkeypatch.setattr(http, "READING", 0.5)
     for _ in range(http.READERS):
         assert running.refused("/sdapi/v1/png-info", {"image": ""})[0] in (408, 503)
