@@ -111,9 +111,9 @@ def with_exact_batches(model: Pipeline) -> Pipeline | None:
     It patches the layers of the model's UNet, and one thread may use it at a time.  None if the steps are compiled or
     the model is offloaded, which rule that out.
     """
-    if is_compiled(model.step) or model.offloader is not None:
+    if is_compiled(model.run_row) or model.offloader is not None:
         return None
-    return replace(model, step=Together(model.unet, model.step))
+    return replace(model, run_row=Together(model.unet, model.run_row))
 
 
 def merge_loras(
@@ -399,7 +399,7 @@ class Batch:
         if self._job.plan is None:
             return
         x, *how = self._started
-        step = self._job.model.step
+        step = self._job.model.run_row
         with step.images(self._size) if isinstance(step, Together) else contextlib.nullcontext():
             for state in self._job.solve(x, self._job.plan, *how):
                 self.latents = state.latents

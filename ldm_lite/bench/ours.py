@@ -106,7 +106,7 @@ class OurWorkload:
     def prediction(self, tensors: Inputs) -> Tensor:
         """Return it as recovered from the latents of one step."""
         plan, latents = self._denoise(tensors, 1, CHECK_SCALE)
-        if (failure := getattr(self.pipe.step, "failure", None)) is not None:
+        if (failure := getattr(self.pipe.run_row, "failure", None)) is not None:
             raise ValueError(f"could not be compiled: {failure}")
         row, x, (p, q) = plan.mix[0, 0], tensors.noise * plan.initial, plan.to_h[0]
         kept = (latents - float(row @ X) * x) / float(row @ H)  # H = p x + q prediction

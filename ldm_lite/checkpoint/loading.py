@@ -154,7 +154,7 @@ def load_model(options: LoadOptions, kind: type[M], check: Callable[[M], None] |
         f"loaded in {time.perf_counter() - start:.1f} s"
     )
     log.info("%s", description)
-    return replace(model, description=description, offloader=offloader, step=step)
+    return replace(model, description=description, offloader=offloader, run_row=step)
 
 
 def check_memory(networks: Mapping[str, Any], parts: Mapping[str, Tensors], dtypes: Mapping[str, Any]) -> None:

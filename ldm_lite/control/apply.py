@@ -33,7 +33,7 @@ class ActiveControls:
     def __init__(self, model: Model, controls: Sequence[LoadedControl], plan: Plan, size: tuple[int, int]) -> None:
         """size is (width, height) in pixels.  Raises ValueError for sizes and UNets that an adapter does not fit."""
         self._num_steps = plan.num_steps
-        self._compiled = is_compiled(model.step)
+        self._compiled = is_compiled(model.run_row)
         nets: list[ControlNet] = []
         self._nets: list[tuple[Control, ControlInput]] = []  # with the inputs within their range of steps
         self._adapters: list[tuple[Control, Features]] = []

@@ -8,7 +8,7 @@ x = a x0 + s eps now and x = a' x0 + s' eps after the row, it does this:
     x = (a'/a) * x + (s' - a' s/a) * h   # row.mix: Song et al. 2021, eq. 12, as coefficients of x and h
 
 Other samplers have other coefficients, of the H of earlier calls and of noise too.  To see latents in a debugger,
-stop in denoise_step, or look at each State that run_plan yields.
+stop in run_row, or look at each State that run_plan yields.
 
 An InputSource gives the inputs of each call.  Features wrap it: InputSource -> InputSource.
 
@@ -159,7 +159,7 @@ def join(branches: Sequence[Branch], scale: float, device: torch.device) -> Guid
 # ---- the step -------------------------------------------------------------------------------------------------------
 
 
-def denoise_step(
+def run_row(
     network: Network,
     registers: Tensor,
     row: Row,
@@ -171,7 +171,7 @@ def denoise_step(
 ) -> Tensor:
     """Run one row: return the registers (R,B,C,h,w) float32, the first of which is the latent, after one call.
 
-    noise (B,C,h,w) is unit noise or zeros; arguments are further ones of the network.  `torch.compile(denoise_step)`
+    noise (B,C,h,w) is unit noise or zeros; arguments are further ones of the network.  `torch.compile(run_row)`
     serves every sampler, number of steps and guidance scale; it compiles again for another network, number of branches,
     combine or adjust.
     """
@@ -210,7 +210,7 @@ class Inputs(NamedTuple):
     combine: Combine = weighted
     adjust: tuple[Adjust, ...] = ()  # applied after `combine`, in this order
     arguments: Mapping[str, Any] | None = None  # further ones of the network, for all branches as one batch
-    step: Callable[..., Tensor] = denoise_step  # the function that runs a row of the plan; perhaps compiled
+    run_row: Callable[..., Tensor] = run_row  # the function that runs a row of the plan; perhaps compiled
     gradients: bool = False  # of the network's output, for guidance
 
     def combined_by(self, combine: Combine) -> Inputs:
@@ -277,7 +277,7 @@ def run_plan(
             guided = join(running(branches, scale), scale, x.device)
         latents = registers[0]
         with calling(call, row.t, guided.positive):  # for attention functions with `place`; no effect on others
-            registers = _run_row(inputs, registers, row, noise, guided)
+            registers = _run_call(inputs, registers, row, noise, guided)
         if plan.remembers[number]:
             before, h, x0_of_h = latents, registers[2], plan.x0_of_h(number)  # H1: the row has moved its H there
         if is_last:
@@ -294,7 +294,7 @@ def run_plan(
             )
 
 
-def _run_row(inputs: Inputs, registers: Tensor, row: Row, noise: Tensor, guided: Guided) -> Tensor:
+def _run_call(inputs: Inputs, registers: Tensor, row: Row, noise: Tensor, guided: Guided) -> Tensor:
     """Run the step of a call, with gradients if its inputs ask for them, and return the registers without."""
     arguments = None
     if inputs.arguments is not None:
@@ -304,10 +304,10 @@ def _run_row(inputs: Inputs, registers: Tensor, row: Row, noise: Tensor, guided:
         }
     functions = inputs.combine, inputs.adjust
     if not inputs.gradients:
-        return inputs.step(inputs.network, registers, row, noise, guided, *functions, arguments)
+        return inputs.run_row(inputs.network, registers, row, noise, guided, *functions, arguments)
     with torch.enable_grad():
         registers = registers.detach().requires_grad_()
-        registers = inputs.step(inputs.network, registers, row, noise, guided, *functions, arguments)
+        registers = inputs.run_row(inputs.network, registers, row, noise, guided, *functions, arguments)
     return registers.detach()
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ldm_lite.core.denoise import Conditioning, denoise_step
+from ldm_lite.core.denoise import Conditioning, run_row
 from ldm_lite.core.family import Family
 from ldm_lite.core.image import MOST_PIXELS as MOST
 from ldm_lite.core.plan import Plan
@@ -29,7 +29,7 @@ class Model:
     family: Family = field(repr=False)
     schedule: Schedule = field(repr=False)
     networks: Mapping[str, Any] = field(repr=False)  # modules by kind
-    step: Callable[..., Tensor] = field(default=denoise_step, repr=False)  # perhaps compiled
+    run_row: Callable[..., Tensor] = field(default=run_row, repr=False)  # perhaps compiled
 
     @property
     def unet(self) -> Any:

@@ -16,7 +16,7 @@ from PIL import Image
 from torch import Tensor
 
 from ldm_lite.core import features, saving
-from ldm_lite.core.denoise import Branch, Conditioning, Draw, Inputs, State, denoise_step, run_plan
+from ldm_lite.core.denoise import Branch, Conditioning, Draw, Inputs, State, run_plan, run_row
 from ldm_lite.core.family import recognise, schedule_of
 from ldm_lite.core.files import Tensors, open_file
 from ldm_lite.core.image import open_image, pad, to_pil, to_pixels
@@ -117,7 +117,7 @@ class Pipeline(Model):
         branches: tuple[Branch, ...] = (Branch(expanded(cond)),)
         if uncond is not None and scale != 1:
             branches = Branch(expanded(uncond), positive=False), *branches
-        inputs = Inputs(self.unet, branches, scale, step=self.step)
+        inputs = Inputs(self.unet, branches, scale, run_row=self.run_row)
         x = noise.to(self.device, torch.float32)
         draw = draw or (lambda: noise)  # never called: no row of the plan adds noise
         for state in run_plan(x * plan.initial, plan, lambda call: inputs, draw):
@@ -230,5 +230,5 @@ def load(
         for network in networks.values():
             network.to(memory_format=torch.channels_last)
     log.info("%s: %s, loaded in %.1f s", files[0].path, family.title, time.perf_counter() - began)
-    step = torch.compile(denoise_step) if compile else denoise_step
-    return Pipeline(files[0].path.stem, family, schedule, networks, step)
+    function = torch.compile(run_row) if compile else run_row
+    return Pipeline(files[0].path.stem, family, schedule, networks, function)

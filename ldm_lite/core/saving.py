@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ldm_lite.core.denoise import denoise_step
+from ldm_lite.core.denoise import run_row
 from ldm_lite.core.family import facts_of, recognise, schedule_of
 from ldm_lite.core.files import Tensors, open_file
 from ldm_lite.core.layers import note_size
@@ -48,8 +48,8 @@ def save(model: Model, path: Path) -> None:
     for kind, network in model.networks.items():
         if not hasattr(unwrapped(network), "spec"):
             raise ValueError(f"cannot save the {kind}, a {type(network).__name__}: {WHAT_TO_DO}")
-    if getattr(model.step, "_torchdynamo_orig_callable", model.step) is not denoise_step:
-        raise ValueError("cannot save a model with a step of your own: replace(pipe, step=denoise_step) has none")
+    if getattr(model.run_row, "_torchdynamo_orig_callable", model.run_row) is not run_row:
+        raise ValueError("cannot save a model with a `run_row` of your own: replace(pipe, run_row=denoise.run_row)")
     tensors = {"alphas_cumprod": torch.from_numpy(np.ascontiguousarray(model.schedule.alpha_bar))}
     for kind, network in model.networks.items():
         tensors |= {KINDS[kind].prefixes[0] + key: tensor for key, tensor in weights_of(network).items()}

@@ -117,7 +117,7 @@ def guided_text(job: Job, items: Sequence[Item]) -> InputSource:
     if scale != 1:
         negative = model.encode_prompt([item.negative for item in items])
         branches = Branch(negative, positive=False), *branches
-    return lambda call: Inputs(model.unet, branches, scale, step=model.step)
+    return lambda call: Inputs(model.unet, branches, scale, run_row=model.run_row)
 
 
 def from_noise(job: Job, items: Sequence[Item], draw: Draw) -> tuple[Tensor, Constraint]:

@@ -119,7 +119,7 @@ class Guidance:
             for branch in self.branches
         )
         scale = 1.0 if callable(self.scale) else self.scale
-        inputs = Inputs(model.unet, branches, scale, self.combine, self.adjust, step=model.step)
+        inputs = Inputs(model.unet, branches, scale, self.combine, self.adjust, run_row=model.run_row)
         return changing(self, inputs) if callable(self.scale) or self.combine_at else Constant(inputs)
 
 

@@ -14,7 +14,7 @@ from ldm_lite.core.denoise import (
     Inputs,
     InputSource,
     Network,
-    denoise_step,
+    run_row,
     weighted,
 )
 from ldm_lite.core.plan import Plan, Row
@@ -42,7 +42,7 @@ def with_learned_variance(stretch: float) -> Callable[..., Tensor]:
         out = network(batch, row.t.expand(len(batch)), **guided.conditioning, **(arguments or {})).float()
         prediction, variance = out.chunk(2, dim=1)
         noise = noise * torch.exp((variance[-len(x) :] + 1) / 2 * stretch)
-        return denoise_step(lambda *inputs, **named: prediction, registers, row, noise, guided, combine, adjust)
+        return run_row(lambda *inputs, **named: prediction, registers, row, noise, guided, combine, adjust)
 
     return step
 
@@ -52,6 +52,6 @@ def learning_variance(inputs_of: InputSource, plan: Plan) -> InputSource:
 
     def stepped(call: Call) -> Inputs:
         stretch = plan.stretch[call.number] if isinstance(plan, LearnedVariancePlan) else 0.0
-        return inputs_of(call)._replace(step=with_learned_variance(float(stretch)))
+        return inputs_of(call)._replace(run_row=with_learned_variance(float(stretch)))
 
     return stepped

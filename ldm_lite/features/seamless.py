@@ -35,7 +35,7 @@ class Seamless(Feature):
 
     def change_options(self, model: Any, options: Any) -> tuple[Any, Any]:
         """Replace the model.  Raises ValueError for networks whose convolutions are fixed."""
-        if model.offloader is not None or is_compiled(model.step):
+        if model.offloader is not None or is_compiled(model.run_row):
             raise ValueError(
                 "`seamless` runs other convolutions: leave out `offload`, `storage`, `compile` and `compiled`"
             )

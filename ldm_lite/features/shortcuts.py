@@ -56,7 +56,7 @@ class Shortcuts(Feature):
     def change_options(self, model: Any, options: Any) -> tuple[Any, Any]:
         """Raises ValueError for a network that it does not fit."""
         Run(model.unet, self.settings)
-        if self.settings.gate is not None and is_compiled(model.step):
+        if self.settings.gate is not None and is_compiled(model.run_row):
             log.warning("T-GATE runs uncompiled steps: `compile` has no effect with it")
         return model, options
 

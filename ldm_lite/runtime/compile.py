@@ -28,7 +28,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import Tensor, nn
 
-from ldm_lite.core.denoise import Guided, denoise_step, weighted
+from ldm_lite.core.denoise import Guided, run_row, weighted
 from ldm_lite.runtime import joined
 from ldm_lite.runtime.cuda_graphs import UNDER_WAY, Graphs, Step, as_under_way, is_stateful, tensors_of
 from ldm_lite.runtime.timing import cache_folder
@@ -44,7 +44,7 @@ COLD_START_S = 60.0  # time of one compilation of the step, about
 def compiled_step(
     tier: str, network: nn.Module, backend: str = "inductor", settings: Mapping[str, Any] | None = None
 ) -> Step:
-    """Return a network's denoising step in a tier, called like denoise_step; it is compiled at the first call.
+    """Return a network's denoising step in a tier, called like run_row; it is compiled at the first call.
 
     settings are further options of Inductor.  Raises ValueError for an unknown tier.
     """
@@ -52,7 +52,7 @@ def compiled_step(
         raise ValueError(f"unknown compile tier {tier!r}: expected one of {', '.join(TIERS)}")
     device = next(network.parameters()).device.type
     if tier == "off" or (tier in ("auto", "graph") and device != "cuda"):
-        return denoise_step
+        return run_row
     return CompiledStep(tier, network, backend, settings)
 
 
@@ -62,7 +62,7 @@ def is_compiled(step: Step) -> bool:
     A CUDA graph of plain steps is not compiled: where Python code has a say, it is not used.
     """
     inner = inspect.unwrap(step)
-    return inner is not denoise_step and not (isinstance(inner, CompiledStep) and inner.tier == "graph")
+    return inner is not run_row and not (isinstance(inner, CompiledStep) and inner.tier == "graph")
 
 
 def compiling() -> str:
@@ -71,7 +71,7 @@ def compiling() -> str:
 
 
 class CompiledStep:
-    """denoise_step, compiled at its first call; the log tells how long that took and when it pays, or why it failed."""
+    """run_row, compiled at its first call; the log tells how long that took and when it pays, or why it failed."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class CompiledStep:
         network: nn.Module,
         backend: str,
         settings: Mapping[str, Any] | None = None,
-        plain: Step = denoise_step,
+        plain: Step = run_row,
     ) -> None:
         """plain is what is compiled."""
         self._made_of = tier, network, backend, settings, plain
@@ -107,7 +107,7 @@ class CompiledStep:
         return part
 
     def __call__(self, model: Any, *args: Any) -> Any:
-        """Compute one row like denoise_step; one of of_network what its network predicts."""
+        """Compute one row like run_row; one of of_network what its network predicts."""
         if self._plain is not predict and is_stateful(args[4:6]):  # combine and adjust
             return in_two_parts(self, model, *args)[0]
         now = time.perf_counter()
@@ -245,11 +245,11 @@ def in_two_parts(step: Step, model: Any, *args: Any) -> tuple[Tensor, Any]:
     first = inner.of_network if isinstance(inner, CompiledStep) else predict
     out = first(model, *inputs, weighted, (), *how[2:])
     out, more = out if isinstance(out, tuple) else (out, None)
-    return denoise_step(lambda *x, **conditioning: out, *inputs, *how[:2]), more
+    return run_row(lambda *x, **conditioning: out, *inputs, *how[:2]), more
 
 
 def predict(model: Any, registers: Tensor, row: Any, noise: Tensor, guided: Guided, *how: Any) -> Any:
-    """Return what the network of a step returns: the first part of denoise_step, of the same arguments."""
+    """Return what the network of a step returns: the first part of run_row, of the same arguments."""
     num_branches, arguments = len(guided.positive), how[2] if len(how) > 2 else None
     batch = registers[0] if num_branches == 1 else registers[0].repeat(num_branches, 1, 1, 1)
     return model(batch, row.t.expand(len(batch)), **guided.conditioning, **(arguments or {}))
@@ -264,7 +264,7 @@ FOLD = 8  # what a UNet of four levels divides h and w by
 
 
 def _for_all_sizes(plain: Step, **how: Any) -> Step:
-    """Compile denoise_step or predict so that one graph serves all sizes.  how is torch.compile's."""
+    """Compile run_row or predict so that one graph serves all sizes.  how is torch.compile's."""
 
     def unfolding(model: Any, registers: Tensor, row: Any, noise: Tensor, guided: Guided, *others: Any) -> Any:
         if registers.ndim == 7:

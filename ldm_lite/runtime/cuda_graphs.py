@@ -29,7 +29,7 @@ from ldm_lite.runtime.timing import CAPTURES, measured_convolutions
 log = logging.getLogger("ldm_lite")
 
 MOST_GRAPHS = 8  # kept for a network, each with its buffers
-Step = Callable[..., Tensor]  # called like core.denoise.denoise_step
+Step = Callable[..., Tensor]  # called like core.denoise.run_row
 UNDER_WAY: list[str] = []  # what the threads of this process prepare steps by: "compiling", "capturing"
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ldm_lite.cli.options import RuntimeOptions
-from ldm_lite.core.denoise import denoise_step
+from ldm_lite.core.denoise import run_row
 from ldm_lite.runtime import aot, attention, cpu, fused_norm, joined
 from ldm_lite.runtime.blocks import BlockLinear
 from ldm_lite.runtime.compile import LAUNCH_BOUND, compiled_step
@@ -57,7 +57,7 @@ def prepare_networks(
         _use_kernels(network, device, kernels, owns_weights=not moves, attends=options.attention is None)
         if role == "vae" and options.vae_tiling:
             tile(network)
-    unet, step = networks.get("unet"), denoise_step
+    unet, step = networks.get("unet"), run_row
     if unet is not None and (compiles or options.compiled is not None):
         for module in unet.modules():
             if isinstance(module, BlockLinear):
@@ -68,7 +68,7 @@ def prepare_networks(
             settings = {SETTINGS[name]: True for name in kernels & set(SETTINGS)}
             step = compiled_step(options.compile or "off", unet, settings=settings)
     elif unet is not None and device.type == "cuda" and options.compile is None and not moves and PLAIN not in kernels:
-        step = compiled_step("graph", unet) if num_parameters(unet) < LAUNCH_BOUND else denoise_step
+        step = compiled_step("graph", unet) if num_parameters(unet) < LAUNCH_BOUND else run_row
     return step, Offloader(networks, device, offload=options.offload, storage=options.storage) if moves else None
 
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ldm_lite.core.denoise import Call, Conditioning, Inputs, InputSource, denoise_step, running
+from ldm_lite.core.denoise import Call, Conditioning, Inputs, InputSource, run_row, running
 from ldm_lite.core.layers import channels_last
 from ldm_lite.diffusion.adaptive import AdaptivePlan
 from ldm_lite.diffusion.plan import Plan, rises_before
@@ -176,15 +176,15 @@ class Run:
             if inputs.network not in self._shortened:
                 self._shortened[inputs.network] = self._around(inputs.network)
             network: Any = self._shortened[inputs.network]
-            step = inspect.unwrap(inputs.step)
+            step = inspect.unwrap(inputs.run_row)
             if self.shortcuts.gate is not None or not isinstance(step, CompiledStep):
-                step = denoise_step
+                step = run_row
             more: dict[str, Any] = {"free": self._free}
             if self.shortcuts.every > 1:
                 more |= {"deep": self._remembered(), "kept": 1 + self.shortcuts.branch}
                 if more["deep"] is None:
                     network, step = self._remembering(network, step)
-            return inputs._replace(network=network, step=step, arguments={**(inputs.arguments or {}), **more})
+            return inputs._replace(network=network, run_row=step, arguments={**(inputs.arguments or {}), **more})
 
         return inputs_of
 

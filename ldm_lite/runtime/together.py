@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ldm_lite.core.denoise import Guided, Network, denoise_step
+from ldm_lite.core.denoise import Guided, Network, run_row
 from ldm_lite.core.layers import Conv1x1
 from ldm_lite.core.plan import Row
 from ldm_lite.runtime.patching import patch, patch_of
@@ -21,12 +21,12 @@ LAYERS = (nn.Linear, nn.Conv2d, Conv1x1, nn.GroupNorm, nn.LayerNorm)
 
 
 class Together:
-    """A network's denoising step for B images, called like denoise_step, with the bits of B runs of one image.
+    """A network's denoising step for B images, called like run_row, with the bits of B runs of one image.
 
     The rows of a batch are branch by branch, so those of image i are i, B + i, ...  One thread may use it at a time.
     """
 
-    def __init__(self, network: nn.Module, alone: Callable[..., Tensor] = denoise_step) -> None:
+    def __init__(self, network: nn.Module, alone: Callable[..., Tensor] = run_row) -> None:
         """Patch the network's layers, which run as before outside of a step of several images.
 
         alone runs steps of one image: on CUDA it may be one that captures graphs.
@@ -44,7 +44,7 @@ class Together:
     def __call__(
         self, network: Network, registers: Tensor, row: Row, noise: Tensor, guided: Guided, *how: Any
     ) -> Tensor:
-        """Run one row of a plan, as denoise_step does."""
+        """Run one row of a plan, as run_row does."""
         count = registers.shape[1]
         inputs = network, registers, row, noise, guided, *how
         if count == 1:
@@ -54,7 +54,7 @@ class Together:
         if self._same.get(key) is False:
             return self._alone(*inputs)
         with self.images(count):
-            whole = denoise_step(*inputs)
+            whole = run_row(*inputs)
         if key in self._same:
             return whole
         alone = self._alone(*inputs)

@@ -234,7 +234,7 @@ class Cost:
         x, row = self._x, Row(*(torch.empty(shape, device="meta") for shape in ((), 2, 2, 2, (1, NUM_REGISTERS + 2))))
         guided = join(inputs.branches, 1.0, x.device)
         with FlopCounterMode(display=False) as counter:
-            inputs.step(inputs.network, x, row, x[0], guided, inputs.combine, inputs.adjust, inputs.arguments)
+            inputs.run_row(inputs.network, x, row, x[0], guided, inputs.combine, inputs.adjust, inputs.arguments)
         return int(counter.get_total_flops())
 
 

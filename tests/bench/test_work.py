@@ -108,7 +108,7 @@ def test_a_perturbed_network_fails_the_gate(options: Options) -> None:
 def test_what_could_not_be_compiled_is_not_timed_as_if_it_were(options: Options) -> None:
     workload = OurWorkload(CONFIGURATIONS["compiled"], options, "fp32")
     broken = compiled_step("step", workload.pipe.unet, backend="no such one")
-    workload.pipe = replace(workload.pipe, step=broken)
+    workload.pipe = replace(workload.pipe, run_row=broken)
     backend = InProcessBackend("compiled", CPU, lambda dtype: workload)
     with pytest.raises(Unavailable, match="could not be compiled"):
         backend.first(Cell("step", "fp32", 1))

@@ -262,7 +262,7 @@ def test_a_whole_job_is_two_graphs(pipe: Pipeline, folder: Path) -> None:
     """Two nets and an adapter, each with steps of its own, are one, and the UNet alone is the other."""
     torch._dynamo.reset()
     counter = CompileCounter()
-    compiled = replace(pipe, step=CompiledStep("step", pipe.unet, counter))  # type: ignore[arg-type]
+    compiled = replace(pipe, run_row=CompiledStep("step", pipe.unet, counter))  # type: ignore[arg-type]
     nets = [spec(folder, ":0.8:0.2-0.6:guess"), spec(folder, ":0.4-0.8"), spec(folder, ":0-0.5", "adapter.safetensors")]
     torch.testing.assert_close(run(compiled, nets), run(pipe, nets), rtol=1e-3, atol=1e-3)
     assert counter.frame_count == 2
@@ -273,7 +273,7 @@ def test_a_whole_job_is_two_graphs(pipe: Pipeline, folder: Path) -> None:
 @pytest.mark.needs("C++ compiler")
 def test_inductor_compiles_a_step_with_controls(pipe: Pipeline, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     torch._dynamo.reset()
-    compiled = replace(pipe, step=CompiledStep("step", pipe.unet, "inductor"))
+    compiled = replace(pipe, run_row=CompiledStep("step", pipe.unet, "inductor"))
     torch.testing.assert_close(run(compiled, [spec(folder)]), run(pipe, [spec(folder)]), rtol=1e-3, atol=1e-3)
     assert "failed" not in caplog.text
     torch._dynamo.reset()

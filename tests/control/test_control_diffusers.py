@@ -155,7 +155,7 @@ def test_a_net_reads_its_part_of_a_longer_vector() -> None:
 def test_a_whole_job_of_sdxl_is_one_graph(pipe: Pipeline, folder: Path) -> None:
     torch._dynamo.reset()
     counter = CompileCounter()
-    compiled = replace(pipe, step=CompiledStep("step", pipe.unet, counter))  # type: ignore[arg-type]
+    compiled = replace(pipe, run_row=CompiledStep("step", pipe.unet, counter))  # type: ignore[arg-type]
     last = run(compiled, asked(folder, "one"))
     assert toy.relative_error(last, GOLDEN["steered.one"]) < 1e-5
     assert counter.frame_count == 1

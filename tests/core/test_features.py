@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ldm_lite.core import FEATURES, Feature, Pipeline, register_feature
-from ldm_lite.core.denoise import Branch, Call, Inputs, InputSource, Outputs, State, denoise_step, weighted
+from ldm_lite.core.denoise import Branch, Call, Inputs, InputSource, Outputs, State, run_row, weighted
 from ldm_lite.core.features import STAGES
 from ldm_lite.core.job import Item, Job, Latents
 from ldm_lite.core.layers import Place, attention_layers, explicit, sdpa
@@ -194,8 +194,8 @@ def test_an_attention_with_a_place_compiles_to_one_graph(small: Pipeline) -> Non
         return graph.forward
 
     pipe = small.with_attention(sharper)
-    step = torch.compile(denoise_step, backend=backend, fullgraph=True)
-    torch.testing.assert_close(latents(replace(pipe, step=step), steps=6), latents(pipe, steps=6))
+    step = torch.compile(run_row, backend=backend, fullgraph=True)
+    torch.testing.assert_close(latents(replace(pipe, run_row=step), steps=6), latents(pipe, steps=6))
     assert len(graphs) == 1
 
 
@@ -526,7 +526,7 @@ def test_items_of_unlike_keys_do_not_share_a_batch(small: Pipeline) -> None:
 
     def counted(*arguments: Any) -> Tensor:
         sizes.append(arguments[1].shape[1])
-        return denoise_step(*arguments)
+        return run_row(*arguments)
 
     @register_feature
     @dataclass(frozen=True)
@@ -537,8 +537,8 @@ def test_items_of_unlike_keys_do_not_share_a_batch(small: Pipeline) -> None:
             return replace(job, key=lambda item: len(item.prompt))
 
     options = {**FAST, "prompt": ["a", "b", "cc", "d"], "steps": 1, "batch_size": 3}
-    list(replace(small, step=counted).results(**options))
-    list(replace(small, step=counted).results(**options, keyed=True))
+    list(replace(small, run_row=counted).results(**options))
+    list(replace(small, run_row=counted).results(**options, keyed=True))
     assert sizes == [3, 1, 2, 1, 1]
 
 

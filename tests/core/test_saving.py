@@ -19,7 +19,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from ldm_lite.core import Pipeline, load
 from ldm_lite.core.clip import CLIPTextEncoder
-from ldm_lite.core.denoise import denoise_step
+from ldm_lite.core.denoise import run_row
 from ldm_lite.core.layers import attention_layers, explicit, shared_copy
 from ldm_lite.core.networks import KINDS
 from ldm_lite.core.schedule import Schedule
@@ -160,8 +160,8 @@ def test_weights_are_saved_in_their_dtype(dtype: torch.dtype, small_path: Path, 
 
 
 def test_a_compiled_step_is_not_part_of_the_file(small: Pipeline, tmp_path: Path) -> None:
-    loaded = saved_and_loaded(replace(small, step=torch.compile(denoise_step)), tmp_path)
-    assert loaded.step is denoise_step
+    loaded = saved_and_loaded(replace(small, run_row=torch.compile(run_row)), tmp_path)
+    assert loaded.run_row is run_row
     assert torch.equal(outputs(loaded)[0], outputs(small)[0])
 
 
@@ -307,7 +307,7 @@ REFUSED: dict[str, tuple[Callable[[Pipeline], Pipeline], str]] = {
     "another padding": (settings(tokenizer=CLIPTokenizer(pad=0)), r"cannot save the family's tokenizer, CLIPTokenizer"),
     "no sampler": (settings(sampler=None), "cannot save the family's sampler, None"),
     "a step": (
-        lambda pipe: replace(pipe, step=lambda *arguments: denoise_step(*arguments)),
+        lambda pipe: replace(pipe, run_row=lambda *arguments: run_row(*arguments)),
         "cannot save a model with a step of your own",
     ),
     "no values": (

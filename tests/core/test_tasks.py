@@ -14,7 +14,7 @@ from references import SAMPLERS, arrays, error
 from torch import Tensor
 
 from ldm_lite.core import Pipeline, load
-from ldm_lite.core.denoise import State, denoise_step
+from ldm_lite.core.denoise import State, run_row
 from ldm_lite.core.pipeline import pick_device
 from ldm_lite.core.schedule import Schedule
 
@@ -86,9 +86,9 @@ def test_a_scale_of_1_runs_the_prompt_alone(pipe: Pipeline) -> None:
 
     def counting(*arguments: Any) -> Tensor:
         sizes.append(len(arguments[4].positive))
-        return denoise_step(*arguments)
+        return run_row(*arguments)
 
-    counted = replace(pipe, step=counting)
+    counted = replace(pipe, run_row=counting)
     plain = pixels(counted, prompt="a cat", scale=1, **FAST)
     assert sizes == [1, 1]
     assert torch.equal(plain, pixels(pipe, prompt="a cat", negative_prompt="a dog", scale=1, **FAST))

@@ -70,13 +70,13 @@ def memory(device: torch.device) -> int:
 def compiled(pipe: Pipeline, tier: str) -> Pipeline:
     """On a CPU without Inductor, whose kernels are not the point here."""
     backend = "inductor" if pipe.device.type == "cuda" else "eager"
-    return replace(pipe, step=CompiledStep(tier, pipe.unet, backend))
+    return replace(pipe, run_row=CompiledStep(tier, pipe.unet, backend))
 
 
 def assert_compiled(pipe: Pipeline) -> None:
-    assert isinstance(pipe.step, CompiledStep)
-    assert pipe.step.failure is None
-    assert pipe.step._step is not None
+    assert isinstance(pipe.run_row, CompiledStep)
+    assert pipe.run_row.failure is None
+    assert pipe.run_row._step is not None
 
 
 @pytest.fixture(scope="session")
@@ -152,7 +152,7 @@ def test_kernels(name: str, tier: str, small_path: Path, device: torch.device, w
     if tier != "off":
         settings = {setting: True for each, setting in SETTINGS.items() if name in (each, "all")}
         backend = "inductor" if device.type == "cuda" else "eager"
-        fast = replace(fast, step=CompiledStep(tier, fast.unet, backend, settings))
+        fast = replace(fast, run_row=CompiledStep(tier, fast.unet, backend, settings))
     for _ in range(2):
         assert_close(images(fast), wanted, dtype)
     if tier != "off":
@@ -286,13 +286,13 @@ def test_graphs_of_plain_steps_are_the_default(
     """Captured at the third step of a shape; attention maps and LoRAs reach the image as before."""
     fast = ldm_lite.load(small_path, device=cuda, dtype="fp32")
     plain = ldm_lite.load(small_path, device=cuda, dtype="fp32", compile="off")
-    assert isinstance(fast.step, CompiledStep)
+    assert isinstance(fast.run_row, CompiledStep)
     for _ in range(2):
         assert_close(images(fast, steps=3), wanted, "fp32")
         assert torch.equal(images(fast, steps=6, sampler="euler_a"), images(plain, steps=6, sampler="euler_a"))
-    assert fast.step.failure is None
-    assert isinstance(fast.step._step, cuda_graphs.Graphs)
-    assert [len(graphs) for graphs in fast.step._step._graphs.values()] == [1]
+    assert fast.run_row.failure is None
+    assert isinstance(fast.run_row._step, cuda_graphs.Graphs)
+    assert [len(graphs) for graphs in fast.run_row._step._graphs.values()] == [1]
     with attention.record(fast.unet, "middle_block*attn2") as maps:
         images(fast)
     assert [len(each) for each in maps.values()] == [3]

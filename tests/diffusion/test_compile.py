@@ -23,7 +23,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
 import ldm_lite
-from ldm_lite.core.denoise import denoise_step
+from ldm_lite.core.denoise import run_row
 from ldm_lite.core.plan import rows_of
 from ldm_lite.diffusion.names import has, make_plan
 from ldm_lite.diffusion.plan import NUM_REGISTERS
@@ -64,7 +64,7 @@ def inputs(pipe: Any, seed: int, batch: int, h: int, w: int) -> tuple[Tensor, Te
 @pytest.mark.slow
 def test_one_graph_serves_every_row_sampler_count_and_scale(pipe: Any) -> None:
     counter = CompileCounter()
-    compiled = torch.compile(denoise_step, fullgraph=True, backend=counter)
+    compiled = torch.compile(run_row, fullgraph=True, backend=counter)
     with torch._dynamo.config.patch(error_on_recompile=True):
         for seed, name in enumerate(SAMPLERS):
             eta = 0.5 if has(name, "eta") else None
@@ -72,11 +72,11 @@ def test_one_graph_serves_every_row_sampler_count_and_scale(pipe: Any) -> None:
             table = rows_of(plan, CPU)
             registers, noise, text = inputs(pipe, seed, 2, 4, 4)
             if seed == 0:  # as CompiledStep does: the first plain step lays weights out
-                denoise_step(pipe.unet, registers, table[0], noise, *guidance(text, 0.0))
+                run_row(pipe.unet, registers, table[0], noise, *guidance(text, 0.0))
             for i in range(len(table)) if name in ("plms", "unipc") else (0, len(table) - 1):
                 found = compiled(pipe.unet, registers, table[i], noise, *guidance(text, 0.0 + seed))
             if seed % 6 == 0:
-                wanted = denoise_step(pipe.unet, registers, table[i], noise, *guidance(text, 0.0 + seed))
+                wanted = run_row(pipe.unet, registers, table[i], noise, *guidance(text, 0.0 + seed))
                 torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
     assert counter.frame_count == 1
 
@@ -85,7 +85,7 @@ def test_one_graph_serves_every_row_sampler_count_and_scale(pipe: Any) -> None:
 def test_every_kind_of_guidance_is_one_graph() -> None:
     """On the toy denoiser, which is quick to compile."""
     counter = CompileCounter()
-    compiled = torch.compile(denoise_step, fullgraph=True, backend=counter)
+    compiled = torch.compile(run_row, fullgraph=True, backend=counter)
     registers, noise, context = (
         toy.normal(0, NUM_REGISTERS, *toy.SHAPE),
         toy.normal(1, *toy.SHAPE),
@@ -100,7 +100,7 @@ def test_every_kind_of_guidance_is_one_graph() -> None:
         for i, each in enumerate(values):
             arguments = (registers, table[i], noise, *guidance(context if each[0] else context[:2], *each))
             found = compiled(toy.denoiser, *arguments)
-            torch.testing.assert_close(found, denoise_step(toy.denoiser, *arguments), rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(found, run_row(toy.denoiser, *arguments), rtol=1e-5, atol=1e-5)
         assert counter.frame_count == count
 
 
@@ -108,7 +108,7 @@ def test_every_kind_of_guidance_is_one_graph() -> None:
 @pytest.mark.parametrize("pipe", ["small"], indirect=True)
 def test_marked_sizes_need_one_graph_and_a_batch_of_one_another(pipe: Any) -> None:
     counter = CompileCounter()
-    compiled = torch.compile(denoise_step, fullgraph=True, backend=counter)
+    compiled = torch.compile(run_row, fullgraph=True, backend=counter)
     table = rows_of(make_plan("dpmpp_2m", pipe.schedule, 10), CPU)
     sizes = [(batch, h, w) for batches in ((2, 3, 4), (1,)) for h, w in ((8, 8), (8, 12)) for batch in batches]
     graphs = []

@@ -11,7 +11,7 @@ import toy
 from steps import guidance, one_step
 from torch import Tensor
 
-from ldm_lite.core.denoise import denoise_step
+from ldm_lite.core.denoise import run_row
 from ldm_lite.core.plan import Row, rows_of
 from ldm_lite.diffusion.adjustments import dynamic_threshold, rescaled
 from ldm_lite.diffusion.names import make_plan
@@ -239,5 +239,5 @@ def test_reads_no_value_back_from_the_device(values: tuple[float | None, ...]) -
     registers, noise = (
         value.to("meta") for value in (toy.normal(0, NUM_REGISTERS, *toy.SHAPE), torch.zeros(toy.SHAPE))
     )
-    after = denoise_step(toy.denoiser, registers, row, noise, guided, combine, adjust)
+    after = run_row(toy.denoiser, registers, row, noise, guided, combine, adjust)
     assert after.shape == (NUM_REGISTERS, *toy.SHAPE)

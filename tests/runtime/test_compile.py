@@ -24,7 +24,7 @@ import ldm_lite
 from ldm_lite.checkpoint.loading import load_model
 from ldm_lite.checkpoint.model import Model
 from ldm_lite.cli.options import LoadOptions, RuntimeOptions
-from ldm_lite.core.denoise import Branch, Combine, Inputs, Outputs, denoise_step, run_plan, weighted
+from ldm_lite.core.denoise import Branch, Combine, Inputs, Outputs, run_plan, run_row, weighted
 from ldm_lite.core.plan import rows_of
 from ldm_lite.core.unet import ResBlock, SpatialTransformer
 from ldm_lite.diffusion.adjustments import rescaling
@@ -132,7 +132,7 @@ def test_step_is_one_graph_for_batches_sizes_prompts_and_samplers(
     counter = CompileCounter()
     step = CompiledStep("step", network, counter)  # type: ignore[arg-type]
     for given in sizes:
-        torch.testing.assert_close(step(network, *given), denoise_step(network, *given), rtol=1e-4, atol=1e-4)  # type: ignore[arg-type]
+        torch.testing.assert_close(step(network, *given), run_row(network, *given), rtol=1e-4, atol=1e-4)  # type: ignore[arg-type]
     assert counter.frame_count == 1
     if kind == "tiny":  # the compiler takes a size of one for a constant
         for i in range(2):
@@ -149,7 +149,7 @@ def test_weights_that_plain_steps_lay_out_do_not_compile_again() -> None:
     given = arguments(0, 2, 8, 8)
     step(unet, *given)
     assert counter.frame_count == 1
-    denoise_step(unet, *given)  # type: ignore[arg-type]
+    run_row(unet, *given)  # type: ignore[arg-type]
     step(unet, *given)
     assert counter.frame_count == 1
 
@@ -195,7 +195,7 @@ def test_a_step_with_controls_is_one_graph_for_weights_steps_and_images(spec: UN
         y = toy.normal(4, len(given[3].conditioning["context"]), spec.vector_dim) if spec.vector_dim else None
         given = with_inputs(given, ControlInputs(tuple(hints), features), y=y)
         steered = ControlledUNet(unet, nets)  # type: ignore[arg-type]
-        torch.testing.assert_close(step(steered, *given), denoise_step(steered, *given), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(step(steered, *given), run_row(steered, *given), rtol=1e-4, atol=1e-4)
     assert counter.frame_count == 1
 
 
@@ -217,32 +217,32 @@ def test_captured_steps_are_those_of_one_network_and_go_with_it(monkeypatch: pyt
 
     def capture(self: cuda_graphs.Graphs, model: nn.Module, args: tuple[Any, ...]) -> cuda_graphs.Captured:
         static = cuda_graphs.mapped(args, lambda x: x.clone())
-        out = denoise_step(model, *static)
-        captured.append(Replayed(denoise_step, model, static, out))
+        out = run_row(model, *static)
+        captured.append(Replayed(run_row, model, static, out))
         return cuda_graphs.Captured(captured[-1], static, out)
 
     monkeypatch.setattr(cuda_graphs.Graphs, "_capture", capture)
     unet: Any = toy.network(PLAIN)
     nets: list[Any] = [toy.fill(ControlNet(PLAIN), f"{i}.") for i in range(2)]
-    graphs, outs = cuda_graphs.Graphs(denoise_step), []
+    graphs, outs = cuda_graphs.Graphs(run_row), []
     for net in nets:  # of the same shapes, around the same UNet
         steered = ControlledUNet(unet, [net])
         for weight in (1.0, 0.0, -0.5):
             hint = ControlInput(toy.normal(5, 1, 32, 8, 8), torch.full((3,), weight), 1, pool=False)
             given = with_inputs(arguments(0, 2, 8, 8), ControlInputs((hint,), None))
             outs.append(graphs(steered, *given))
-            assert torch.equal(outs[-1], denoise_step(steered, *given))
+            assert torch.equal(outs[-1], run_row(steered, *given))
     assert len(captured) == 2
     assert torch.equal(outs[1], outs[4])
     assert not torch.equal(outs[0], outs[3])
     again = ControlledUNet(unet, [net])  # as the next run makes one
-    assert torch.equal(graphs(again, *given), denoise_step(again, *given))
+    assert torch.equal(graphs(again, *given), run_row(again, *given))
     assert len(captured) == 2
     del steered, again, net
     nets.pop()
     gc.collect()
     another: Any = ControlledUNet(unet, [toy.fill(ControlNet(PLAIN), "2.")])
-    assert torch.equal(graphs(another, *given), denoise_step(another, *given))
+    assert torch.equal(graphs(another, *given), run_row(another, *given))
     [held] = graphs._graphs.values()
     assert (len(captured), len(held)) == (3, 2)  # that of the deleted net is gone
     del another, unet
@@ -338,7 +338,7 @@ class Pretended:
 def test_a_replay_waits_for_the_last_result_to_be_copied(monkeypatch: pytest.MonkeyPatch, tiny: nn.Module) -> None:
     """Two threads compute on streams of their own, and share the buffers."""
     cuda = Pretended(monkeypatch)
-    graphs = cuda_graphs.Graphs(denoise_step)
+    graphs = cuda_graphs.Graphs(run_row)
     graphs(tiny, *VARIED[0])
     cuda.current = cuda.Stream("another thread")
     graphs(tiny, *VARIED[0])
@@ -359,7 +359,7 @@ def test_max_measures_cudnns_convolutions(monkeypatch: pytest.MonkeyPatch, tiny:
 
     def step(*args: Any) -> Tensor:
         seen.append((torch.backends.cudnn.benchmark, threading.current_thread() is threading.main_thread()))
-        return denoise_step(*args)
+        return run_row(*args)
 
     for measured in (False, True):
         cuda_graphs.Graphs(step, measured)(tiny, *VARIED[0])
@@ -381,7 +381,7 @@ def test_each_device_has_its_own_stream_and_memory(monkeypatch: pytest.MonkeyPat
 
     def step(*args: Any) -> Tensor:
         streams.append(cuda.current)
-        return denoise_step(*args)
+        return run_row(*args)
 
     graphs = cuda_graphs.Graphs(step)
     graphs(tiny, *VARIED[0])
@@ -397,7 +397,7 @@ def test_captured_steps_share_their_memory(monkeypatch: pytest.MonkeyPatch, tiny
 
     def step(*args: Any) -> Tensor:
         streams.append(cuda.current)
-        return denoise_step(*args)
+        return run_row(*args)
 
     graphs = cuda_graphs.Graphs(step)
     for given in (*VARIED[:3], VARIED[0]):
@@ -422,7 +422,7 @@ def test_a_capture_that_fails_leaves_the_thread_in_its_stream(monkeypatch: pytes
 
     monkeypatch.setattr(torch.cuda, "graph", graph)
     with pytest.raises(RuntimeError, match="capturing"):
-        cuda_graphs.Graphs(denoise_step)(tiny, *VARIED[0])
+        cuda_graphs.Graphs(run_row)(tiny, *VARIED[0])
     assert cuda.current is cuda.outside
 
 
@@ -431,7 +431,7 @@ def test_max_is_compiled_for_each_size(tiny: nn.Module) -> None:
     step = CompiledStep("max", tiny, counter)  # type: ignore[arg-type]
     for side in (8, 12, 16, 8):
         given = arguments(0, 2, side, side)
-        torch.testing.assert_close(step(tiny, *given), denoise_step(tiny, *given), rtol=1e-4, atol=1e-4)  # type: ignore[arg-type]
+        torch.testing.assert_close(step(tiny, *given), run_row(tiny, *given), rtol=1e-4, atol=1e-4)  # type: ignore[arg-type]
     assert counter.frame_count == 3
 
 
@@ -439,7 +439,7 @@ def test_regional_compiles_each_kind_of_block_once(tiny: nn.Module) -> None:
     counter = CompileCounter()
     step = CompiledStep("regional", tiny, counter)  # type: ignore[arg-type]
     for given in VARIED:
-        torch.testing.assert_close(step(tiny, *given), denoise_step(tiny, *given), rtol=1e-4, atol=1e-4)  # type: ignore[arg-type]
+        torch.testing.assert_close(step(tiny, *given), run_row(tiny, *given), rtol=1e-4, atol=1e-4)  # type: ignore[arg-type]
     assert counter.frame_count == 1
     assert list(tiny.state_dict()) == list(Tiny().state_dict())
 
@@ -456,7 +456,7 @@ def test_regional_compiles_the_blocks_of_what_steers_too() -> None:
     )
     given = with_inputs(given, ControlInputs((hint,), None))
     steered = ControlledUNet(unet, nets)  # type: ignore[arg-type]
-    torch.testing.assert_close(step(steered, *given), denoise_step(steered, *given), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(step(steered, *given), run_row(steered, *given), rtol=1e-4, atol=1e-4)
     assert all(block._compiled_call_impl is not None for block in regions(steered))
 
 
@@ -474,7 +474,7 @@ def test_weights_change_in_place(tiny: nn.Module) -> None:
         parameter.mul_(0.9)
     with torch._dynamo.config.patch(error_on_recompile=True):
         after = step(tiny, *given)
-    torch.testing.assert_close(after, denoise_step(tiny, *given), rtol=1e-4, atol=1e-4)  # type: ignore[arg-type]
+    torch.testing.assert_close(after, run_row(tiny, *given), rtol=1e-4, atol=1e-4)  # type: ignore[arg-type]
     assert not torch.allclose(before, after)
 
 
@@ -489,7 +489,7 @@ def test_a_failed_compilation_is_one_line_and_plain_steps(tiny: nn.Module, caplo
         caplog.clear()
         step = CompiledStep(tier, tiny, broken)  # type: ignore[arg-type]
         for _ in range(2):
-            assert torch.equal(step(tiny, *given), denoise_step(tiny, *given))  # type: ignore[arg-type]
+            assert torch.equal(step(tiny, *given), run_row(tiny, *given))  # type: ignore[arg-type]
         [line] = [record.getMessage() for record in caplog.records if record.name == "ldm_lite"]
         assert line.startswith("compilation failed (")
         assert "\n" not in line
@@ -535,17 +535,17 @@ def test_a_step_of_more_than_the_network_runs_as_it_is(tiny: nn.Module, caplog: 
 
 
 def test_tiers(tiny: nn.Module) -> None:
-    assert compiled_step("off", tiny) is compiled_step("auto", tiny) is denoise_step  # auto never compiles on a CPU
+    assert compiled_step("off", tiny) is compiled_step("auto", tiny) is run_row  # auto never compiles on a CPU
     with pytest.raises(ValueError, match="unknown compile tier 'fast': expected one of off, auto"):
         compiled_step("fast", tiny)
 
 
 def test_the_flag_reaches_the_loop(small_path: Path) -> None:
     options = LoadOptions(ckpt=str(small_path), device="cpu", compile="step")
-    assert isinstance(load_model(options, Model).step, CompiledStep)
-    assert isinstance(ldm_lite.load(small_path, device="cpu", compile="step").step, CompiledStep)
+    assert isinstance(load_model(options, Model).run_row, CompiledStep)
+    assert isinstance(ldm_lite.load(small_path, device="cpu", compile="step").run_row, CompiledStep)
     assert set(TIERS) >= {"off", "auto", "regional", "step", "max"}
-    assert ldm_lite.load(small_path, device="cpu").step is denoise_step
+    assert ldm_lite.load(small_path, device="cpu").run_row is run_row
 
 
 @pytest.mark.slow
@@ -554,7 +554,7 @@ def test_the_flag_reaches_the_loop(small_path: Path) -> None:
 def test_inductor(tier: str, tiny: nn.Module, caplog: pytest.LogCaptureFixture) -> None:
     step = CompiledStep(tier, tiny, "inductor")
     for given in VARIED[:2]:
-        torch.testing.assert_close(step(tiny, *given), denoise_step(tiny, *given), rtol=1e-4, atol=1e-4)  # type: ignore[arg-type]
+        torch.testing.assert_close(step(tiny, *given), run_row(tiny, *given), rtol=1e-4, atol=1e-4)  # type: ignore[arg-type]
     assert "failed" not in caplog.text
 
 
@@ -564,7 +564,7 @@ def test_inductor(tier: str, tiny: nn.Module, caplog: pytest.LogCaptureFixture) 
 def test_graphs_start_at_the_third_call_of_a_shape(monkeypatch: pytest.MonkeyPatch, tiny: nn.Module) -> None:
     """Runs of one or two steps do not pay for them."""
     cuda = Pretended(monkeypatch)
-    graphs = cuda_graphs.Graphs(denoise_step, plain_calls=tiers.PLAIN_CALLS)
+    graphs = cuda_graphs.Graphs(run_row, plain_calls=tiers.PLAIN_CALLS)
     for number, given in enumerate((VARIED[0], VARIED[1], VARIED[0], VARIED[1], VARIED[0], VARIED[0])):
         graphs(tiny, *given)
         assert cuda.log.count("capture") == (number >= 4)
@@ -575,7 +575,7 @@ def test_python_code_in_a_network_keeps_it_out_of_graphs(change: str, monkeypatc
     """A graph would repeat kernels and not call it; before and after, steps are captured."""
     cuda, calls = Pretended(monkeypatch), list[str]()
     unet: Any = toy.network(ATTENDING)
-    graphs, given = cuda_graphs.Graphs(denoise_step), arguments(0, 2, 8, 8)
+    graphs, given = cuda_graphs.Graphs(run_row), arguments(0, 2, 8, 8)
     layer = next(iter(attention.layers(unet).values()))
     sdpa = layer.attention
     graphs(unet, *given)
@@ -606,7 +606,7 @@ def test_python_code_in_a_network_keeps_it_out_of_graphs(change: str, monkeypatc
 
 def test_guidance_of_ones_own_is_called_in_every_step(monkeypatch: pytest.MonkeyPatch, tiny: nn.Module) -> None:
     cuda, calls = Pretended(monkeypatch), list[int]()
-    graphs, given = cuda_graphs.Graphs(denoise_step), arguments(0, 2, 8, 8)
+    graphs, given = cuda_graphs.Graphs(run_row), arguments(0, 2, 8, 8)
 
     def combine(outputs: Outputs) -> Tensor:
         calls.append(len(calls))
@@ -635,7 +635,7 @@ def test_a_capture_that_another_thread_disturbed_is_tried_again(
             raise RuntimeError("operation not permitted when stream is capturing")
 
     monkeypatch.setattr(torch.cuda, "graph", disturbed)
-    graphs = cuda_graphs.Graphs(denoise_step)
+    graphs = cuda_graphs.Graphs(run_row)
     graphs(tiny, *VARIED[0])
     assert cuda.log.count("capture") == 2
     [captured] = graphs._graphs.values()
@@ -661,7 +661,7 @@ def test_a_bad_call_does_not_drop_what_is_compiled(tier: str, tiny: nn.Module) -
 
 def test_the_default_is_a_graph_where_launches_bound_a_step(small_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
-    monkeypatch.setattr(setup, "compiled_step", lambda tier, unet: asked.append(tier) or denoise_step)
+    monkeypatch.setattr(setup, "compiled_step", lambda tier, unet: asked.append(tier) or run_row)
     unet, cuda = toy.network(SMALL.unet), torch.device("cuda")
     setup.prepare_networks({"unet": unet}, RuntimeOptions(), cuda)
     assert asked == ["graph"]
@@ -673,7 +673,7 @@ def test_the_default_is_a_graph_where_launches_bound_a_step(small_path: Path, mo
     monkeypatch.setattr(setup, "LAUNCH_BOUND", 1)
     setup.prepare_networks({"unet": unet}, RuntimeOptions(), cuda)
     assert asked == ["graph"]
-    assert compiled_step("graph", unet) is denoise_step, "without CUDA"
+    assert compiled_step("graph", unet) is run_row, "without CUDA"
 
 
 # ---- what remembers, and what changes the network -------------------------------------------------------------------
@@ -708,7 +708,7 @@ def job(unet: Any, step: cuda_graphs.Step, seed: int, combine: str | float | Non
         mix = read_projection(combine).begin()
     elif combine is not None:
         mix = lambda outputs: torch.lerp(*outputs.outs, combine)  # noqa: E731
-    inputs = Inputs(unet, branches, 4.0, mix, step=step)
+    inputs = Inputs(unet, branches, 4.0, mix, run_row=step)
     source = Run(unet, Shortcuts(**shortcuts), plan).wrapped(lambda call: inputs) if shortcuts else lambda call: inputs
     *_, last = run_plan(toy.normal(seed + 1, 2, 4, 8, 8), plan, source, lambda: torch.zeros(2, 4, 8, 8))
     return last.latents
@@ -721,9 +721,9 @@ def test_each_network_of_a_trick_is_one_graph_for_all_steps_and_jobs(tier: str, 
     (jobs, networks), unet, counter = KINDS[kind], toy.network(LEVELS), CompileCounter()
     step, counts = CompiledStep(tier, unet, counter), []  # type: ignore[arg-type]
     for seed, settings in enumerate((*jobs, *jobs)):
-        wanted = job(unet, denoise_step, seed, **settings)
+        wanted = job(unet, run_row, seed, **settings)
         torch.testing.assert_close(job(unet, step, seed, **settings), wanted, rtol=1e-4, atol=1e-4)
-        assert not torch.allclose(job(unet, denoise_step, seed), wanted, atol=1e-3)
+        assert not torch.allclose(job(unet, run_row, seed), wanted, atol=1e-3)
         counts.append(counter.frame_count)
     assert counts[-1] == counts[1] == networks
     assert step.failure is None
@@ -732,7 +732,7 @@ def test_each_network_of_a_trick_is_one_graph_for_all_steps_and_jobs(tier: str, 
 def test_regional_compiles_the_blocks_of_what_is_shortened() -> None:
     unet, settings = toy.network(LEVELS), {"every": 2, "free": (1.5, 1.6, 0.9, 0.2)}
     step = CompiledStep("regional", unet, "eager")
-    found, wanted = (job(unet, how, 3, **settings) for how in (step, denoise_step))  # type: ignore[arg-type]
+    found, wanted = (job(unet, how, 3, **settings) for how in (step, run_row))  # type: ignore[arg-type]
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
     assert step.of_network.failure is None
     assert all(block._compiled_call_impl is not None for block in regions(unet))
@@ -754,6 +754,6 @@ def test_each_network_of_a_trick_is_captured_once(kind: str, monkeypatch: pytest
     (jobs, networks), unet = KINDS[kind], toy.network(LEVELS)
     step = CompiledStep("graph", unet, "eager")
     for seed, settings in enumerate((*jobs, *jobs)):
-        assert torch.equal(job(unet, step, seed, **settings), job(unet, denoise_step, seed, **settings))
+        assert torch.equal(job(unet, step, seed, **settings), job(unet, run_row, seed, **settings))
     assert len(captured) == (2 if kind == "apg" else networks), "APG has a CUDA graph for each of its numbers"
     assert step.failure is None

@@ -132,8 +132,8 @@ def test_patches_are_still_what_they_were(small: Pipeline) -> None:
 
 def test_compiled_steps_are_compiled_anew(small: Pipeline) -> None:
     step = CompiledStep("regional", small.unet, "eager")
-    again = by_pickle(small.with_networks()).step
-    assert again is small.step
+    again = by_pickle(small.with_networks()).run_row
+    assert again is small.run_row
     carried = by_pickle((small, step))
     assert carried[1]._network is carried[0].unet
     assert carried[1].tier == "regional"

@@ -11,7 +11,7 @@ import ldm_lite
 from ldm_lite.checkpoint.loading import load_model
 from ldm_lite.checkpoint.model import Model
 from ldm_lite.cli.options import LoadOptions, RuntimeOptions
-from ldm_lite.core.denoise import denoise_step
+from ldm_lite.core.denoise import run_row
 from ldm_lite.runtime import attention, cpu, fused_norm, joined, offload, setup
 from ldm_lite.runtime.attention import layers, vanilla
 from ldm_lite.runtime.patching import patch_of
@@ -61,7 +61,7 @@ def test_without_flags_all_is_as_load_has_it(small_path: Path) -> None:
         ldm_lite.load(small_path, device="cpu"),
     ):
         assert functions(model.unet) == functions(model.vae) == {cpu.attention}
-        assert model.step is denoise_step
+        assert model.run_row is run_row
         assert model.offloader is None
 
 
@@ -156,7 +156,7 @@ def test_kernels_are_switched_one_by_one(
     text: str | None, wanted: set[str], small_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: dict[str, object] = {}
-    monkeypatch.setattr(setup, "compiled_step", lambda tier, unet, settings: given.update(settings) or denoise_step)
+    monkeypatch.setattr(setup, "compiled_step", lambda tier, unet, settings: given.update(settings) or run_row)
     networks = ldm_lite.load(small_path, device="cpu").networks
     networks = {role: toy.fill(type(network)(network.spec)) for role, network in networks.items()}
     monkeypatch.setattr(setup, "set_matmul_precision", lambda name: None)

@@ -18,7 +18,7 @@ from torch import nn
 import ldm_lite
 from ldm_lite import Pipeline
 from ldm_lite.bench.measure import status
-from ldm_lite.core.denoise import Branch, denoise_step, join, weighted
+from ldm_lite.core.denoise import Branch, join, run_row, weighted
 from ldm_lite.core.plan import rows_of
 from ldm_lite.models.unet import UNet
 from ldm_lite.runtime.patching import is_unmodified, kernel, patch
@@ -137,7 +137,7 @@ def test_a_step_whose_bits_depend_on_the_batch_runs_image_by_image(alone: Pipeli
         made = together(network, registers, row, noise, guided, weighted, ())
         for image in range(3):
             own = registers[:, image : image + 1]
-            wanted = denoise_step(network, own, row, noise[:1], guided)
+            wanted = run_row(network, own, row, noise[:1], guided)
             assert torch.equal(made[:, image : image + 1], wanted)
     assert calls.count(3) == 1  # it is tried once
 
