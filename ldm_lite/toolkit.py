@@ -293,7 +293,7 @@ class _Rows:
             names = job.channels.keys()
             channels = {name: torch.cat([member.channels[name] for member in jobs]) for name in names}
             rows = [self.rows[item.number] for item in items]
-            job = replace(job, begin=joined([member.begin for member in jobs]), channels=channels)
+            job = replace(job, first_latents=joined([member.first_latents for member in jobs]), channels=channels)
             job = replace(job, texts=self.texts(job, rows))
             items = [item._replace(number=place) for place, item in enumerate(items)]
         return job, start(job, items)

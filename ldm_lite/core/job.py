@@ -43,11 +43,15 @@ class Job:
     shape: tuple[int, int, int]  # (C,h,w) of the latents
     plan: Plan | None  # None: no steps
     items: Iterable[Item]
-    encode: Callable[[Job, Sequence[Item]], InputSource]  # prompts of a batch -> (call -> what the network reads)
-    begin: Callable[[Job, Sequence[Item], Draw], tuple[Tensor, Constraint]]  # its first latents (B,C,h,w)
-    noise_source: Callable[[Job, Sequence[Item]], Draw]  # first what it begins with, then the noise of rows
+    # (job, items of a batch) -> what their prompts become: the inputs of each call of the network
+    input_source: Callable[[Job, Sequence[Item]], InputSource]
+    # (job, items, draw) -> the batch's first latents (B,C,h,w), and what is done to latents before each call
+    first_latents: Callable[[Job, Sequence[Item], Draw], tuple[Tensor, Constraint]]
+    # (job, items) -> draw(): at first the noise that the batch begins with, then that of the plan's rows
+    noise_source: Callable[[Job, Sequence[Item]], Draw]
     finish: Callable[[Item, Tensor], Tensor] = lambda item, pixels: pixels  # of a result's pixels (3,H,W)
-    wrappers: tuple[Callable[[InputSource, Job], InputSource], ...] = ()  # around what `encode` returns, outermost last
+    # Around what input_source returns; the last one is the outermost.
+    wrappers: tuple[Callable[[InputSource, Job], InputSource], ...] = ()
     key: Callable[[Item], Hashable] = lambda item: None  # items with different keys do not share a batch
     solve: Callable[..., Iterator[State]] = run_plan
 
@@ -105,10 +109,10 @@ def batches(job: Job) -> Iterator[list[Item]]:
 def start(job: Job, batch: Sequence[Item]) -> Started:
     """Draw the first noise of a batch, and encode its prompts, which a job without steps does not read."""
     draw = job.noise_source(job, batch)
-    latents, constrain = job.begin(job, batch, draw)
+    latents, constrain = job.first_latents(job, batch, draw)
     inputs_of: Any = None
     if job.plan is not None:
-        inputs_of = job.encode(job, batch)
+        inputs_of = job.input_source(job, batch)
         for wrap in job.wrappers:
             inputs_of = wrap(inputs_of, job)
     return Started(latents.to(job.model.device, torch.float32), inputs_of, draw, constrain)

@@ -41,8 +41,8 @@ def text_to_image(model: Model, options: Options) -> Job:
         shape=shape,
         plan=plan_of(model, options),
         items=items,
-        encode=guided_text,
-        begin=from_noise,
+        input_source=guided_text,
+        first_latents=from_noise,
         noise_source=seeded_noise,
     )
 
@@ -73,7 +73,7 @@ def inpaint(model: Model, options: Options) -> Job:
     free = mask_latent(pad(mask_weights(mask), factor), factor).to(init.device)  # (1, 1, h, w)
     weights = mask_weights(mask)
 
-    def begin(job: Job, items: Sequence[Item], draw: Draw) -> tuple[Tensor, Constraint]:
+    def first_latents(job: Job, items: Sequence[Item], draw: Draw) -> tuple[Tensor, Constraint]:
         noise = draw().to(init.device)
         levels = [] if job.plan is None else [*job.plan.level.tolist(), (1.0, 0.0)]  # what is kept ends clean
 
@@ -83,12 +83,12 @@ def inpaint(model: Model, options: Options) -> Job:
             a, s = levels[number]
             return free * x + (1 - free) * (a * init + s * noise)
 
-        return first_latents(init, job.plan, strength, noise), constrain
+        return noised_image(init, job.plan, strength, noise), constrain
 
     def finish(item: Item, pixels: Tensor) -> Tensor:
         return weights * base.finish(item, pixels) + (1 - weights) * to_pixels(image)
 
-    return replace(base, begin=begin, finish=finish)
+    return replace(base, first_latents=first_latents, finish=finish)
 
 
 def _from_image(model: Model, options: Options, image: Image.Image, strength: float) -> tuple[Job, Tensor]:
@@ -96,21 +96,21 @@ def _from_image(model: Model, options: Options, image: Image.Image, strength: fl
     pixels = pad(to_pixels(image), model.vae.spec.factor)
     init = model.encode_pixels(pixels[None])
 
-    def begin(job: Job, items: Sequence[Item], draw: Draw) -> tuple[Tensor, Constraint]:
-        return first_latents(init, job.plan, strength, draw().to(init.device)), unconstrained
+    def first_latents(job: Job, items: Sequence[Item], draw: Draw) -> tuple[Tensor, Constraint]:
+        return noised_image(init, job.plan, strength, draw().to(init.device)), unconstrained
 
     def finish(item: Item, pixels: Tensor) -> Tensor:
         return pixels[:, : image.height, : image.width]
 
     job = text_to_image(model, replace(options, height=pixels.shape[1], width=pixels.shape[2]))
-    return replace(job, plan=plan_of(model, options, strength), begin=begin, finish=finish), init
+    return replace(job, plan=plan_of(model, options, strength), first_latents=first_latents, finish=finish), init
 
 
 # ---- parts of all tasks ---------------------------------------------------------------------------------------------
 
 
 def guided_text(job: Job, items: Sequence[Item]) -> InputSource:
-    """Job.encode: the prompts of a batch with classifier-free guidance; scale 1 means none, and half the work."""
+    """Job.input_source: the prompts of a batch with classifier-free guidance; scale 1 means none, and half the work."""
     model = job.model
     scale = model.family.scale if job.options.scale is None else job.options.scale
     branches: tuple[Branch, ...] = (Branch(model.encode_prompt([item.prompt for item in items])),)
@@ -121,7 +121,7 @@ def guided_text(job: Job, items: Sequence[Item]) -> InputSource:
 
 
 def from_noise(job: Job, items: Sequence[Item], draw: Draw) -> tuple[Tensor, Constraint]:
-    """Job.begin: noise alone."""
+    """Job.first_latents: noise alone."""
     assert job.plan is not None, "the sampler returned no plan"
     return draw() * job.plan.initial, unconstrained
 
@@ -160,7 +160,7 @@ def plan_of(model: Model, options: Options, strength: float = 1.0) -> Plan | Non
     return make_plan(name, model.schedule, steps, spacing=options.spacing, eta=options.eta, last=last)
 
 
-def first_latents(init: Tensor, plan: Plan | None, strength: float, noise: Tensor) -> Tensor:
+def noised_image(init: Tensor, plan: Plan | None, strength: float, noise: Tensor) -> Tensor:
     """Return the first latents (B,C,h,w): those of the image (1,C,h,w) at the plan's first level, or noise."""
     if plan is None:
         return init.expand(len(noise), -1, -1, -1)

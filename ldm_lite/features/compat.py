@@ -94,13 +94,13 @@ class Compat(Feature):
         seed, size, device = job.options.seed, job.options.images_at_a_time, job.model.device
         assert isinstance(seed, int)
         generator = self.once("generator", lambda _: torch.Generator(device).manual_seed(seed))
-        code, begin = None, job.begin
-        if isinstance(begin, FromImage):
+        code, first_latents = None, job.first_latents
+        if isinstance(first_latents, FromImage):
             on_cpu = generator if device.type == "cpu" else torch.Generator("cpu").manual_seed(seed)
-            init = begin.init.expand(size, -1, -1, -1)
-            if begin.deviation is not None:
-                init = init + begin.deviation * SharedNoise(on_cpu, size, job.shape)().to(init.device)
-            begin = dataclasses.replace(begin, init=init, deviation=None, fresh=True)
+            init = first_latents.init.expand(size, -1, -1, -1)
+            if first_latents.deviation is not None:
+                init = init + first_latents.deviation * SharedNoise(on_cpu, size, job.shape)().to(init.device)
+            first_latents = dataclasses.replace(first_latents, init=init, deviation=None, fresh=True)
         elif job.options.fixed_code:
             code = SharedNoise(generator, size, job.shape)()
 
@@ -114,7 +114,7 @@ class Compat(Feature):
             "RNG": None,
             "Noise": lambda item: f"original script, image {item.seed - seed}",
         }
-        slots: dict[str, Any] = {"begin": begin, "noise_source": noise_source, "settings": settings}
+        slots: dict[str, Any] = {"first_latents": first_latents, "noise_source": noise_source, "settings": settings}
         return dataclasses.replace(job, plan=plan, truncated=True, **slots)
 
 

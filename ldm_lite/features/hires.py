@@ -154,7 +154,7 @@ class Hires(Feature):
         second = dataclasses.replace(second, settings=settings)
 
         def follow(latents: Tensor) -> Job:
-            return dataclasses.replace(second, begin=FromImage(enlarge(latents), start))
+            return dataclasses.replace(second, first_latents=FromImage(enlarge(latents), start))
 
         return dataclasses.replace(job, follow=follow)
 

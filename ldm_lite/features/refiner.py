@@ -79,10 +79,10 @@ class Refiner(Feature):
         first = max(0, round(start * (job.skipped + num_steps)) - job.skipped)
         self.log(logging.INFO, f"{refiner.name}: runs the last {num_steps - first} of {num_steps} steps")
         texts = dataclasses.replace(job.texts, model=refiner, cond=None, uncond=None, is_refiner=True)
-        encode, wrappers = job.encode, job.wrappers
+        input_source, wrappers = job.input_source, job.wrappers
 
         def encode_for_both(job: Job, items: Sequence[Item]) -> InputSource:
-            source = encode(job, items)
+            source = input_source(job, items)
             for wrap in wrappers:
                 source = wrap(source, job)
             refined = texts.encode(job, items)
@@ -105,7 +105,7 @@ class Refiner(Feature):
                 yield from run_plan(x, plan, on_device, draw, constrain)
 
         settings = {**job.settings, "Refiner": refiner.name, "Refiner from step": first + 1}
-        return dataclasses.replace(job, encode=encode_for_both, wrappers=(), solve=solve, settings=settings)
+        return dataclasses.replace(job, input_source=encode_for_both, wrappers=(), solve=solve, settings=settings)
 
 
 def start_of(settings: Mapping[str, str]) -> float | None:

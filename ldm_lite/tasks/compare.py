@@ -106,10 +106,10 @@ def job_of(model: Model, options: Txt2imgOptions, case: Case, steps: int) -> Job
     asked = dataclasses.replace(options, sampler=case.sampler, spacing=spacing, steps=steps, **tricks)
     [part] = txt2img.prepare(model, asked).parts
 
-    def begin(job: Any, items: Sequence[Item], draw: Draw) -> tuple[Tensor, Constraint]:
+    def first_latents(job: Any, items: Sequence[Item], draw: Draw) -> tuple[Tensor, Constraint]:
         return draw() * job.plan.level[0, 1], unconstrained
 
-    return dataclasses.replace(part.make(), items=part.items, begin=begin)
+    return dataclasses.replace(part.make(), items=part.items, first_latents=first_latents)
 
 
 def latents(job: Job) -> Tensor:

@@ -194,7 +194,7 @@ def _begin_as_the_original(model: Model, options: ImageOptions, strength: float)
 
 @dataclass(frozen=True, eq=False)
 class FromImage:
-    """Job.begin: an image's latents with the noise of a level.
+    """Job.first_latents: an image's latents with the noise of a level.
 
     With a mask, the latents are restored where it is 0, with the noise of its level before every call, and without
     noise after the last: diffusers' StableDiffusionInpaintPipeline, for ordinary networks.  With `fresh` noise they are
@@ -239,10 +239,10 @@ class FromImage:
         return x, constrain
 
 
-def joined(begins: Sequence[Any]) -> Any:
-    """Return the Job.begin of images of one size, of the begins of each."""
-    if not isinstance(begins[0], FromImage):
-        return begins[0]
-    names = [name for name in ("init", "deviation", "mask", "hole") if getattr(begins[0], name) is not None]
-    tensors: dict[str, Any] = {name: torch.cat([getattr(begin, name) for begin in begins]) for name in names}
-    return replace(begins[0], **tensors)
+def joined(functions: Sequence[Any]) -> Any:
+    """Return the Job.first_latents of images of one size, of those of each."""
+    if not isinstance(functions[0], FromImage):
+        return functions[0]
+    names = [name for name in ("init", "deviation", "mask", "hole") if getattr(functions[0], name) is not None]
+    tensors: dict[str, Any] = {name: torch.cat([getattr(function, name) for function in functions]) for name in names}
+    return replace(functions[0], **tensors)

@@ -122,7 +122,7 @@ def _job(task: Task, source: Source, strength: float, start: Start) -> Job:
         shape,
         start.plan,
         settings={"Denoising strength": strength, "Init image": name},
-        begin=FromImage(mean, start.level, deviation if options.samples_posterior else None),
+        first_latents=FromImage(mean, start.level, deviation if options.samples_posterior else None),
         channels={} if concat is None else {"concat": concat},
         finish=lambda item, pixels: pixels[:, : image.height, : image.width],
         skipped=start.skipped,

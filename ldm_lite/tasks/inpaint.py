@@ -197,7 +197,7 @@ def _job(task: Task, pair: Pair, strength: float, start: Start) -> Job:
         if content in ("noise", "nothing"):
             kept = 1 - latent_mask.to(init.device)
             init, deviation = init * kept, deviation * kept
-        slots["begin"] = FromImage(
+        slots["first_latents"] = FromImage(
             init,
             start.level,
             deviation if options.samples_posterior else None,

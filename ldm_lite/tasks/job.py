@@ -253,7 +253,7 @@ class Task:
             shape=shape,
             plan=plan,
             items=(),
-            encode=lambda job, items: job.texts.encode(job, items),
+            input_source=lambda job, items: job.texts.encode(job, items),
             key=texts.key,
             solve=partial(generate.stream, self.model),
             task=self,
@@ -261,7 +261,7 @@ class Task:
             guidance=guidance_of(self, plan),
             image_scale=self.image_scale,
             settings={"Variation seed": None, "RNG": "CPU", **(settings or {}), **settings_of(self, plan)},
-            **{"begin": from_noise, "noise_source": seeded_noise, **slots},
+            **{"first_latents": from_noise, "noise_source": seeded_noise, **slots},
         )
         for feature in self.features:
             if feature is not without:
@@ -275,8 +275,8 @@ class Job(CoreJob):
 
     model: Model
     options: Txt2imgOptions  # type: ignore[assignment]
-    encode: Callable[[Any, Sequence[Item]], InputSource]
-    begin: Callable[[Any, Sequence[Item], Draw], tuple[Tensor, Constraint]]
+    input_source: Callable[[Any, Sequence[Item]], InputSource]
+    first_latents: Callable[[Any, Sequence[Item], Draw], tuple[Tensor, Constraint]]
     noise_source: Callable[[Any, Sequence[Item]], Draw]
     wrappers: tuple[Wrapper, ...] = ()
     task: Task = field(kw_only=True)

@@ -77,7 +77,7 @@ class PromptEncoder:
         return PromptOptions(syntax, self.options.clip_skip, max(chunks), alike=alike, extra=self.options)
 
     def encode(self, job: Any, items: Sequence[Item]) -> InputSource:
-        """Return the inputs of every call for some items of a job, with its guidance: Job.encode."""
+        """Return the inputs of every call for some items of a job, with its guidance: Job.input_source."""
         reads = self.cond is None or (self.uncond is None and self.is_guided)
         if self.model.offloader is not None and reads and items[0].number not in self._ahead:
             self._encode_ahead(job, items)

@@ -484,7 +484,7 @@ def test_slots_follow_a_job_whose_model_is_replaced_later(small: Pipeline) -> No
 
 
 def test_noise_first_latents_and_pixels_can_be_replaced(small: Pipeline) -> None:
-    def begin(job: Job, items: Sequence[Item], draw: Any) -> Any:
+    def first_latents(job: Job, items: Sequence[Item], draw: Any) -> Any:
         x = torch.full((len(items), *job.shape), 0.25)
         return x, lambda number, latents: latents.clamp(-0.5, 0.5)
 
@@ -494,7 +494,7 @@ def test_noise_first_latents_and_pixels_can_be_replaced(small: Pipeline) -> None
         flat: bool = True
 
         def change_job(self, job: Job) -> Job:
-            return replace(job, begin=begin, finish=lambda item, pixels: -pixels)
+            return replace(job, first_latents=first_latents, finish=lambda item, pixels: -pixels)
 
     states = list(small.stream(**FAST, flat=True))
     assert states[0].before.eq(0.25).all()

@@ -308,7 +308,7 @@ REFUSED: dict[str, tuple[Callable[[Pipeline], Pipeline], str]] = {
     "no sampler": (settings(sampler=None), "cannot save the family's sampler, None"),
     "a step": (
         lambda pipe: replace(pipe, run_row=lambda *arguments: run_row(*arguments)),
-        "cannot save a model with a step of your own",
+        "cannot save a model with a `run_row` of your own",
     ),
     "no values": (
         lambda pipe: pipe.with_networks(unet=copy.deepcopy(pipe.unet).to("meta")),
