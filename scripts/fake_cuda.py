@@ -73,7 +73,7 @@ def fake_network(make: Callable[[], nn.Module], dtype: torch.dtype = torch.float
 
 def fake_model(name: str, family: Family) -> Model:
     """Make a model of a family in half precision."""
-    networks = {role: fake_network(lambda spec=spec: build(spec)) for role, spec in family.networks.items()}
+    networks = {role: fake_network(lambda spec=spec: build(spec)) for role, spec in family.specs.items()}
     schedule, tokenizer = Schedule.from_betas(family.noise.betas, family.prediction), tokenizer_of(family.text)
     networks = {"vae": Pixels(family.vae), "text_encoder": None, "text_encoder_2": None} | networks
     return Model(name, family, schedule, networks, tokenizer=tokenizer, description=name)
@@ -121,9 +121,7 @@ def jobs(model: Model, folder: str) -> Iterator[tuple[str, Callable[[], Any]]]:
 
 def loss(family: Family, model: Model) -> Tensor:
     """The training loss of a batch; its gradients would need a real device."""
-    networks = {
-        role: fake_network(lambda spec=spec: build(spec), torch.float32) for role, spec in family.networks.items()
-    }
+    networks = {role: fake_network(lambda spec=spec: build(spec), torch.float32) for role, spec in family.specs.items()}
     model = model.with_networks(**networks)
     compute = DiffusionLoss(model, {"unet": model.unet}, caption_dropout=0.1)
     pixels = torch.zeros(2, 3, 64, 64, dtype=torch.uint8)

@@ -163,7 +163,7 @@ def convolutions(args: argparse.Namespace) -> None:
     torch.set_num_threads(args.threads)
     clock = time.process_time if args.threads == 1 else time.perf_counter
     with on_meta():
-        vae: Any = build(SD1.networks["vae"])
+        vae: Any = build(SD1.specs["vae"])
     weights = split(random_checkpoint("sd1", SD1))["vae"]
     load_weights(vae, weights, "vae", torch.device("cpu"), torch.float32)
     latents = torch.randn(1, 4, 32, 32)
@@ -198,7 +198,7 @@ def convolutions(args: argparse.Namespace) -> None:
 def sd1_step() -> tuple[Any, Tensor, Tensor, Tensor]:
     """Stable Diffusion's UNet on the CPU with random weights, and its inputs for a guided step at 512 px."""
     with on_meta():
-        unet: Any = build(SD1.networks["unet"])
+        unet: Any = build(SD1.specs["unet"])
     load_weights(unet, split(random_checkpoint("sd1", SD1))["unet"], "unet", torch.device("cpu"), torch.float32)
     prepare_networks({"unet": unet}, RuntimeOptions(), torch.device("cpu"))
     return unet, torch.randn(2, 4, 64, 64), torch.tensor([500.0, 500.0]), torch.randn(2, 77, 768)

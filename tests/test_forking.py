@@ -69,7 +69,7 @@ assert torch.equal(weight, before)
 # the family: a file of these shapes is detected
 shapes = {}
 with on_meta():
-    for role, spec in FAMILIES["sd1_wide"].networks.items():
+    for role, spec in FAMILIES["sd1_wide"].specs.items():
         shapes[role] = {key: tuple(value.shape) for key, value in build(spec).state_dict().items()}
 found = detect_family(shapes, {})
 assert (found.title, found.prediction, found.resolution) == ("a wider Stable Diffusion 1 with OpenCLIP", "v", 768)

@@ -152,7 +152,7 @@ READ_ALONE = ("Qwen3Spec", "Qwen25Spec")  # language models, of which nobody tra
 
 @cache
 def networks(family: str) -> dict[str, nn.Module]:
-    specs = FAMILIES[family]().networks.items()
+    specs = FAMILIES[family]().specs.items()
     return {role: toy.network(spec) for role, spec in specs if role != "vae" and type(spec).__name__ not in READ_ALONE}
 
 

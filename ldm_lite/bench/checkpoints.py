@@ -39,7 +39,7 @@ def family_of(checkpoint: Tensors) -> Family:
 def random_checkpoint(name: str, family: Family, seed: int = 0, ahead: bool = True) -> Tensors:
     """Return a checkpoint in the original layout with random weights, each made when it is read."""
     with torch.device("meta"):
-        states = {role: build(spec).state_dict() for role, spec in family.networks.items()}
+        states = {role: build(spec).state_dict() for role, spec in family.specs.items()}
     shapes = {
         prefix(role, state, family.sgm) + key: tuple(state[key].shape)
         for role, state in states.items()

@@ -97,7 +97,7 @@ def _flops_at_batch_1(family: Family, options: Options) -> dict[str, int]:
     tensors = inputs(family, options, 1).to(torch.device("meta"), torch.float32)
     num_calls = len(make_plan(options.sampler, family.noise.schedule(family.prediction), options.steps).t)
     with torch.device("meta"):
-        networks: dict[str, Any] = {role: build(spec) for role, spec in family.networks.items()}
+        networks: dict[str, Any] = {role: build(spec) for role, spec in family.specs.items()}
     step = 2 * flops(lambda: networks["unet"](tensors.noise, torch.empty(1, device="meta"), tensors.context))
     decode = flops(lambda: networks["vae"].decode(tensors.noise))
     text = flops(lambda: networks["text_encoder"](tensors.ids))

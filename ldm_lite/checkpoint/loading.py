@@ -112,7 +112,7 @@ def load_model(options: LoadOptions, kind: type[M], check: Callable[[M], None] |
 
     # The model without weights, of which everything can be checked but they.
     networks: dict[str, Any] = {}
-    for role, spec in family.networks.items():
+    for role, spec in family.specs.items():
         with errors_of(parts[role].path), on_meta():
             networks[role] = build(spec)
     latents_are_pixels = "vae" not in networks
@@ -226,7 +226,7 @@ def recognise(opened: Tensors, options: LoadOptions) -> Recognised:
                 untitled = {key: text for key, text in metadata.items() if key != "title"}
                 fitting = detect_family(shapes, untitled, sgm)
             family = apply_user_metadata(family, fitting, told)
-        check_complete(parts, family.networks, family)
+        check_complete(parts, family.specs, family)
         if "unet" in replaced and "vae" not in replaced and "unet" in networks:
             _check_latents(networks, family)
     if "scale_factor" not in told and ("scale_factor" in file or math.isnan(family.scale_factor)):

@@ -42,7 +42,7 @@ def save(model: Model, path: Path) -> None:
     if path.is_dir():
         raise ValueError(f"{path}: is a folder: take another name")
     _check(model)
-    networks = {role: unwrapped(model.networks[role]) for role in model.family.networks}
+    networks = {role: unwrapped(model.networks[role]) for role in model.family.specs}
     tensors = in_layout(model, {role: weights_of(network) for role, network in networks.items()})
     metadata = describe(model.family)
     if model.family.sampler != FAMILIES[metadata["family"]].sampler:
@@ -75,9 +75,9 @@ def _check(model: Model) -> None:
         raise ValueError(f"cannot save weights in {model.offloader.storage}: load the model without `storage`")
     if model.learned or (model.tokenizer is not None and model.tokenizer.added):
         raise ValueError("cannot save the textual inversions that it has learned: load it without them")
-    if model.networks.keys() - {"vae"} - model.family.networks.keys():
+    if model.networks.keys() - {"vae"} - model.family.specs.keys():
         raise ValueError(f"cannot save networks that {model.family.title} does not have: leave them out")
-    for role, spec in model.family.networks.items():
+    for role, spec in model.family.specs.items():
         with on_meta():
             expected = dict(modules_of(build(spec)))
         modules = dict(modules_of(model.networks[role]))
@@ -124,7 +124,7 @@ def _check_file(file: Tensors, model: Model) -> None:
             raise ValueError(f"cannot save the family's {name}, {ours!r:.100}: load() would use {theirs!r:.100}")
     for role, network in model.networks.items():
         shapes = {key: tuple(value.shape) for key, value in unwrapped(network).state_dict().items()}
-        if role in family.networks and shapes != parts[role].shapes:
+        if role in family.specs and shapes != parts[role].shapes:
             raise ValueError(f"cannot save the {role}: load() would find other tensors")
     if isinstance(family.noise, Flow):
         return

@@ -30,7 +30,7 @@ def num_tokens(tokenizer: TextTokenizer | None, prompt: str | None) -> int:
 
 def t5_states(model: Model, prompts: Sequence[str | None], length: int, mask: Tensor | None = None) -> Tensor:
     """Return T5's hidden states (B,length,D) of prompts, padded, with a mask (B,length) or without one."""
-    role = next(role for role, spec in model.family.networks.items() if isinstance(spec, T5Spec))
+    role = next(role for role, spec in model.family.specs.items() if isinstance(spec, T5Spec))
     assert model.t5_tokenizer is not None
     ids = replace(model.t5_tokenizer, length=length)([prompt or "" for prompt in prompts])
     return model.networks[role](ids.to(model.device), mask)

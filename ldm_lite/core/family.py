@@ -34,7 +34,7 @@ class Family:
     """One kind of checkpoint."""
 
     title: str
-    networks: Mapping[str, Any]  # kind -> spec
+    specs: Mapping[str, Any]  # of its networks, by kind
     tokenizer: CLIPTokenizer  # texts -> ids (B,T)
     condition: Callable[[Any, Sequence[str]], Conditioning]  # of a Model and B prompts: what the UNet reads
     prediction: Prediction
@@ -76,7 +76,7 @@ def clip_context(model: Any, prompts: Sequence[str]) -> Conditioning:
 
 SD1 = Family(
     title="Stable Diffusion 1.x",
-    networks={
+    specs={
         "unet": UNetSpec(
             in_channels=4,
             out_channels=4,
@@ -144,11 +144,11 @@ def recognise(parts: Mapping[str, Tensors], metadata: Mapping[str, str], told: F
 
 def matches(specs: Specs, row: Family, told: bool) -> bool:
     """Whether the networks of a file are those of a row: in kind and, unless the family is told, in size."""
-    if not row.networks.keys() <= specs.keys():
+    if not row.specs.keys() <= specs.keys():
         return False
     if told:
         return True
-    for kind, spec in row.networks.items():
+    for kind, spec in row.specs.items():
         differing = dict(vars(specs[kind]).items() - vars(spec).items())
         if any(value is not None for value in differing.values()):  # None: weights do not tell
             return False
@@ -160,15 +160,15 @@ def with_facts(row: Family, specs: Specs, facts: Facts) -> Family:
     values = {field: _fact(facts, fact, kind) for fact, (field, kind) in FACTS.items() if fact in facts}
     if values.get("prediction", "eps") not in ("eps", "v"):
         raise ValueError(f"the metadata name the prediction {values['prediction']!r}, expected eps or v")
-    networks = dict(specs)
+    complete = dict(specs)
     for kind, (fact, width) in HEADS.items():
-        heads = _fact(facts, fact, int) if fact in facts else row.networks[kind].heads
+        heads = _fact(facts, fact, int) if fact in facts else row.specs[kind].heads
         if heads < 1 or getattr(specs[kind], width) % heads:
             size = getattr(specs[kind], width)
             raise ValueError(f"{heads} heads do not divide the width {size} of the {kind}: give metadata {fact}=NUMBER")
-        networks[kind] = replace(specs[kind], heads=heads)
+        complete[kind] = replace(specs[kind], heads=heads)
     tokenizer = replace(row.tokenizer, length=specs["clip"].length)
-    return replace(row, networks=networks, tokenizer=tokenizer, **values)
+    return replace(row, specs=complete, tokenizer=tokenizer, **values)
 
 
 def _fact(facts: Facts, name: str, kind: Any) -> Any:
@@ -202,6 +202,6 @@ def schedule_of(file: Tensors, family: Family) -> Schedule:
 def facts_of(family: Family) -> dict[str, str]:
     """Return the metadata of which with_facts() makes the same family again: see saving.save."""
     values = {fact: getattr(family, field) for fact, (field, _) in FACTS.items()}
-    heads = {fact: family.networks[kind].heads for kind, (fact, _) in HEADS.items()}
+    heads = {fact: family.specs[kind].heads for kind, (fact, _) in HEADS.items()}
     facts = {"family": "sd1", **values, **heads}
     return {PREFIX + fact: str(value) for fact, value in facts.items()}

@@ -224,7 +224,7 @@ def load(
         log.warning("%s: using the noise schedule in the file, which is not %s's", files[0].path.name, family.title)
     networks: dict[str, Any] = {
         kind: load_network(kind, spec, parts[kind], device, precision).requires_grad_(trainable)
-        for kind, spec in family.networks.items()
+        for kind, spec in family.specs.items()
     }
     if device.type == "cuda":
         for network in networks.values():

@@ -54,7 +54,7 @@ def save(model: Model, path: Path) -> None:
     for kind, network in model.networks.items():
         tensors |= {KINDS[kind].prefixes[0] + key: tensor for key, tensor in weights_of(network).items()}
     specs = {kind: unwrapped(network).spec for kind, network in model.networks.items()}
-    facts = facts_of(replace(model.family, networks=specs, prediction=model.schedule.prediction))
+    facts = facts_of(replace(model.family, specs=specs, prediction=model.schedule.prediction))
     write(path, tensors, facts, lambda file: check_file(file, model))
 
 
@@ -66,7 +66,7 @@ def check_file(file: Tensors, model: Model) -> None:
         schedule = schedule_of(file, family)
     except ValueError as error:
         raise ValueError(f"cannot save this model, which could not be loaded again: {error}") from error
-    expected = replace(model.family, networks=family.networks, prediction=model.schedule.prediction)
+    expected = replace(model.family, specs=family.specs, prediction=model.schedule.prediction)
     for name in (field.name for field in fields(family)):
         if getattr(family, name) != getattr(expected, name):
             raise ValueError(
@@ -78,7 +78,7 @@ def check_file(file: Tensors, model: Model) -> None:
         name = type(model.schedule).__name__
         raise ValueError(f"cannot save a schedule of the class {name}: a file holds alpha_bar and eps or v, no code")
     for kind, network in model.networks.items():
-        difference = difference_of(network, build(kind, family.networks[kind]))
+        difference = difference_of(network, build(kind, family.specs[kind]))
         if difference:
             raise ValueError(f"cannot save the {kind}: {difference}; {WHAT_TO_DO}")
 

@@ -22,7 +22,7 @@ def tokenizers_of(
     Qwen's files, `source`, and T5's, `vocab`, are else looked for beside their weights.  Raises ValueError, one line,
     if they are not there or those of another model.
     """
-    roles = {type(spec).__name__: role for role, spec in family.networks.items()}
+    roles = {type(spec).__name__: role for role, spec in family.specs.items()}
     qwen = roles.get("Qwen3Spec", roles.get("Qwen25Spec"))
     if source is not None and qwen is None:
         raise ValueError(f"got `tokenizer` {source}, which {family.title} does not use: leave it out")

@@ -406,11 +406,11 @@ def write_checkpoint(path: Path, model: Pipeline, networks: Mapping[str, nn.Modu
 def checkpoint(model: Pipeline, networks: Mapping[str, nn.Module]) -> Content:
     """Return tensors (float16) and metadata of a checkpoint in the original layout, with these networks by role."""
     whole = _with_networks(model, networks)
-    return checkpoint_content(model, {role: whole.networks[role].state_dict() for role in model.family.networks})
+    return checkpoint_content(model, {role: whole.networks[role].state_dict() for role in model.family.specs})
 
 
 def _with_networks(model: Pipeline, networks: Mapping[str, nn.Module]) -> Pipeline:
-    return model.with_networks(**{role: net for role, net in networks.items() if role in model.family.networks})
+    return model.with_networks(**{role: net for role, net in networks.items() if role in model.family.specs})
 
 
 def write_average(folder: Path, average: tuple[Weights, int], out: Path) -> None:

@@ -106,7 +106,7 @@ def detect_family(shapes: Mapping[str, Shapes], metadata: Mapping[str, str], sgm
     if metadata.get("family", "sd1") not in FAMILIES:
         raise ValueError(f"the metadata name the family {metadata['family']!r}, expected one of {', '.join(FAMILIES)}")
     if "unet" not in shapes:
-        check_complete(shapes, FAMILIES["sd1"].networks)
+        check_complete(shapes, FAMILIES["sd1"].specs)
     if any(key in shapes["unet"] for key in DENOISERS):
         row = imported("ldm_lite.checkpoint.transformers:fitted")(shapes, metadata)
         return with_facts(row, metadata) if row.text_encoders else row
@@ -213,7 +213,7 @@ def _described(unet: UNetSpec, shapes: Mapping[str, Shapes], metadata: Mapping[s
     row = FAMILIES[metadata.get("family", "sd1")]
     if not isinstance(row.unet, UNetSpec):
         raise ValueError(f"the metadata name the family {metadata['family']!r}, but this is a UNet")
-    check_complete(shapes, row.networks)
+    check_complete(shapes, row.specs)
     return replace(
         row,
         title=row.title if "family" in metadata else "unnamed model",

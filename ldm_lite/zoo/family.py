@@ -266,8 +266,8 @@ class Family:
         return self.text_encoders[0] if self.text_encoders else None
 
     @property
-    def networks(self) -> dict[str, Spec]:
-        """Specs of its networks by role: "unet", "vae", "text_encoder", "text_encoder_2", ..."""
+    def specs(self) -> dict[str, Spec]:
+        """The sizes of its networks by role: "unet", "vae", "text_encoder", "text_encoder_2", ..."""
         specs: dict[str, Spec] = {"unet": self.unet}
         if not isinstance(self.vae, PixelSpec):
             specs["vae"] = self.vae

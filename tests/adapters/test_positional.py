@@ -22,7 +22,7 @@ REAL = Path(os.environ.get("LDM_LITE_REAL_FILES", Path(__file__).parents[2].pare
 def networks() -> dict[str, nn.Module]:
     """Those of Stable Diffusion 1.x, without memory."""
     with on_meta():
-        return {role: build(FAMILIES["sd1"].networks[role]) for role in NAMES}
+        return {role: build(FAMILIES["sd1"].specs[role]) for role in NAMES}
 
 
 def tensors() -> dict[str, torch.Tensor]:

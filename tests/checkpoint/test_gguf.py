@@ -377,7 +377,7 @@ def test_qwen3_has_the_names_of_llama_cpp(tmp_path: Path) -> None:
         ("text_encoder", worth, (ids,)),
         ("unet", unet_worth, toy_z_image.inputs()),
     ):
-        network = build(toy_z_image.small().networks[role])
+        network = build(toy_z_image.small().specs[role])
         network.load_state_dict(values)
         assert any(isinstance(layer, BlockLinear) for layer in linears(pipe.networks[role]))
         assert torch.equal(pipe.networks[role](*inputs), network(*inputs))
@@ -411,7 +411,7 @@ def test_qwen25_has_the_names_of_llama_cpp_and_qwen_image_its_own(tmp_path: Path
     )
     ids = torch.arange(12)[None]
     for role, values, inputs in (("text_encoder", worth, (ids,)), ("unet", unet_worth, toy_qwen_image.inputs())):
-        network = build(whole.family.networks[role])
+        network = build(whole.family.specs[role])
         network.load_state_dict(values)
         assert sum(isinstance(layer, BlockLinear) for layer in linears(pipe.networks[role])) > 10
         assert torch.equal(pipe.networks[role](*inputs), network(*inputs))

@@ -201,7 +201,7 @@ def test_scales_that_are_missing(tmp_path: Path) -> None:
 def test_a_random_checkpoint_of_the_benchmark_loads(name: str, tmp_path: Path) -> None:
     family = toy_flow.small(name)
     path = save(tmp_path / "f.safetensors", dict(state_dict(family)), metadata(family))
-    assert list(ldm_lite.load(path, device="cpu", t5_vocab=SPIECE).networks) == list(family.networks)
+    assert list(ldm_lite.load(path, device="cpu", t5_vocab=SPIECE).networks) == list(family.specs)
 
 
 # ---- diffusers ------------------------------------------------------------------------------------------------------

@@ -109,10 +109,10 @@ def test_released_keys_shapes_and_sizes(name: str) -> None:
     items = [(key.removeprefix("text_model."), shape) for key, shape in content["shapes"].items()]
     random.Random(0).shuffle(items)
     file = without_weights(dict(items))
-    network = load_network(kind, SD1.networks[kind], file, META, torch.float32)  # strictly
+    network = load_network(kind, SD1.specs[kind], file, META, torch.float32)  # strictly
     assert network.state_dict().keys() == file.keys()
     assert sum(weight.numel() for weight in network.parameters()) == content["params"]
-    spec = SD1.networks[kind]
+    spec = SD1.specs[kind]
     assert type(spec).from_shapes(file.shapes) == (replace(spec, heads=None) if hasattr(spec, "heads") else spec)
 
 
@@ -177,7 +177,7 @@ def test_attention_is_set_where_a_pattern_matches(pipe: Pipeline) -> None:
 
     layers = attention_layers(pipe.unet)
     assert len(layers) == 14
-    tokens = pipe.family.networks["clip"].length
+    tokens = pipe.family.specs["clip"].length
     watching = pipe.with_attention(watched, where="*attn2")
     list(watching.stream("a cat", steps=1))
     assert [keys for _, keys in shapes] == [tokens] * 7

@@ -83,7 +83,7 @@ def shapes_of(network: nn.Module) -> Shapes:
 def whole(family: Family) -> peers.Weights:
     """A whole original state dict, without memory."""
     with on_meta():
-        networks = {role: build(spec).state_dict() for role, spec in family.networks.items()}
+        networks = {role: build(spec).state_dict() for role, spec in family.specs.items()}
     return {
         prefix(role, values, family.sgm) + key: value
         for role, values in networks.items()
@@ -190,7 +190,7 @@ def steered() -> tuple[Arrays, dict[str, Shapes]]:
     """Guided steps of SDXL's pipeline with a ControlNet, and with two, of which one ends early."""
     family = small("sdxl_base")
     base = sdxl_pipeline(family, dict(state_dict(family)), *tokenizers())
-    for role in family.networks:
+    for role in family.specs:
         toy.fill(getattr(base, role))
     lesser = replace(family.unet, transformer_depth=(0, 0), middle_depth=1)
     nets = {"sdxl": toy.fill(controlnet(family.unet)), "sdxl_small": toy.fill(controlnet(lesser))}
@@ -277,7 +277,7 @@ def folders() -> tuple[Arrays, dict[str, Shapes]]:
             pipe = sd2_pipeline(with_prediction(family, "v"), weights, second)
         else:
             pipe = sdxl_pipeline(family, weights, first, second)
-        for role in family.networks:
+        for role in family.specs:
             shapes[f"small.{name}.{role}"] = shapes_of(toy.fill(pipe.networks[role]))
         arrays[f"folder.{name}"] = pipe(PROMPT, **RUN).images
     return arrays, shapes

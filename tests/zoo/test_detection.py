@@ -185,17 +185,17 @@ def test_what_a_unet_lacks_is_named_with_its_file(name: str, autoencoder: str, t
     for has, missing in (
         ({"unet"}, files),
         ({"unet", "vae"}, files[1:]),
-        (family.networks.keys() - {"vae"}, files[:1]),
+        (family.specs.keys() - {"vae"}, files[:1]),
     ):
         named = " and ".join(missing) + (" fit" if len(missing) > 1 else " fits")
         with pytest.raises(ValueError, match=rf"name what is missing with .*: {named}$"):
-            check_complete(has, family.networks, family)
+            check_complete(has, family.specs, family)
 
 
 def test_a_file_that_nobody_has_is_not_named() -> None:
     family = FAMILIES["ldm_text2img_large"]
     with pytest.raises(ValueError, match=r"name what is missing with `vae=FILE` and `text_encoder=FILE`$"):
-        check_complete({"unet"}, family.networks, family)
+        check_complete({"unet"}, family.specs, family)
 
 
 def test_every_manifest_is_part_of_a_file_or_a_file() -> None:
@@ -224,8 +224,8 @@ def test_a_whole_file_is_its_family(name: str, order: int, caplog: pytest.LogCap
     sgm = any(key.startswith(SGM) for key in checkpoint.shapes)
     family = detect_family({role: component.shapes for role, component in components.items()}, {}, sgm)
     assert repr(family) == repr(FAMILIES[name])  # a scale factor that is in the file alone is NaN
-    check_complete(components, family.networks)
-    assert set(components) == set(family.networks)
+    check_complete(components, family.specs)
+    assert set(components) == set(family.specs)
     assert "ignored" not in caplog.text
 
 
@@ -234,7 +234,7 @@ def test_a_whole_file_is_its_family(name: str, order: int, caplog: pytest.LogCap
 def test_the_networks_of_a_family_are_those_of_its_file(name: str) -> None:
     """By names and shapes, with nothing missing; the remaining tensors carry no weights."""
     for role, component in placed(split(opened(file_of(name))), {}, {}).items():
-        network = built(FAMILIES[name].networks[role])
+        network = built(FAMILIES[name].specs[role])
         ours = {key: tuple(value.shape) for key, value in network.state_dict().items()}
         assert ours.items() <= component.shapes.items()
         assert not any(key in UNET for key in component.shapes.keys() - ours.keys())
@@ -254,7 +254,7 @@ PARAMETERS = {  # of whole models, counted from the original code
 
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_a_model_has_as_many_parameters_as_the_original(name: str) -> None:
-    networks = [built(spec) for spec in FAMILIES[name].networks.values()]
+    networks = [built(spec) for spec in FAMILIES[name].specs.values()]
     assert sum(p.numel() for network in networks for p in network.parameters()) == PARAMETERS[name]
 
 
@@ -343,7 +343,7 @@ def test_the_same_name_of_another_width_is_another_family() -> None:
 
 
 def test_every_spec_of_a_family_has_a_network() -> None:
-    specs = {type(spec).__name__ for family in FAMILIES.values() for spec in family.networks.values()}
+    specs = {type(spec).__name__ for family in FAMILIES.values() for spec in family.specs.values()}
     assert specs <= set(NETWORKS)
 
 

@@ -308,7 +308,7 @@ def test_miniatures_are_detected_by_their_metadata() -> None:
         with on_meta():
             shapes = {
                 role: {key: tuple(value.shape) for key, value in build(spec).state_dict().items()}
-                for role, spec in family.networks.items()
+                for role, spec in family.specs.items()
             }
         assert with_prediction(detect_family(shapes, metadata(family)), family.prediction) == with_prediction(
             family, family.prediction

@@ -58,7 +58,7 @@ def load(path_of: Callable[[str], Path]) -> Load:
 @pytest.mark.parametrize("name", toy_zoo.SMALL)
 def test_a_file_is_loaded_as_its_family(name: str, load: Load) -> None:
     wanted, got = toy_zoo.small(name), load(name).family
-    assert got.networks == wanted.networks
+    assert got.specs == wanted.specs
     assert got.title == wanted.title
     assert (got.task, got.conditioner, got.prediction) == (wanted.task, wanted.conditioner, wanted.prediction)
 
