@@ -108,7 +108,7 @@ class OurWorkload:
         plan, latents = self._denoise(tensors, 1, CHECK_SCALE)
         if (failure := getattr(self.pipe.run_row, "failure", None)) is not None:
             raise ValueError(f"could not be compiled: {failure}")
-        row, x, (p, q) = plan.mix[0, 0], tensors.noise * plan.initial, plan.to_h[0]
+        row, x, (p, q) = plan.mix[0, 0], tensors.noise * plan.initial, plan.h_of_out[0]
         kept = (latents - float(row @ X) * x) / float(row @ H)  # H = p x + q prediction
         return (kept - float(p) * x) / float(q)
 

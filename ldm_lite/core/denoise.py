@@ -4,7 +4,7 @@ A sampler is a table, and one row of it is one call of the network.  For DDIM fr
 x = a x0 + s eps now and x = a' x0 + s' eps after the row, it does this:
 
     out = network(x, t)                  # of each branch of guidance, then mixed
-    h = 0 * x + 1 * out                  # row.to_h = (0, 1): H is eps, as DDIM chose
+    h = 0 * x + 1 * out                  # row.h_of_out = (0, 1): H is eps, as DDIM chose
     x = (a'/a) * x + (s' - a' s/a) * h   # row.mix: Song et al. 2021, eq. 12, as coefficients of x and h
 
 Other samplers have other coefficients, of the H of earlier calls and of noise too.  To see latents in a debugger,
@@ -63,15 +63,15 @@ class Outputs(NamedTuple):
     )
     positive: tuple[bool, ...]  # which branches are positive
     x: Tensor  # (B,C,h,w) the latents that the call read
-    row: Row  # row.t, row.level and row.to_x0 tell the noise level
+    row: Row  # row.t, row.level and row.x0_of_out tell the noise level
 
     def to_x0(self, out: Tensor) -> Tensor:
         """Return the clean latents (B,C,h,w) of an output in the network's units."""
-        return self.row.to_x0[0] * self.x + self.row.to_x0[1] * out
+        return self.row.x0_of_out[0] * self.x + self.row.x0_of_out[1] * out
 
     def from_x0(self, x0: Tensor) -> Tensor:
         """Return the output, in the network's units, of clean latents: the inverse of to_x0."""
-        return (x0 - self.row.to_x0[0] * self.x) / self.row.to_x0[1]
+        return (x0 - self.row.x0_of_out[0] * self.x) / self.row.x0_of_out[1]
 
     @property
     def cond(self) -> Tensor:
@@ -185,7 +185,7 @@ def run_row(
     out = combine(outputs)  # (B, C, h, w)
     for change in adjust:
         out = change(out, outputs)
-    h = row.to_h[0] * x + row.to_h[1] * out
+    h = row.h_of_out[0] * x + row.h_of_out[1] * out
     # Multiply and add, not matmul: the sampler's arithmetic stays float32 even if matmuls are TF32.
     terms = torch.cat([registers, h[None], noise[None]])
     return (row.mix[:, :, None, None, None, None] * terms).sum(dim=1)

@@ -74,8 +74,8 @@ class Model:
         """Raise ValueError for a plan that was made for a network with another prediction."""
         if not isinstance(plan, Plan):
             raise ValueError(f"got {type(plan).__name__} as a plan, expected what pipe.plan() makes")
-        wanted = [self.schedule.to_h("x0", Level(0, *level)) for level in plan.level]
-        if not np.allclose(plan.to_x0, wanted, equal_nan=True):
+        wanted = [self.schedule.coefficients("x0", Level(0, *level)) for level in plan.level]
+        if not np.allclose(plan.x0_of_out, wanted, equal_nan=True):
             which = f"{self.name}, which predicts {self.schedule.prediction}"
             raise ValueError(f"this plan is for another network: make one with the schedule of {which}")
 

@@ -29,8 +29,8 @@ class Plan:
 
     t: Array  # (N,) the timestep that the network is told, possibly fractional
     level: Array  # (N, 2) (a, s) of the latent that the call reads: x = a x0 + s eps
-    to_h: Array  # (N, 2) (p, q): H = p x + q out, for the network's output
-    to_x0: Array  # (N, 2) the same for x0; NaN where it is undefined
+    h_of_out: Array  # (N, 2) (p, q): H = p x + q out, for the network's output
+    x0_of_out: Array  # (N, 2) the same for x0; NaN where it is undefined
     mix: Array  # (N, R, R+2) registers' = mix @ [registers, H, noise]
     step: Array  # (N,) the step that the call belongs to, from 0; a step can take two calls
     adds_noise: NDArray[np.bool_]  # (N,) whether the row uses noise
@@ -48,8 +48,8 @@ class Plan:
 
     def x0_of_h(self, call: int) -> tuple[float, float]:
         """Return (p, q) with x0 = p x + q H, for the H of a call."""
-        p, q = self.to_h[call]  # H = p x + q out
-        p0, q0 = self.to_x0[call]  # x0 = p0 x + q0 out
+        p, q = self.h_of_out[call]  # H = p x + q out
+        p0, q0 = self.x0_of_out[call]  # x0 = p0 x + q0 out
         return float(p0 - q0 * p / q), float(q0 / q)
 
 
@@ -58,8 +58,8 @@ class Row(NamedTuple):
 
     t: Tensor  # ()
     level: Tensor  # (2,)
-    to_h: Tensor  # (2,)
-    to_x0: Tensor  # (2,)
+    h_of_out: Tensor  # (2,)
+    x0_of_out: Tensor  # (2,)
     mix: Tensor  # (R, R+2)
 
 
@@ -97,8 +97,8 @@ class Rows:
         plan = Plan(
             t=np.array([level.t for level in levels]),
             level=np.array([[level.a, level.s] for level in levels]),
-            to_h=np.array([self.schedule.to_h(self.h, level) for level in levels]),
-            to_x0=np.array([self.schedule.to_h("x0", level) for level in levels]),
+            h_of_out=np.array([self.schedule.coefficients(self.h, level) for level in levels]),
+            x0_of_out=np.array([self.schedule.coefficients("x0", level) for level in levels]),
             mix=mix,
             step=np.array(steps),
             adds_noise=np.any(mix[:, :, -1] != 0, axis=1),
@@ -106,7 +106,7 @@ class Rows:
             initial=levels[0].s if initial is None else initial,
             end=end,
         )
-        if not (np.isfinite(plan.mix).all() and np.isfinite(plan.to_h).all()):
+        if not (np.isfinite(plan.mix).all() and np.isfinite(plan.h_of_out).all()):
             raise ValueError("undefined at zero terminal SNR: take a model with v prediction, and ddim or euler")
         if plan.mix[0, 0, 1:NUM_REGISTERS].any():
             raise ValueError("the first row reads ASIDE, H1, H2 or H3, which no call before it has made")

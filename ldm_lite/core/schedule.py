@@ -111,18 +111,18 @@ class Schedule:
         a, s = self.levels_at(t, x0)
         return eps if self.prediction == "eps" else a * eps - s * x0
 
-    def to_h(self, h: str, level: Level) -> tuple[float, float]:
-        """Return (p, q) with H = p x + q out, for the network's output; h says what H is, "eps" or "x0".
+    def coefficients(self, quantity: str, level: Level) -> tuple[float, float]:
+        """Return (p, q) with quantity = p x + q out, of the latents and the network's output; it is "eps" or "x0".
 
         NaN where it is undefined: x0 from eps at zero terminal SNR.  Salimans and Ho 2022, sec. 4.
         """
-        if h not in ("eps", "x0"):
-            raise ValueError(f"got h={h!r}, expected eps or x0")
+        if quantity not in ("eps", "x0"):
+            raise ValueError(f"got h={quantity!r}, expected eps or x0")
         _, a, s = level
-        if self.prediction == h:
+        if self.prediction == quantity:
             return 0.0, 1.0
         if self.prediction == "v":
-            return (s, a) if h == "eps" else (a, -s)
+            return (s, a) if quantity == "eps" else (a, -s)
         return (1 / a, -s / a) if a > 0 else (np.nan, np.nan)
 
     def levels_at(self, t: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:

@@ -107,9 +107,9 @@ class FlowSchedule(Schedule):
         """What the network is to predict for noised(x0, eps, t): the velocity, or its opposite."""
         return eps - x0 if self.prediction == "flow" else x0 - eps
 
-    def to_h(self, h: str, level: Level) -> tuple[float, float]:
-        """Return (p, q) with H = p x + q out, for the network's output; h is "flow", "eps" or "x0"."""
-        p, q = {"flow": (0.0, 1.0), "eps": (1.0, 1 - level.s), "x0": (1.0, -level.s)}[h]
+    def coefficients(self, quantity: str, level: Level) -> tuple[float, float]:
+        """Return (p, q) with quantity = p x + q out, for the network's output; it is "flow", "eps" or "x0"."""
+        p, q = {"flow": (0.0, 1.0), "eps": (1.0, 1 - level.s), "x0": (1.0, -level.s)}[quantity]
         return p, q if self.prediction == "flow" else -q
 
     def levels_at(self, t: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:

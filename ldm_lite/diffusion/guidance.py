@@ -246,7 +246,7 @@ def cfg_plus_plus(plan: Plan, scale: float) -> Callable[[int], float]:
     plan with a step from a level to itself.
     """
     after = np.append(plan.level[1:, 0], plan.end.a)
-    of_x0 = plan.to_x0[:, 1] / plan.to_h[:, 1] * after  # weight of the prediction in x0's part of the step
+    of_x0 = plan.x0_of_out[:, 1] / plan.h_of_out[:, 1] * after  # weight of the prediction in x0's part of the step
     whole = plan.mix[:, 0, -2]
     if not (np.isfinite(of_x0).all() and abs(whole).min() > 1e-9):
         raise ValueError("CFG++ is undefined for a step that does not lower the noise: take 500 steps or less")

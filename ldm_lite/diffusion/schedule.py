@@ -64,15 +64,15 @@ class Schedule(core.Schedule):
         """What the network is to predict for noised(x0, eps, t)."""
         return x0 if self.prediction == "x0" else super().target(x0, eps, t)
 
-    def to_h(self, h: str, level: Level) -> tuple[float, float]:
-        """Return (p, q) with H = p x + q out, for the network's output; h is "eps" or "x0".
+    def coefficients(self, quantity: str, level: Level) -> tuple[float, float]:
+        """Return (p, q) with quantity = p x + q out, for the network's output; it is "eps" or "x0".
 
         NaN where it is undefined: eps from x0 at a level without noise, x0 from eps at one of noise alone.
         """
-        if self.prediction == "x0" and h == "eps":
+        if self.prediction == "x0" and quantity == "eps":
             _, a, s = level
             return (1 / s, -a / s) if s > 0 else (np.nan, np.nan)
-        return super().to_h(h, level)
+        return super().coefficients(quantity, level)
 
 
 def cosine_betas(num: int = 1000) -> Array:

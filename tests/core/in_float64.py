@@ -35,7 +35,7 @@ def run(plan: Plan, predict: Network = network, x: Any = None) -> list[Array]:
     registers = np.stack([x, *(0 * x for _ in range(NUM_REGISTERS - 1))])
     trajectory = [x]
     for i in range(len(plan.t)):
-        h = plan.to_h[i, 0] * registers[0] + plan.to_h[i, 1] * predict(registers[0], plan.t[i])
+        h = plan.h_of_out[i, 0] * registers[0] + plan.h_of_out[i, 1] * predict(registers[0], plan.t[i])
         noise = next(noises) if plan.adds_noise[i] else 0 * h
         registers = np.einsum("rk,k...->r...", plan.mix[i], np.stack([*registers, h, noise]))
         if i + 1 == len(plan.t) or plan.step[i + 1] != plan.step[i]:

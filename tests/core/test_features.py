@@ -403,7 +403,7 @@ def test_guidance_can_differentiate_by_the_latents(small: Pipeline) -> None:
     # The first gradient, by finite differences in a random direction, in float64.
     pipe = small.with_networks(unet=copy.deepcopy(small.unet).double())
     plan = small.plan("euler", 2)
-    p, q = plan.to_x0[0]
+    p, q = plan.x0_of_out[0]
     cond, uncond = (small.encode_prompt(text)["context"].double() for text in ("a cat", ""))
     x = (small.noise(42, 32, 32) * plan.initial).double()
     direction = torch.randn(x.shape, dtype=torch.float64, generator=torch.manual_seed(0))

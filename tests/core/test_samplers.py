@@ -141,8 +141,8 @@ def test_noise_restores_the_variance_of_the_data(name: str, eta: float) -> None:
         bias = float(predict(np.array(0.0), plan.t[i]))
         slope = float(predict(np.array(1.0), plan.t[i])) - bias
         x, h, noise = plan.mix[i, 0, 0], plan.mix[i, 0, -2], plan.mix[i, 0, -1]
-        gain = x + h * (plan.to_h[i, 0] + plan.to_h[i, 1] * slope)
-        mean, variance = gain * mean + h * plan.to_h[i, 1] * bias, gain**2 * variance + noise**2
+        gain = x + h * (plan.h_of_out[i, 0] + plan.h_of_out[i, 1] * slope)
+        mean, variance = gain * mean + h * plan.h_of_out[i, 1] * bias, gain**2 * variance + noise**2
     assert mean == pytest.approx(MEAN, abs=0.02)
     assert math.sqrt(variance) == pytest.approx(DEVIATION, rel=0.02)
 

@@ -149,4 +149,4 @@ def test_what_a_row_keeps_is_eps_or_x0() -> None:
     schedule = Schedule([0.9, 0.5, 0.1], "v")  # type: ignore[arg-type]  # a list is taken too
     for keep in ("v", "epsilon"):
         with pytest.raises(ValueError, match=f"got h='{keep}', expected eps or x0"):
-            schedule.to_h(keep, schedule.at(1))
+            schedule.coefficients(keep, schedule.at(1))

@@ -53,7 +53,7 @@ def test_a_mimic_scale_gives_x0_the_range_of_that_scale(
     pipe, options = predicting(prediction), {"scale": 12.0, "mimic_scale": 4.0, "dynamic_threshold": percentile}
     with unet_calls(pipe) as calls:
         states = list(pipe.stream("a cat", **options, **PROMPTS))
-    for state, call, (p, q) in zip(states, calls, pipe.plan(steps=2).to_x0.tolist(), strict=True):
+    for state, call, (p, q) in zip(states, calls, pipe.plan(steps=2).x0_of_out.tolist(), strict=True):
         uncond, cond = call.out.chunk(2)
         higher, lower = (p * call.x[:2] + q * (uncond + scale * (cond - uncond)) for scale in (12, 4))
         for channel, before, like in zip(*(x.flatten(0, 1) for x in (state.x0, higher, lower)), strict=True):

@@ -225,7 +225,7 @@ def test_every_sampler_and_spacing_take_a_schedule_of_the_core(name: str) -> Non
         if spacing not in ("flow", "flow_flux2", "flow_sd3"):
             steps = sum(SECTIONS.get(spacing or "", (10,)))
             ours, theirs = (make_plan(name, schedule, steps, spacing=spacing) for schedule in (SD, CORE_SD))
-            for column in ("t", "level", "to_h", "to_x0", "mix", "step", "adds_noise", "remembers", "initial"):
+            for column in ("t", "level", "h_of_out", "x0_of_out", "mix", "step", "adds_noise", "remembers", "initial"):
                 assert np.array_equal(getattr(ours, column), getattr(theirs, column)), (spacing, column)
 
 
@@ -306,7 +306,7 @@ def run(pipe: Pipeline, plan: Plan) -> torch.Tensor:
 def test_a_plan_without_rows(bundled: Pipeline) -> None:
     """Every field of the table filled in by hand, for DDIM's update: x' = s'/s x + (a' - a s'/s) x0."""
     levels = [*(bundled.schedule.at(t) for t in (999, 600, 200)), CLEAN]
-    to_x0 = np.array([bundled.schedule.to_h("x0", level) for level in levels[:-1]])
+    to_x0 = np.array([bundled.schedule.coefficients("x0", level) for level in levels[:-1]])
     mix = np.zeros((3, NUM_REGISTERS, NUM_REGISTERS + 2))
     for i, (now, after) in enumerate(pairwise(levels)):
         mix[i, 0, 0] = after.s / now.s
@@ -314,8 +314,8 @@ def test_a_plan_without_rows(bundled: Pipeline) -> None:
     plan = Plan(
         t=np.array([999.0, 600.0, 200.0]),
         level=np.array([(level.a, level.s) for level in levels[:-1]]),
-        to_h=to_x0,
-        to_x0=to_x0,
+        h_of_out=to_x0,
+        x0_of_out=to_x0,
         mix=mix,
         step=np.arange(3),
         adds_noise=np.zeros(3, dtype=bool),

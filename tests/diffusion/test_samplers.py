@@ -144,7 +144,7 @@ def moments(plan: Plan, start: Any, deviation: float, steps: int) -> tuple[float
     """Mean and variance after so many steps, exactly: every row is linear in the registers and the noise."""
     mean, covariance = np.zeros(NUM_REGISTERS), np.zeros((NUM_REGISTERS, NUM_REGISTERS))
     mean[0], covariance[0, 0] = start.a * MEAN, start.a**2 * deviation**2 + start.s**2
-    for level, (p, q), mix, step in zip(plan.level, plan.to_h, plan.mix, plan.step, strict=True):
+    for level, (p, q), mix, step in zip(plan.level, plan.h_of_out, plan.mix, plan.step, strict=True):
         if step >= steps:
             break
         k, b = gaussian_eps(SimpleNamespace(a=level[0], s=level[1]), deviation)
@@ -204,7 +204,7 @@ def moments_of_one_image(plans: Sequence[Plan], starts: Sequence[Sequence[float]
     means[:, 0] = [(a * MEAN, s) for a, s in starts]  # the mean, and the share of the first noise
     mixes, biases = np.tile(eye, (num, len(plans), 1, 1)), np.zeros((num, len(plans), size))
     for i, plan in enumerate(plans):
-        (a, s), (p, q), rows = plan.level.T, plan.to_h.T, len(plan.t)
+        (a, s), (p, q), rows = plan.level.T, plan.h_of_out.T, len(plan.t)
         mixes[:rows, i] = plan.mix
         mixes[:rows, i, :, 0] += plan.mix[:, :, size] * (p + q / s)[:, None]  # eps is (x - a MEAN) / s
         biases[:rows, i] = plan.mix[:, :, size] * (-q * a * MEAN / s)[:, None]
@@ -254,7 +254,7 @@ def test_every_sampler_makes_every_number_of_steps_in_every_spacing(sd: Pipeline
                 count * 2 - clean if sampler in TWO_CALLS else count + (sampler == "plms" and (count > 1 or not clean))
             )
             assert len(plan.t) == calls or (sampler == "restart" and count <= len(plan.t) <= 2 * count), case
-            for name in ("t", "level", "to_h", "to_x0", "mix"):
+            for name in ("t", "level", "h_of_out", "x0_of_out", "mix"):
                 assert np.isfinite(getattr(plan, name)).all(), f"{case}: {name}"
             assert (plan.t >= 0).all(), case
             assert (plan.t <= 999).all(), case
@@ -384,7 +384,7 @@ def test_every_sampler_is_finite_at_zero_terminal_snr_or_says_that_it_is_undefin
                         pipe.plan(sampler, steps, spacing=spacing)
                     continue
                 plan = pipe.plan(sampler, steps, spacing=spacing)
-                for name in ("t", "to_h", "to_x0", "mix"):
+                for name in ("t", "h_of_out", "x0_of_out", "mix"):
                     assert np.isfinite(getattr(plan, name)).all(), f"{case}: {name}"
                 assert abs(plan.mix).max() < 1e6, case
 
@@ -451,7 +451,7 @@ def test_the_last_steps_begin_where_the_whole_would_be(sd: Pipeline, sampler: st
 def test_the_last_steps_of_samplers_without_memory_are_the_whole_s_rows(sd: Pipeline, sampler: str) -> None:
     whole, part = sd.plan(sampler, 12), sd.plan(sampler, 12, last=5)
     assert np.array_equal(part.mix, whole.mix[-len(part.t) :])
-    assert np.array_equal(part.to_h, whole.to_h[-len(part.t) :])
+    assert np.array_equal(part.h_of_out, whole.h_of_out[-len(part.t) :])
 
 
 @pytest.mark.parametrize(

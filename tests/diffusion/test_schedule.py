@@ -203,7 +203,7 @@ def test_levels_descend(sd: Pipeline, spacing: str, steps: int) -> None:
 
 @pytest.mark.parametrize("prediction", ["eps", "v", "x0", "flow", "reverse_flow"])
 def test_the_target_of_training_gives_x0_and_eps_back(sd: Pipeline, prediction: Prediction) -> None:
-    """to_h undoes target, for every prediction, at the levels that `noised` adds noise of."""
+    """Schedule.coefficients undoes target, for every prediction, at the levels that `noised` adds noise of."""
     flow = "flow" in prediction
     schedule = FlowSchedule.of(3.0, prediction=prediction) if flow else replace(sd.schedule, prediction=prediction)
     x0, eps = torch.randn(2, 3, 4, 5, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -211,5 +211,5 @@ def test_the_target_of_training_gives_x0_and_eps_back(sd: Pipeline, prediction: 
     x, out = schedule.noised(x0, eps, t), schedule.target(x0, eps, t)
     for i, level in enumerate(map(schedule.at, t.tolist())):
         for keep, wanted in (("x0", x0), ("eps", eps)):
-            p, q = schedule.to_h(keep, level)
+            p, q = schedule.coefficients(keep, level)
             torch.testing.assert_close(p * x[i] + q * out[i], wanted[i])
