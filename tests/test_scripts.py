@@ -11,6 +11,7 @@ import time
 import tomllib
 from pathlib import Path
 
+import count_memory
 import gpu
 import mutate
 import profiling
@@ -47,6 +48,21 @@ def test_the_chart_shows_the_table_of_the_page() -> None:
     assert len(rows) == 5
     assert rows[0] == ("original", 15.1)
     assert rows[-1] == ("ours, timed again", 6.17)
+
+
+def test_memory_is_counted_while_tensors_live(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a chain of linears two maps live at a time, beside the input."""
+    chain = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(5)))
+    monkeypatch.setattr(count_memory, "build", lambda spec: chain.to("meta"))
+    memory = count_memory.network_memory(None, torch.float16, torch.empty(10, 64, device="meta", dtype=torch.float16))
+    assert memory.activations == 2 * 10 * 64 * 2
+    assert memory.weights == 5 * 65 * 64 * 2
+
+
+@pytest.mark.slow
+def test_the_tables_of_memory_are_current() -> None:
+    text = count_memory.PAGE.read_text(encoding="utf-8")
+    assert count_memory.page(text) == text, "run scripts/count_memory.py"
 
 
 def test_the_benchmarks_of_the_stages_on_a_gpu_parse() -> None:

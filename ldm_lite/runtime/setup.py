@@ -41,6 +41,10 @@ def prepare_networks(
     cannot run the attention keep PyTorch's, and the log names them.
     """
     check_runtime(options, device)
+    if device.type == "cpu":
+        for name in ("offload", "matmul_precision"):
+            if (value := getattr(options, name)) is not None:
+                log.warning("`%s=%s` does nothing on a CPU: leave it out", name, value)
     compiles = options.compile not in (None, "off")
     moves = options.offload is not None or options.storage is not None
     kernels = BY_DEFAULT if options.kernels is None else choose_kernels(options.kernels, device)

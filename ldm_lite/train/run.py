@@ -211,7 +211,7 @@ def make_model(options: TrainOptions, load: LoadOptions) -> Pipeline:
         dtype = f"fp32,unet={frozen}"
     else:
         dtype = f"{frozen},vae=fp32"
-    offload = load.offload or ("model" if is_encoded else None)
+    offload = load.offload or ("model" if is_encoded and device.type != "cpu" else None)
     # No CUDA graph: samples are drawn with weights that change, or other networks.
     model = load_model(replace(load, dtype=dtype, offload=offload, compile="off"))
     check_model(options, model)

@@ -192,3 +192,14 @@ def test_unknown_kernels_are_named(small_path: Path) -> None:
     with pytest.raises(ValueError, match=r"got `kernels` 'fast', expected all, plain, or some of qkv, pdl"):
         ldm_lite.load(small_path, device="cpu", kernels="qkv,fast")
     assert setup.choose_kernels("all", torch.device("cpu")) == set(setup.KERNELS)
+
+
+def test_options_that_save_nothing_on_a_cpu_say_so(small_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    ldm_lite.load(small_path, device="cpu", storage="int8")
+    assert "does nothing" not in caplog.text
+    for name, value in (("offload", "model"), ("offload", "sequential"), ("matmul_precision", "high")):
+        caplog.clear()
+        ldm_lite.load(small_path, device="cpu", **{name: value})
+        [record] = [record for record in caplog.records if "does nothing" in record.message]
+        assert record.message.startswith(f"`{name}={value}` does nothing on a CPU")
+        assert record.levelno == logging.WARNING
