@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ldm_lite.cli import command_options, console, flags
-from ldm_lite.cli.declared import rows_of
+from ldm_lite.cli.declared import option_rows
 from ldm_lite.cli.options import LoadOptions, SaveOptions, changed
 from ldm_lite.cli.task_options import Img2imgOptions, InpaintOptions, Txt2imgOptions, UpscaleOptions
 
@@ -94,5 +94,5 @@ def _features_in(files: Sequence[str], kind: type) -> list[Any]:
 
     for file in files:
         import_file(Path(file))
-    rows_of(kind)
+    option_rows(kind)
     return list(dict.fromkeys(FEATURES.values()))

@@ -87,7 +87,7 @@ def _dataset(paths: Sequence[Path]) -> Any:
     """Images as torch-fidelity takes them: it reads few formats itself."""
     from torch.utils.data import Dataset
 
-    from ldm_lite.image import open_image
+    from ldm_lite.image import read_rgb
     from ldm_lite.train.data import to_tensor
 
     class Images(Dataset[Any]):
@@ -95,7 +95,7 @@ def _dataset(paths: Sequence[Path]) -> Any:
             return len(paths)
 
         def __getitem__(self, index: int) -> Any:
-            return to_tensor(open_image(paths[index]))
+            return to_tensor(read_rgb(paths[index]))
 
     return Images()
 
@@ -114,12 +114,12 @@ def _imported(name: str) -> Any:
 def _clip_score(options: EvaluateOptions, folder: Path) -> float:
     """Hessel et al. 2021, of 100: images and their captions, NAME.txt beside each or the prompt in a PNG's text."""
     torch, metric = _imported("torch"), _imported("torchmetrics.multimodal").CLIPScore(options.clip).to(options.device)
-    from ldm_lite.image import open_image
+    from ldm_lite.image import read_rgb
 
     paths = _images(folder, 1)
     for first in range(0, len(paths), options.batch_size):
         batch = paths[first : first + options.batch_size]
-        values = [torch.from_numpy(_imported("numpy").array(open_image(path))).permute(2, 0, 1) for path in batch]
+        values = [torch.from_numpy(_imported("numpy").array(read_rgb(path))).permute(2, 0, 1) for path in batch]
         metric.update([value.to(options.device) for value in values], [_caption(path) for path in batch])
     return float(metric.compute())
 

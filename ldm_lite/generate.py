@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from ldm_lite.checkpoint.model import Model
+from ldm_lite.checkpoint.model import CheckpointModel
 from ldm_lite.core.denoise import Conditioning, Constraint, Draw, InputSource, State, run_plan, unconstrained
 from ldm_lite.diffusion.adaptive import AdaptivePlan, each_image
 from ldm_lite.diffusion.guidance import Guidance
@@ -14,7 +14,7 @@ from ldm_lite.diffusion.plan import Plan
 
 
 def denoise(
-    model: Model,
+    model: CheckpointModel,
     noise: Tensor,
     guidance: Guidance,
     plan: Plan,
@@ -41,7 +41,7 @@ def denoise(
 
 
 def stream(
-    model: Model,
+    model: CheckpointModel,
     latents: Tensor,
     plan: Plan,
     inputs_of: InputSource,
@@ -67,7 +67,7 @@ def stream(
 # ---- checks ---------------------------------------------------------------------------------------------------------
 
 
-def check_conditioning(model: Model, shape: tuple[int, ...], conditioning: Conditioning) -> None:
+def check_conditioning(model: CheckpointModel, shape: tuple[int, ...], conditioning: Conditioning) -> None:
     """Raises ValueError if noise of a shape (B,C,h,w) and a conditioning of B images do not fit the model's network."""
     spec, concat = model.family.unet, conditioning.get("concat")
     further = 0 if concat is None or model.family.task == "edit" else concat.shape[1]

@@ -26,9 +26,9 @@ from ldm_lite.cli.files import open_file
 from ldm_lite.cli.image_headers import check_exif, check_image
 from ldm_lite.cli.options import MOST_PX
 from ldm_lite.core import image as core
-from ldm_lite.core.image import mask_latent, pad, stretch, to_pil, to_pixels
+from ldm_lite.core.image import MOST_PIXELS, mask_latent, pad, stretch, to_pil, to_pixels
 
-__all__ = ["mask_latent", "pad", "to_pil", "to_pixels"]  # of the core, beside what is defined here
+__all__ = ["MOST_PIXELS", "mask_latent", "pad", "to_pil", "to_pixels"]  # of the core, beside what is defined here
 
 log = logging.getLogger("ldm_lite")
 
@@ -37,9 +37,8 @@ T = TypeVar("T")
 _HEIF = importlib.util.find_spec("pillow_heif") is not None
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".avif", *(".heic", ".heif") * _HEIF)
 # Pillow knows forty more, some of which start other programs: EPS runs Ghostscript, whatever the file's name.
-FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF", "AVIF", "HEIF")
+_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF", "AVIF", "HEIF")
 MOST_BYTES = 2**28  # of a file
-MOST_PIXELS = 2**26  # of an image, 8192 x 8192: decoding takes up to 12 bytes each
 RESIZES = ("crop", "fit", "stretch")
 PIXEL_UPSCALERS = {"Lanczos": Image.Resampling.LANCZOS, "Nearest": Image.Resampling.NEAREST}
 SIDES = ("left", "top", "right", "bottom")
@@ -57,12 +56,12 @@ def list_images(folder: Path) -> list[Path]:
     )
 
 
-def open_image(path: str | os.PathLike[str]) -> Image.Image:
+def read_rgb(path: str | os.PathLike[str]) -> Image.Image:
     """Open an image file as RGB (see `to_rgb`).  Raises ValueError if it is not a readable image; OSError."""
     return read_image(path, to_rgb)
 
 
-def open_mask(path: str | os.PathLike[str]) -> Image.Image:
+def read_mask(path: str | os.PathLike[str]) -> Image.Image:
     """Open an image file as a mask (see `to_mask`).  Raises ValueError if it is not a readable image; OSError."""
     return read_image(path, to_mask)
 
@@ -76,7 +75,7 @@ def open_depth(path: str | os.PathLike[str]) -> Image.Image:
 
 
 def read_image(path: str | os.PathLike[str], convert: Callable[[Image.Image], T]) -> T:
-    """Open an image file of one of FORMATS and return `convert` of it, or of its first frame.
+    """Open an image file of one of _FORMATS and return `convert` of it, or of its first frame.
 
     Raises ValueError if either fails, if it is no regular file, or beyond MOST_BYTES or MOST_PIXELS; OSError.
     """
@@ -120,7 +119,7 @@ def _formats() -> tuple[str, ...]:
     if _HEIF:
         importlib.import_module("pillow_heif").register_heif_opener()
     Image.init()
-    return tuple(name for name in FORMATS if name in Image.OPEN)
+    return tuple(name for name in _FORMATS if name in Image.OPEN)
 
 
 def _check_size(size: tuple[int, int], limit: int = MOST_PIXELS) -> None:
@@ -238,7 +237,7 @@ def to_image(value: Any, name: str = "an image") -> Image.Image:
 # ---- sizes ----------------------------------------------------------------------------------------------------------
 
 
-def resize(image: Image.Image, size: tuple[int, int], how: str) -> Image.Image:
+def resize_image(image: Image.Image, size: tuple[int, int], how: str) -> Image.Image:
     """Resize an image or mask to `size` = (width, height).  `how` is one of RESIZES.
 
     "crop" fills the size and crops the rest, equally on both sides; "fit" fits inside it, so one side may be shorter;
@@ -286,7 +285,7 @@ def extend(image: Image.Image, sides: Mapping[str, int]) -> tuple[Image.Image, I
 # ---- tensors --------------------------------------------------------------------------------------------------------
 
 
-def mask_weights(mask: Image.Image, feather: float = 0.0) -> Tensor:
+def feathered_weights(mask: Image.Image, feather: float = 0.0) -> Tensor:
     """Convert a mask to weights (1,H,W) float32: 1 inside, falling to 0 outside over about `feather` pixels."""
     if feather > 0:
         blurred = mask.filter(ImageFilter.GaussianBlur(feather / 2))

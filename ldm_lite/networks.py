@@ -17,13 +17,13 @@ from ldm_lite.control.control import Control
 from ldm_lite.core.clip import EncoderLayer
 from ldm_lite.core.layers import Upsample
 from ldm_lite.core.unet import Block, Downsample, ResBlock, SpatialTransformer
-from ldm_lite.models.clip import CLIPTextEncoder
+from ldm_lite.models.clip import CLIPTextModel
 from ldm_lite.models.flux import DoubleStreamBlock, SingleStreamBlock
 from ldm_lite.models.mmdit import JointBlock
-from ldm_lite.models.open_clip import Attention, OpenCLIPTextEncoder, ResidualAttentionBlock
-from ldm_lite.models.qwen_image import Block as QwenImageBlock
-from ldm_lite.models.unet import UNet
-from ldm_lite.models.z_image import Block as ZImageBlock
+from ldm_lite.models.open_clip import OpenCLIPAttention, OpenCLIPTextEncoder, ResidualAttentionBlock
+from ldm_lite.models.qwen_image import QwenImageBlock as QwenImageBlock
+from ldm_lite.models.unet import LDMUNet
+from ldm_lite.models.z_image import ZImageBlock as ZImageBlock
 from ldm_lite.pipeline import Pipeline
 from ldm_lite.runtime.precision import has_fast_bf16
 from ldm_lite.zoo.families import describe
@@ -115,7 +115,7 @@ TRANSFORMER_BLOCKS = (DoubleStreamBlock, SingleStreamBlock, JointBlock, ZImageBl
 
 def token_tables(model: Pipeline) -> list[Tensor]:
     """Return the token embeddings (V,D) of the model's CLIP text encoders, which textual inversion adds vectors to."""
-    names = {CLIPTextEncoder: "embeddings.token_embedding.weight", OpenCLIPTextEncoder: "token_embedding.weight"}
+    names = {CLIPTextModel: "embeddings.token_embedding.weight", OpenCLIPTextEncoder: "token_embedding.weight"}
     return [encoder.get_parameter(names[type(encoder)]) for encoder in model.text_encoders if type(encoder) in names]
 
 
@@ -135,7 +135,7 @@ def unread_parameters(network: nn.Module) -> list[nn.Parameter]:
 
 def _unread_parts(network: nn.Module) -> list[nn.Module]:
     """Return the last layers of a text encoder, if their output is not read."""
-    if isinstance(network, CLIPTextEncoder) and network.spec.skip:
+    if isinstance(network, CLIPTextModel) and network.spec.skip:
         return [*network.parts()[1][-network.spec.skip :], *[network.final_layer_norm] * (not network.spec.norm)]
     if isinstance(network, OpenCLIPTextEncoder) and network.spec.skip and network.spec.norm:  # SDXL's is read pooled
         return list(network.parts()[1][-network.spec.skip :])
@@ -160,8 +160,8 @@ def lora_layers(
     for role, network in networks.items():
         names, unread = file_names(role, network), _unread_parts(network)
         # Kohya's names are others in SDXL than in Stable Diffusion 1 and 2.
-        has_original_names = isinstance(network, UNet) and network.spec.vector_dim is not None
-        is_numbered = isinstance(network, CLIPTextEncoder) and network.spec.skip
+        has_original_names = isinstance(network, LDMUNet) and network.spec.vector_dim is not None
+        is_numbered = isinstance(network, CLIPTextModel) and network.spec.skip
         for outer, part in network.named_modules():
             if not isinstance(part, kinds) or part in unread:
                 continue
@@ -169,7 +169,7 @@ def lora_layers(
                 if isinstance(layer, (nn.Linear, nn.Conv2d)):
                     name = names[f"{outer}.{inner}"][1 if has_original_names else 0]
                     layers[name.replace("lora_te_", "lora_te1_", 1) if is_numbered else name] = layer, None
-                elif isinstance(layer, Attention):
+                elif isinstance(layer, OpenCLIPAttention):
                     width = len(layer.in_proj_weight) // 3
                     for i, name in enumerate("qkv"):
                         rows = slice(i * width, (i + 1) * width)

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from ldm_lite import generate
 from ldm_lite.checkpoint.loading import load_model
-from ldm_lite.checkpoint.model import Model
-from ldm_lite.cli.declared import rows_of as option_rows
+from ldm_lite.checkpoint.model import CheckpointModel
+from ldm_lite.cli.declared import option_rows as option_rows
 from ldm_lite.cli.options import LoadOptions, changed
 from ldm_lite.cli.progress import step_bar
 from ldm_lite.cli.task_options import (
@@ -37,8 +37,8 @@ from ldm_lite.core.denoise import Draw, InputSource, State
 from ldm_lite.core.layers import AttentionFn
 from ldm_lite.core.schedule import Spacing
 from ldm_lite.core.tasks import noise_of
-from ldm_lite.diffusion.guidance import Conditioning, as_conditioning, rows_of
-from ldm_lite.diffusion.names import make_plan
+from ldm_lite.diffusion.guidance import Conditioning, as_conditioning, conditioning_rows
+from ldm_lite.diffusion.names import named_plan
 from ldm_lite.diffusion.plan import Plan
 from ldm_lite.image import Images, pad, to_array, to_pil, to_pixels
 from ldm_lite.runtime import attention
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ldm_lite")
 
-Options = TypeVar("Options")
+AnyOptions = TypeVar("AnyOptions")
 
 OUTPUTS = ("pil", "numpy", "tensor", "result")
 
@@ -81,7 +81,7 @@ def load(
     return load_model(_options(LoadOptions, "load", _joined("load", {"ckpt": source, **place}, named)), Pipeline)
 
 
-class Pipeline(Model):
+class Pipeline(CheckpointModel):
     """A loaded model with the tasks as methods.  Immutable: threads may share it."""
 
     if not TYPE_CHECKING:  # where an unknown name is an error anyway
@@ -266,7 +266,7 @@ class Pipeline(Model):
         """Return a sampler's plan (default: the family's sampler and steps); with `last` only that many final steps.
 
         height and width are those of the image in pixels, by which FLUX.1 [dev] shifts its noise levels (default: those
-        that the pipeline was sized() for, else the family's).  Raises ValueError as make_plan does.
+        that the pipeline was sized() for, else the family's).  Raises ValueError as named_plan does.
         """
         sampling: Any = {"sampler": sampler, "steps": steps, "spacing": spacing, "eta": eta, "churn": churn}
         options = Txt2imgOptions(**sampling, height=height, width=width)
@@ -274,7 +274,7 @@ class Pipeline(Model):
         if height is not None or width is not None:
             schedule = self.sized(self.latent_shape(options.height or side, options.width or side)).schedule
         sampler, steps = options.sampler or self.family.sampler, options.steps or self.family.steps
-        return make_plan(
+        return named_plan(
             sampler, schedule, steps, eta=options.eta, churn=options.churn, spacing=options.spacing, last=last
         )
 
@@ -304,8 +304,8 @@ class Pipeline(Model):
         count, positive, negative = len(noise), as_conditioning(cond), as_conditioning(uncond)
         if positive is None:
             raise TypeError("got None as conditioning, expected what encode_prompt makes")
-        of_images = rows_of(positive, slice(None), count)
-        of_negative = None if negative is None else rows_of(negative, slice(None), count)
+        of_images = conditioning_rows(positive, slice(None), count)
+        of_negative = None if negative is None else conditioning_rows(negative, slice(None), count)
         branches = guided(self, of_images, of_negative, guidance)
         return generate.denoise(self, noise, branches, plan, draw=draw, wrap=wrap, on_step=on_step)
 
@@ -358,7 +358,7 @@ class Pipeline(Model):
         """
         from ldm_lite.checkpoint import saving
 
-        saving.save(self, Path(path).expanduser())
+        saving.save_model(self, Path(path).expanduser())
 
     def attention_maps(self, pattern: str = "*") -> contextlib.AbstractContextManager[dict[str, list[Tensor]]]:
         """Within the block, collect the UNet's attention maps (K*B,H,N,M) by layer name, one for each call.
@@ -380,7 +380,9 @@ class Pipeline(Model):
 # ---- arguments and results ------------------------------------------------------------------------------------------
 
 
-def _options(kind: type[Options], function: str, arguments: Mapping[str, Any], others: Sequence[str] = ()) -> Options:
+def _options(
+    kind: type[AnyOptions], function: str, arguments: Mapping[str, Any], others: Sequence[str] = ()
+) -> AnyOptions:
     """Make options from keyword arguments; the function has some others.
 
     Raises TypeError, with what to use instead, for an unknown argument.
@@ -418,7 +420,7 @@ def _joined(function: str, named: dict[str, Any], options: Mapping[str, Any]) ->
 
 
 def _prepared(
-    task: ModuleType, model: Model, kind: type[Any], function: str, arguments: Mapping[str, Any]
+    task: ModuleType, model: CheckpointModel, kind: type[Any], function: str, arguments: Mapping[str, Any]
 ) -> tuple[Task, Callable[[State], object] | None]:
     """Make a task of keyword arguments, and what is to be called after every step: `on_step`, and a bar's update.
 
@@ -442,7 +444,7 @@ def _prepared(
     return prepared, update if on_step is None else lambda state: (update(state), on_step(state))
 
 
-def _check_devices(model: Model) -> None:
+def _check_devices(model: CheckpointModel) -> None:
     """Raise ValueError if a network was moved away from the others, as by `pipe.unet.to`."""
     tensors = [next(network.parameters(), None) for network in model.networks.values()]
     devices = sorted({str(tensor.device) for tensor in tensors if tensor is not None})
@@ -453,7 +455,7 @@ def _check_devices(model: Model) -> None:
 
 
 def _outputs(
-    task: ModuleType, model: Model, kind: type[Any], function: str, arguments: Mapping[str, Any], output: str
+    task: ModuleType, model: CheckpointModel, kind: type[Any], function: str, arguments: Mapping[str, Any], output: str
 ) -> list[Any]:
     """Return the images that a task makes of arguments."""
     if output not in OUTPUTS:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ldm_lite.checkpoint import loading
-from ldm_lite.checkpoint.model import Model
+from ldm_lite.checkpoint.model import CheckpointModel
 from ldm_lite.checkpoint.parts import with_autoencoder
 from ldm_lite.checkpoint.reader import open_source
 from ldm_lite.cli.options import LoadOptions
@@ -30,7 +30,7 @@ from ldm_lite.cli.task_options import Img2imgOptions, InpaintOptions, Txt2imgOpt
 from ldm_lite.conditioning.prompts import PromptOptions, conditioner_of, count_chunks, encode_prompts
 from ldm_lite.core.denoise import Conditioning, State
 from ldm_lite.core.job import Item, Started, start
-from ldm_lite.diffusion.guidance import rows_of
+from ldm_lite.diffusion.guidance import conditioning_rows
 from ldm_lite.pipeline import Pipeline
 from ldm_lite.runtime.compile import is_compiled
 from ldm_lite.runtime.precision import short_name
@@ -41,8 +41,8 @@ from ldm_lite.tasks.cost import Cost, cost_of
 from ldm_lite.tasks.existing import contents
 from ldm_lite.tasks.features import with_networks
 from ldm_lite.tasks.image_inputs import joined
-from ldm_lite.tasks.job import TASKS, Job, Result, Task, check, read_prompts
-from ldm_lite.tasks.joined import are_alike, join
+from ldm_lite.tasks.job import TASKS, Result, Task, TaskJob, check, read_prompts
+from ldm_lite.tasks.joined import are_alike, join_batches
 from ldm_lite.tasks.texts import PromptEncoder
 from ldm_lite.text.prompt import BREAK
 from ldm_lite.text.schedule import Calls, is_constant, parts_of, until_of
@@ -54,8 +54,8 @@ if TYPE_CHECKING:
 __all__ = [
     "Batch",
     "LoraWeight",
+    "PreparedRow",
     "Result",
-    "Row",
     "Sample",
     "State",
     "check_checkpoint",
@@ -101,7 +101,7 @@ def check_checkpoint(options: LoadOptions) -> bool:
 
     Raises FileNotFoundError, ValueError if it is none of a known family.
     """
-    family, *_ = loading.recognise(open_source(options.ckpt), options)
+    family, *_ = loading.recognise_file(open_source(options.ckpt), options)
     return family.references is not None
 
 
@@ -219,7 +219,7 @@ def _samples(task: Task, first: int) -> "Iterator[Sample]":
             yield Sample(item, lambda job=job: job, start(job, [item]))  # type: ignore[misc]
 
 
-class Row(NamedTuple):
+class PreparedRow(NamedTuple):
     """What an image of prepare_rows has of its own."""
 
     prompt: str
@@ -228,7 +228,7 @@ class Row(NamedTuple):
     files: tuple[str, ...] = ()  # the image to start from, and the mask
 
 
-def prepare_rows(model: Pipeline, options: Txt2imgOptions, rows: Sequence[Row]) -> "Iterator[Sample]":
+def prepare_rows(model: Pipeline, options: Txt2imgOptions, rows: Sequence[PreparedRow]) -> "Iterator[Sample]":
     """Return one image for each row, all with the same options but for what a row has.
 
     The texts of the rows must have one text_length; only a single row may have a text without one, or regions.  Those
@@ -262,10 +262,10 @@ def prepare_rows(model: Pipeline, options: Txt2imgOptions, rows: Sequence[Row]) 
 class _Rows:
     """What the samples of prepare_rows share."""
 
-    rows: Sequence[Row]
+    rows: Sequence[PreparedRow]
     length: int | None  # of their texts: see text_length
 
-    def texts(self, job: Job, rows: Sequence[Row]) -> PromptEncoder:
+    def texts(self, job: TaskJob, rows: Sequence[PreparedRow]) -> PromptEncoder:
         """Return what encodes the texts of some rows, encoded for images of the job's size.
 
         A text without a length is encoded later: it is alone.
@@ -285,7 +285,7 @@ class _Rows:
             negative = negative[:1] if len(set(negative)) == 1 else negative
             return replace(texts, cond=cond, uncond=_encoded(model, negative, replace(options, negative=True)))
 
-    def started(self, samples: "Sequence[Sample]") -> tuple[Job, Started]:
+    def started(self, samples: "Sequence[Sample]") -> tuple[TaskJob, Started]:
         """Return the job of some of the samples, of one size, and the batch, ready to be denoised."""
         job, items = samples[0].job, [sample.item for sample in samples]
         if self.rows[0].files:
@@ -299,14 +299,14 @@ class _Rows:
         return job, start(job, items)
 
 
-def _encoded(model: Model, prompts: Sequence[str | None], options: PromptOptions) -> Conditioning:
+def _encoded(model: CheckpointModel, prompts: Sequence[str | None], options: PromptOptions) -> Conditioning:
     """Encode N prompts, each once and some at a time: N rows on the CPU, or one if all are the same."""
     places = {prompt: place for place, prompt in enumerate(dict.fromkeys(prompts))}
     unique = list(places)
     firsts = range(0, len(unique), TEXTS_AT_ONCE)
     parts = [encode_prompts(model, unique[i : i + TEXTS_AT_ONCE], options) for i in firsts]
     cond = {name: torch.cat([part[name].cpu() for part in parts]) for name in parts[0]}
-    return cond if len(unique) == 1 else rows_of(cond, [places[prompt] for prompt in prompts], len(unique))
+    return cond if len(unique) == 1 else conditioning_rows(cond, [places[prompt] for prompt in prompts], len(unique))
 
 
 class Sample:
@@ -315,7 +315,7 @@ class Sample:
     def __init__(
         self,
         item: Item,
-        make: Callable[[], Job],
+        make: Callable[[], TaskJob],
         started: Started | None = None,
         rows: _Rows | None = None,
         is_second: bool = False,
@@ -330,7 +330,7 @@ class Sample:
         return self.item.number
 
     @cached_property
-    def job(self) -> Job:
+    def job(self) -> TaskJob:
         """The job that it is of; its files are read on first use.  Raises ValueError, OSError."""
         return self._make()
 
@@ -387,7 +387,7 @@ class Batch:
             self._job, self._started = rows.started(samples)
         else:
             starts = [sample._started for sample in samples if sample._started is not None]
-            self._job, self._started = first.job, join(starts)
+            self._job, self._started = first.job, join_batches(starts)
         self.latents: Tensor = self._started[0]  # (B,C,h,w), in the samples' order: the newest ones
 
     @property

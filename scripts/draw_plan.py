@@ -12,9 +12,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image
 
-from ldm_lite.diffusion.names import label, make_plan
+from ldm_lite.diffusion.names import label, named_plan
 from ldm_lite.diffusion.plan import Plan
-from ldm_lite.diffusion.schedule import Schedule, scaled_linear_betas
+from ldm_lite.diffusion.schedule import NoiseSchedule, scaled_linear_betas
 
 COLUMNS = ["x", "aside", "H1", "H2", "H3", "H", "noise"]
 LIMIT = 1.5  # where the colours end
@@ -45,11 +45,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--out", default="plan.png")
     options = parser.parse_args()
-    schedule = Schedule.from_betas(scaled_linear_betas(0.00085, 0.012), "eps")  # Stable Diffusion's
+    schedule = NoiseSchedule.from_betas(scaled_linear_betas(0.00085, 0.012), "eps")  # Stable Diffusion's
     figure = Figure(figsize=(4.3 * len(options.samplers), 4.2), layout="constrained")
     panels = figure.subplots(1, len(options.samplers), squeeze=False)[0]
     for axes, name in zip(panels, options.samplers, strict=True):
-        draw(axes, make_plan(name, schedule, options.steps), f"{label(name)}, {options.steps} steps")
+        draw(axes, named_plan(name, schedule, options.steps), f"{label(name)}, {options.steps} steps")
     file = io.BytesIO()
     figure.savefig(file, dpi=80)
     Image.open(file).convert("RGB").quantize(64).save(options.out, optimize=True)  # a third of the size

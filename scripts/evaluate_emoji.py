@@ -83,7 +83,7 @@ from ldm_lite.cli.writing import write_whole
 from ldm_lite.conditioning.prompts import encode_prompts
 from ldm_lite.core.tasks import noise_of
 from ldm_lite.diffusion.guidance import classifier_free
-from ldm_lite.diffusion.names import make_plan
+from ldm_lite.diffusion.names import named_plan
 from ldm_lite.diffusion.samplers import SAMPLERS
 from ldm_lite.image import to_pil
 from ldm_lite.pipeline import Pipeline
@@ -680,7 +680,7 @@ class Settings:
 
 def draw_images(pipe: Pipeline, prompts: Sequence[Prompt], settings: Settings) -> Iterator[Tensor]:
     """Prompts -> their images, (3,H,W) in [0,1] each, at the checkpoint's resolution."""
-    plan = make_plan(settings.sampler, pipe.schedule, settings.steps)
+    plan = named_plan(settings.sampler, pipe.schedule, settings.steps)
     shape = pipe.latent_shape(pipe.family.resolution, pipe.family.resolution)
     for first in range(0, len(prompts), settings.batch):
         part = prompts[first : first + settings.batch]
@@ -943,7 +943,7 @@ def run(args: argparse.Namespace) -> None:
     scale = pipe.family.scale if args.scale is None else args.scale
     steps = pipe.family.steps if args.steps is None else args.steps
     settings = Settings(args.sampler or pipe.family.sampler, steps, scale, args.batch)
-    make_plan(settings.sampler, pipe.schedule, steps)  # a mistake is said before the classifier is trained
+    named_plan(settings.sampler, pipe.schedule, steps)  # a mistake is said before the classifier is trained
     kinds, styles = args.kinds.split(","), tuple(args.styles.split(","))
     for what, asked, known in (("kind", kinds, KINDS), ("style", styles, STYLES)):
         if unknown := [name for name in asked if name not in known]:

@@ -22,13 +22,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ldm_lite.checkpoint import model as model_module
 from ldm_lite.checkpoint.loading import tokenizer_of
-from ldm_lite.checkpoint.model import Model
+from ldm_lite.checkpoint.model import CheckpointModel
 from ldm_lite.checkpoint.reader import on_meta
 from ldm_lite.cli.command_options import CascadeOptions
 from ldm_lite.cli.task_options import Img2imgOptions, InpaintOptions, Txt2imgOptions, UpscaleOptions
 from ldm_lite.control.control import Control
 from ldm_lite.control.loading import LoadedControl
-from ldm_lite.diffusion.schedule import Schedule
+from ldm_lite.diffusion.schedule import NoiseSchedule
 from ldm_lite.features import control as control_feature
 from ldm_lite.models.controlnet import ControlNet
 from ldm_lite.models.pixels import Pixels
@@ -40,8 +40,8 @@ from ldm_lite.tasks.txt2img import txt2img
 from ldm_lite.tasks.upscale import upscale
 from ldm_lite.train.batches import Batch, Draws
 from ldm_lite.train.losses import DiffusionLoss
-from ldm_lite.zoo.families import FAMILIES
-from ldm_lite.zoo.family import Family, build
+from ldm_lite.zoo.families import FAMILY_ROWS
+from ldm_lite.zoo.family import FamilyRow, build_network
 
 CUDA = torch.device("cuda")
 ADAPTER = AdapterSpec(3, 8, (320, 640, 1280, 1280), 2, light=False)
@@ -71,15 +71,15 @@ def fake_network(make: Callable[[], nn.Module], dtype: torch.dtype = torch.float
     return network.eval()
 
 
-def fake_model(name: str, family: Family) -> Model:
+def fake_model(name: str, family: FamilyRow) -> CheckpointModel:
     """Make a model of a family in half precision."""
-    networks = {role: fake_network(lambda spec=spec: build(spec)) for role, spec in family.specs.items()}
-    schedule, tokenizer = Schedule.from_betas(family.noise.betas, family.prediction), tokenizer_of(family.text)
+    networks = {role: fake_network(lambda spec=spec: build_network(spec)) for role, spec in family.specs.items()}
+    schedule, tokenizer = NoiseSchedule.from_betas(family.noise.betas, family.prediction), tokenizer_of(family.text)
     networks = {"vae": Pixels(family.vae), "text_encoder": None, "text_encoder_2": None} | networks
-    return Model(name, family, schedule, networks, tokenizer=tokenizer, description=name)
+    return CheckpointModel(name, family, schedule, networks, tokenizer=tokenizer, description=name)
 
 
-def jobs(model: Model, folder: str) -> Iterator[tuple[str, Callable[[], Any]]]:
+def jobs(model: CheckpointModel, folder: str) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Yield everything that a model can do, by name."""
     family, side = model.family, model.family.resolution
     image, mask = Image.new("RGB", (side, side)), Image.new("L", (side, side), 181)
@@ -96,7 +96,7 @@ def jobs(model: Model, folder: str) -> Iterator[tuple[str, Callable[[], Any]]]:
         yield "upscale", lambda: list(upscale(model, UpscaleOptions(**edited)))
     elif family.task == "cascade":
         small, text = family.unet.num_classes is None, torch.empty(1, 77, 4096)
-        stages = [model] if small else [fake_model("if_I", FAMILIES["if_I"]), model]
+        stages = [model] if small else [fake_model("if_I", FAMILY_ROWS["if_I"]), model]
         options = CascadeOptions("x")
         yield "cascade", lambda: list(cascade(stages, options, text, text))
     elif family.task.startswith("inpaint"):
@@ -119,9 +119,11 @@ def jobs(model: Model, folder: str) -> Iterator[tuple[str, Callable[[], Any]]]:
         yield "loss", lambda: loss(family, model)
 
 
-def loss(family: Family, model: Model) -> Tensor:
+def loss(family: FamilyRow, model: CheckpointModel) -> Tensor:
     """The training loss of a batch; its gradients would need a real device."""
-    networks = {role: fake_network(lambda spec=spec: build(spec), torch.float32) for role, spec in family.specs.items()}
+    networks = {
+        role: fake_network(lambda spec=spec: build_network(spec), torch.float32) for role, spec in family.specs.items()
+    }
     model = model.with_networks(**networks)
     compute = DiffusionLoss(model, {"unet": model.unet}, caption_dropout=0.1)
     pixels = torch.zeros(2, 3, 64, 64, dtype=torch.uint8)
@@ -140,7 +142,7 @@ def run_commands(names: Iterable[str]) -> int:
             stack.enter_context(Values())
             stack.enter_context(mock.patch.object(Tensor, "pin_memory", lambda self: self))
             stack.enter_context(mock.patch.object(model_module, "broken_weights", return_value=None))
-            for what, job in jobs(fake_model(name, FAMILIES[name]), folder):
+            for what, job in jobs(fake_model(name, FAMILY_ROWS[name]), folder):
                 try:
                     job()
                     print(f"{name}: {what}: all on one device", flush=True)

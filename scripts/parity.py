@@ -47,21 +47,21 @@ from ldm_lite.control.control import Control
 from ldm_lite.control.loading import load_controls
 from ldm_lite.core.layers import sinusoids
 from ldm_lite.diffusion.guidance import Conditioning, classifier_free
-from ldm_lite.diffusion.names import make_plan
+from ldm_lite.diffusion.names import named_plan
 from ldm_lite.families.deepfloyd import IF_I_XL, IF_II_L
 from ldm_lite.formats.diffusers_names import z_image_modules
 from ldm_lite.generate import State, denoise
 from ldm_lite.models import mmdit
 from ldm_lite.models.flux import FLUX_DEV
 from ldm_lite.models.mmdit import JointBlock, MMDiTSpec
-from ldm_lite.models.unet import UNet
+from ldm_lite.models.unet import LDMUNet
 from ldm_lite.models.unet_if import IFSpec, UNetIF
 from ldm_lite.models.z_image import RELEASED, ZImageSpec
-from ldm_lite.runtime.precision import DTYPES
+from ldm_lite.runtime.precision import NAMED_DTYPES
 from ldm_lite.tasks.img2img import img2img
 from ldm_lite.tasks.inpaint import inpaint
-from ldm_lite.zoo.families import FAMILIES
-from ldm_lite.zoo.family import build
+from ldm_lite.zoo.families import FAMILY_ROWS
+from ldm_lite.zoo.family import build_network
 
 TESTS = Path(__file__).resolve().parents[1] / "tests"
 sys.path[:0] = [str(TESTS / "fixtures"), str(TESTS / "goldens")]
@@ -126,7 +126,7 @@ def sd1(args: argparse.Namespace, checks: Checks) -> None:
     for name in ("ddim", "plms"):
         scheduler = peers.schedulers(pipe.family)[name]()
         theirs = peers.sample(unet, scheduler, first, context, uncond, args.steps, scale=7.5)
-        ours = denoise(pipe, first, branches, make_plan(name, pipe.schedule, args.steps))
+        ours = denoise(pipe, first, branches, named_plan(name, pipe.schedule, args.steps))
         checks.compare(f"{args.steps} steps of {name}", ours, theirs, 1e-4)
 
 
@@ -174,7 +174,7 @@ DTYPE_LIMITS = {"fp32": 1e-4, "bf16": 5e-2, "fp16": 5e-2}
 
 def families(args: argparse.Namespace, checks: Checks) -> None:
     """Two guided steps of DDIM; the two sides run in turn, each in its own process."""
-    print(f"{FAMILIES[args.family].title}, {args.dtype}, {args.size} px, torch {torch.__version__}")
+    print(f"{FAMILY_ROWS[args.family].title}, {args.dtype}, {args.size} px, torch {torch.__version__}")
     latents = {}
     with tempfile.TemporaryDirectory() as folder:
         for side in ("ldm_lite", "diffusers"):
@@ -203,20 +203,20 @@ def family_side(args: argparse.Namespace, checks: Checks) -> None:
 def _our_steps(name: str, dtype: str, noise: Tensor) -> tuple[float, float, Tensor]:
     """Return the seconds to load, the seconds of the steps, and the latents."""
     start = time.perf_counter()
-    pipe = ldm_lite.load(random_checkpoint(name, FAMILIES[name]), device="cpu", dtype=dtype, prediction="eps")
+    pipe = ldm_lite.load(random_checkpoint(name, FAMILY_ROWS[name]), device="cpu", dtype=dtype, prediction="eps")
     loaded = time.perf_counter()
     size = (noise.shape[2] * 8, noise.shape[3] * 8)
     cond, uncond = (encode_prompts(pipe, [prompt], PromptOptions(size=size)) for prompt in (PROMPT, NEGATIVE))
-    latents = denoise(pipe, noise, classifier_free(cond, uncond, SCALE), make_plan("ddim", pipe.schedule, STEPS))
+    latents = denoise(pipe, noise, classifier_free(cond, uncond, SCALE), named_plan("ddim", pipe.schedule, STEPS))
     return loaded - start, time.perf_counter() - loaded, latents
 
 
 def _diffusers_steps(name: str, dtype: str, noise: Tensor) -> tuple[float, float, Tensor]:
     """The same by diffusers' pipeline."""
     goldens = importlib.import_module("make_family_goldens")
-    start, family = time.perf_counter(), FAMILIES[name]
+    start, family = time.perf_counter(), FAMILY_ROWS[name]
     checkpoint = random_checkpoint(name, family)
-    weights = {key: checkpoint.read(key).to(DTYPES[dtype]) for key in checkpoint.shapes}
+    weights = {key: checkpoint.read(key).to(NAMED_DTYPES[dtype]) for key in checkpoint.shapes}
     first, second = goldens.tokenizers()
     if len(family.text_encoders) == 1:
         pipe = goldens.sd2_pipeline(family, weights, second)
@@ -231,7 +231,7 @@ def _diffusers_steps(name: str, dtype: str, noise: Tensor) -> tuple[float, float
         guidance_scale=SCALE,
         height=noise.shape[2] * 8,
         width=noise.shape[3] * 8,
-        latents=noise.to(DTYPES[dtype]),
+        latents=noise.to(NAMED_DTYPES[dtype]),
         output_type="latent",
     ).images
     return loaded - start, time.perf_counter() - loaded, latents
@@ -314,13 +314,13 @@ def control(args: argparse.Namespace, checks: Checks) -> None:
     toy, goldens = importlib.import_module("toy"), importlib.import_module("make_diffusers_goldens")
     for name in args.names:
         torch.manual_seed(0)
-        family = FAMILIES[{"sd15": "sd1", "sd21": "sd2"}.get(name, "sdxl_base")]
+        family = FAMILY_ROWS[{"sd15": "sd1", "sd21": "sd2"}.get(name, "sdxl_base")]
         theirs = goldens.controlnet(goldens.CONTROLS[name]).eval()
         for parameter in theirs.parameters():
             if not parameter.any():  # the zero convolutions of a new one
                 parameter.normal_(std=0.02)
         with on_meta():
-            unet = UNet(family.unet)
+            unet = LDMUNet(family.unet)
         cpu = torch.device("cpu")
         pipe: Any = SimpleNamespace(unet=unet, family=family, device=cpu, dtype=torch.float32, offloader=None)
         x, context, _ = toy.unet_inputs(family.unet, h=16, w=16)
@@ -359,7 +359,7 @@ def z_image(normal: Callable[..., Tensor], checks: Checks) -> None:
     assert isinstance(spec, ZImageSpec)
     module = importlib.import_module("zimage.transformer")
     with on_meta():
-        ours = build(replace(spec, depth=1, refiner_depth=1))
+        ours = build_network(replace(spec, depth=1, refiner_depth=1))
         theirs = module.ZImageTransformer2DModel(n_layers=1, n_refiner_layers=1)
     weights, modules = filled(ours).state_dict(), z_image_modules(1, 1)
     for name, (parts, _) in modules.items():
@@ -386,7 +386,7 @@ def transformers(args: argparse.Namespace, checks: Checks) -> None:
 
     model, spec = importlib.import_module("flux.model"), replace(FLUX_DEV, depth=1, single_depth=1)
     with on_meta():
-        ours = build(spec)
+        ours = build_network(spec)
         sizes = (4 * spec.in_channels, 4 * spec.out_channels, spec.vector_dim, spec.context_dim, spec.width, 4.0)
         theirs = model.Flux(model.FluxParams(*sizes, spec.heads, 1, 1, list(spec.axes), 10000, True, True))
     filled(ours)
@@ -421,7 +421,7 @@ def transformers(args: argparse.Namespace, checks: Checks) -> None:
 
 def devices(args: argparse.Namespace, checks: Checks) -> None:
     """Run every family's commands with fake tensors: an operator on tensors of two devices fails."""
-    checks.failed |= importlib.import_module("fake_cuda").run_commands(args.names or FAMILIES) > 0
+    checks.failed |= importlib.import_module("fake_cuda").run_commands(args.names or FAMILY_ROWS) > 0
 
 
 # ---- the command line -----------------------------------------------------------------------------------------------

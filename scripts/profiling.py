@@ -33,21 +33,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ldm_lite
 from ldm_lite.bench.checkpoints import open_model, random_checkpoint
 from ldm_lite.bench.measure import alternating
-from ldm_lite.checkpoint.reader import load_weights, on_meta, split
+from ldm_lite.checkpoint.reader import load_weights, on_meta, parts_of
 from ldm_lite.cli.options import RuntimeOptions
 from ldm_lite.core.vae import AutoencoderKL
 from ldm_lite.diffusion.guidance import Conditioning
-from ldm_lite.models.unet import UNet
+from ldm_lite.models.unet import LDMUNet
 from ldm_lite.runtime import attention as attention_backends
 from ldm_lite.runtime import cpu, timing
 from ldm_lite.runtime.memory import keep_freed_memory
 from ldm_lite.runtime.patching import unpatch
 from ldm_lite.runtime.setup import prepare_networks
 from ldm_lite.runtime.tiling import tiled
-from ldm_lite.zoo.families import FAMILIES
-from ldm_lite.zoo.family import build
+from ldm_lite.zoo.families import FAMILY_ROWS
+from ldm_lite.zoo.family import build_network
 
-SD1 = FAMILIES["sd1"]
+SD1 = FAMILY_ROWS["sd1"]
 
 
 # ---- operators ------------------------------------------------------------------------------------------------------
@@ -75,7 +75,7 @@ def kernels(args: argparse.Namespace) -> None:
     """Operators of a UNet's forward that compute or copy, a kernel each or a few; nothing is computed (meta device)."""
     with mock.patch.object(F, "scaled_dot_product_attention", one_operator), torch.device("meta"):
         x, t, context = torch.empty(2, 4, 64, 64), torch.empty(2), torch.empty(2, 77, 768)
-        unet: Any = UNet(SD1.unet).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        unet: Any = LDMUNet(SD1.unet).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         count("ours", lambda: unet(x, t, context))
         if importlib.util.find_spec("diffusers") is None:
             return
@@ -163,8 +163,8 @@ def convolutions(args: argparse.Namespace) -> None:
     torch.set_num_threads(args.threads)
     clock = time.process_time if args.threads == 1 else time.perf_counter
     with on_meta():
-        vae: Any = build(SD1.specs["vae"])
-    weights = split(random_checkpoint("sd1", SD1))["vae"]
+        vae: Any = build_network(SD1.specs["vae"])
+    weights = parts_of(random_checkpoint("sd1", SD1))["vae"]
     load_weights(vae, weights, "vae", torch.device("cpu"), torch.float32)
     latents = torch.randn(1, 4, 32, 32)
     # The decoder first, and in this order: keep_freed_memory cannot be undone.
@@ -198,8 +198,8 @@ def convolutions(args: argparse.Namespace) -> None:
 def sd1_step() -> tuple[Any, Tensor, Tensor, Tensor]:
     """Stable Diffusion's UNet on the CPU with random weights, and its inputs for a guided step at 512 px."""
     with on_meta():
-        unet: Any = build(SD1.specs["unet"])
-    load_weights(unet, split(random_checkpoint("sd1", SD1))["unet"], "unet", torch.device("cpu"), torch.float32)
+        unet: Any = build_network(SD1.specs["unet"])
+    load_weights(unet, parts_of(random_checkpoint("sd1", SD1))["unet"], "unet", torch.device("cpu"), torch.float32)
     prepare_networks({"unet": unet}, RuntimeOptions(), torch.device("cpu"))
     return unet, torch.randn(2, 4, 64, 64), torch.tensor([500.0, 500.0]), torch.randn(2, 77, 768)
 

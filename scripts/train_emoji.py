@@ -46,16 +46,16 @@ from ldm_lite.checkpoint.reader import prefix
 from ldm_lite.cli import console
 from ldm_lite.cli.options import LoadOptions
 from ldm_lite.cli.progress import TrainingBar
+from ldm_lite.core.pipeline import pick_device
 from ldm_lite.core.unet import SpatialTransformer
 from ldm_lite.core.vae import AutoencoderKL
 from ldm_lite.families.sd1 import SD1
 from ldm_lite.image import to_pil
-from ldm_lite.models.clip import CLIP_L, CLIPTextEncoder, CLIPTextSpec
-from ldm_lite.models.unet import AttentionBlock, ResBlock, UNet
+from ldm_lite.models.clip import CLIP_L, CLIPTextModel, CLIPTextSpec
+from ldm_lite.models.unet import AttentionBlock, LDMUNet, ResBlock
 from ldm_lite.networks import encode_captions, network_inputs
 from ldm_lite.runtime import cpu
-from ldm_lite.runtime.precision import pick_device
-from ldm_lite.text.tokenizer import CLIPTokenizer
+from ldm_lite.text.tokenizer import FixingCLIPTokenizer
 from ldm_lite.toolkit import load_model
 from ldm_lite.train.additions import Content
 from ldm_lite.train.batches import Batch, Draws, Order
@@ -65,7 +65,7 @@ from ldm_lite.train.losses import DiffusionLoss, Loss, moments, moments_of
 from ldm_lite.train.options import TrainOptions
 from ldm_lite.train.run import check_model, checkpoint, make_trainer, plot_losses, precision_of, run_folder, train
 from ldm_lite.train.state import write_tensors
-from ldm_lite.zoo.family import KL_F8, Family
+from ldm_lite.zoo.family import KL_F8, FamilyRow
 
 # ---- new models -----------------------------------------------------------------------------------------------------
 
@@ -100,7 +100,7 @@ DATA = (
 MEASURED = 512  # images whose latents give the scale factor, and whose captions the tokens that begin above 0
 
 
-def new_model(family: Family, vae: AutoencoderKL, dataset: Dataset, seed: int) -> Pipeline:
+def new_model(family: FamilyRow, vae: AutoencoderKL, dataset: Dataset, seed: int) -> Pipeline:
     """Return a model with new weights but for its autoencoder, whose latents get unit variance (Rombach 2022, app. G).
 
     Embeddings of tokens that the first captions do not have begin at 0, and stay there if no caption has them: random
@@ -110,9 +110,9 @@ def new_model(family: Family, vae: AutoencoderKL, dataset: Dataset, seed: int) -
     assert isinstance(family.text, CLIPTextSpec)
     device = next(vae.parameters()).device
     with torch.device(device):
-        unet, text = UNet(family.unet), CLIPTextEncoder(family.text)
+        unet, text = LDMUNet(family.unet), CLIPTextModel(family.text)
     initialise(unet)
-    tokenizer = CLIPTokenizer(text.spec.length)
+    tokenizer = FixingCLIPTokenizer(text.spec.length)
     order = Order(dataset, seed)
     examples = [dataset.example(order[i]) for i in range(min(MEASURED, sum(dataset.shards or (MEASURED,))))]
     seen = tokenizer([example.caption for example in examples]).unique()
@@ -132,7 +132,7 @@ def new_model(family: Family, vae: AutoencoderKL, dataset: Dataset, seed: int) -
     )
 
 
-def initialise(unet: UNet) -> None:
+def initialise(unet: LDMUNet) -> None:
     """Zero the last layer of each residual branch, as the original does: every block starts as the identity."""
     lasts: list[nn.Module] = [unet.out[2]]
     for module in unet.modules():

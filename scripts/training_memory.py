@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from ldm_lite.networks import blocks
 from ldm_lite.train.additions import LoRA
-from ldm_lite.zoo.families import FAMILIES
-from ldm_lite.zoo.family import build
+from ldm_lite.zoo.families import FAMILY_ROWS
+from ldm_lite.zoo.family import build_network
 
 STATE = 16  # bytes of a trained parameter: itself, its gradient and two averages in float32
 
@@ -39,9 +39,9 @@ def main() -> None:
     """Print a row for each family."""
     print("| | network | text encoders | autoencoder | LoRA | activations | sum | with encoded data | also in 8 bits |")
     for name, tokens, width in (("sd1", 77, 768), ("sdxl_base", 77, 2048), ("flux_dev", 512, 4096)):
-        family = FAMILIES[name]
+        family = FAMILY_ROWS[name]
         with torch.device("meta"):
-            unet, vae, *texts = (build(spec) for spec in (family.unet, family.vae, *family.text_encoders))
+            unet, vae, *texts = (build_network(spec) for spec in (family.unet, family.vae, *family.text_encoders))
             lora = LoRA({"unet": unet}, 16).to(torch.bfloat16)
             side = family.resolution // 8
             inputs = {"context": torch.empty(1, tokens, width).bfloat16()}

@@ -35,17 +35,17 @@ from torch import Tensor, nn
 import ldm_lite
 from ldm_lite.bench import peers
 from ldm_lite.bench.checkpoints import random_tensor
-from ldm_lite.checkpoint.model import Model
+from ldm_lite.checkpoint.model import CheckpointModel
 from ldm_lite.cli.options import RuntimeOptions
 from ldm_lite.families.sd1 import SD1
-from ldm_lite.models.unet import UNet
+from ldm_lite.models.unet import LDMUNet
 from ldm_lite.runtime.setup import prepare_networks
 from ldm_lite.train.additions import LoRA
 from ldm_lite.train.batches import Batch, Draws
 from ldm_lite.train.losses import DiffusionLoss
 from ldm_lite.train.options import TrainOptions
 from ldm_lite.train.trainer import Trainer
-from ldm_lite.zoo.family import Family
+from ldm_lite.zoo.family import FamilyRow
 
 LR, DECAY, TOKENS = 1e-5, 0.999, 77
 LAYERS = ["to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj", "ff.net.2", "proj_in", "proj_out"]  # as kohya's LoRAs
@@ -61,21 +61,21 @@ def batch(number: int, options: argparse.Namespace, width: int) -> Batch:
     return Batch(moments, [""] * options.batch, torch.randn(options.batch, TOKENS, width), tuple(numbers))
 
 
-def weights(family: Family) -> dict[str, Tensor]:
+def weights(family: FamilyRow) -> dict[str, Tensor]:
     """Random weights of a UNet."""
     with torch.device("meta"):
-        unet = UNet(family.unet)
+        unet = LDMUNet(family.unet)
     return {key: random_tensor(key, tuple(value.shape)) for key, value in unet.state_dict().items()}
 
 
-def ours(family: Family, options: argparse.Namespace, folder: Path) -> Step:
+def ours(family: FamilyRow, options: argparse.Namespace, folder: Path) -> Step:
     """The trainer, with a batch of its own in each step."""
     with torch.device("meta"):
-        unet = UNet(family.unet)
+        unet = LDMUNet(family.unet)
     unet.load_state_dict(weights(family), assign=True)
     unet.requires_grad_(False).eval()
     prepare_networks({"unet": unet}, RuntimeOptions(), torch.device("cpu"))
-    model: Model = ldm_lite.load(device="cpu").with_networks(unet=unet)
+    model: CheckpointModel = ldm_lite.load(device="cpu").with_networks(unet=unet)
     model = replace(model, family=family, schedule=family.noise.schedule("eps"))
     networks: dict[str, nn.Module] = {"unet": unet}
     if options.lora:
@@ -98,7 +98,7 @@ def ours(family: Family, options: argparse.Namespace, folder: Path) -> Step:
     return step
 
 
-def theirs(family: Family, options: argparse.Namespace, folder: Path) -> Step:
+def theirs(family: FamilyRow, options: argparse.Namespace, folder: Path) -> Step:
     """The arithmetic of a step of train_text_to_image.py with --use_ema, or of train_text_to_image_lora.py."""
     unet = peers.unet(family, {f"model.diffusion_model.{key}": value for key, value in weights(family).items()})
     unet.requires_grad_(not options.lora).train()
@@ -182,7 +182,7 @@ def main() -> None:
         print(f"peak memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB")
 
 
-MAKERS: dict[str, Callable[[Family, argparse.Namespace, Path], Step]] = {"ours": ours, "diffusers": theirs}
+MAKERS: dict[str, Callable[[FamilyRow, argparse.Namespace, Path], Step]] = {"ours": ours, "diffusers": theirs}
 
 if __name__ == "__main__":
     main()

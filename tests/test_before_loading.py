@@ -92,13 +92,13 @@ def test_hints_at_another_family_come_before_weights_are_read(
     file = open_checkpoint(small_path)
     path = tmp_path / "sd-turbo.safetensors"  # of a family that has no hints itself
     save_file({key: file[key].contiguous() for key in file}, path, dict(file.metadata))
-    real = loading.recognise
+    real = loading.recognise_file
 
     def with_hint(*arguments: Any) -> Any:
         family, *rest = real(*arguments)
         return (replace(family, hints=(Hint("turbo", "sdxl_turbo"),)), *rest)
 
-    monkeypatch.setattr(loading, "recognise", with_hint)
+    monkeypatch.setattr(loading, "recognise_file", with_hint)
     with pytest.raises(AssertionError, match="weights were read"), caplog.at_level(logging.WARNING):
         ldm_lite.load(path, device="cpu")
     assert "its name suggests Turbo: weights of sdxl_turbo have the same shapes" in caplog.text

@@ -22,7 +22,7 @@ import ldm_lite
 from ldm_lite import Pipeline
 from ldm_lite.cascade import main
 from ldm_lite.checkpoint.loading import load_model
-from ldm_lite.checkpoint.model import Model
+from ldm_lite.checkpoint.model import CheckpointModel
 from ldm_lite.cli.command_options import CascadeOptions as Options
 from ldm_lite.cli.command_options import StageOptions
 from ldm_lite.cli.options import LoadOptions
@@ -104,9 +104,9 @@ def test_stages_are_known_by_their_shapes(stages: list[Pipeline]) -> None:
 
 
 def test_the_released_stages_are_rows() -> None:
-    from ldm_lite.zoo.families import FAMILIES
+    from ldm_lite.zoo.families import FAMILY_ROWS
 
-    assert (FAMILIES["if_I"].unet, FAMILIES["if_II"].unet) == (IF_I_XL, IF_II_L)
+    assert (FAMILY_ROWS["if_I"].unet, FAMILY_ROWS["if_II"].unet) == (IF_I_XL, IF_II_L)
 
 
 def test_other_commands_name_the_right_one(files: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
@@ -199,7 +199,7 @@ def test_an_image_depends_on_its_seed_alone(stages: list[Pipeline]) -> None:
 def test_a_stage_is_loaded_in_its_turn_and_freed_before_the_next(files: dict[str, Path], upscaler: Path) -> None:
     alive: list[weakref.ref[UNetIF]] = []
 
-    def load(*args: Any) -> Model:
+    def load(*args: Any) -> CheckpointModel:
         gc.collect()
         assert all(ref() is None for ref in alive)
         model = load_model(*args)

@@ -18,7 +18,7 @@ from ldm_lite.families.sd2 import SD2
 from ldm_lite.features.compat import Compat
 from ldm_lite.image import grid
 from ldm_lite.models.open_clip import OPEN_CLIP_H
-from ldm_lite.zoo.families import FAMILIES
+from ldm_lite.zoo.families import FAMILY_ROWS
 
 GOLDEN = np.load(Path(__file__).parent / "data" / "compat.npz")
 COMMANDS = {"txt2img": txt2img, "img2img": img2img}
@@ -83,7 +83,7 @@ def test_weights_are_those_of_the_original_configuration(with_ema: Path, caplog:
 
 
 def test_families_whose_original_takes_ema_weights() -> None:
-    with_it = {name for name, family in FAMILIES.items() if family.original_ema}
+    with_it = {name for name, family in FAMILY_ROWS.items() if family.original_ema}
     assert {"instruct_pix2pix", "ldm_inpainting_big", "ldm_bsr_sr", "ldm_cin256", "ldm_layout2img"} < with_it
     assert not {"sd1", "sd2", "sd2_depth", "x4", "sd1_inpaint", "ldm_text2img_large", "ldm_cin256_v2"} & with_it
 
@@ -97,7 +97,7 @@ def test_defaults_are_those_of_the_original_script(bundled: Pipeline) -> None:
     assert (image.scale, image.repeats, image.images_at_a_time, image.strength) == (9.0, 1, 2, 0.8)
     first = Compat().change_options(bundled, Img2imgOptions(compat=True, strength=0.5))[1]
     assert (first.scale, first.strength, first.sampler) == (5.0, 0.5, "ddim")
-    large = replace(bundled, family=FAMILIES["ldm_text2img_large"])
+    large = replace(bundled, family=FAMILY_ROWS["ldm_text2img_large"])
     assert Compat().change_options(large, Txt2imgOptions(compat=True, width=256))[1].width == 256
     assert Compat().change_options(large, Txt2imgOptions(compat=True))[1].height == 512
 

@@ -18,7 +18,7 @@ def exported(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """The compiler writes down the shapes of the latents that it is given, and leaves a file."""
     shapes: list[tuple[int, ...]] = []
 
-    def write(network: nn.Module, examples: Sequence[aot.Inputs], path: Path) -> None:
+    def write(network: nn.Module, examples: Sequence[aot.ExportInputs], path: Path) -> None:
         shapes.extend(tuple(inputs[0].shape) for inputs in examples if inputs[0] is not None)
         path.write_bytes(b"compiled")
         for inputs in examples:

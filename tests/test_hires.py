@@ -17,7 +17,7 @@ import ldm_lite
 from ldm_lite import Pipeline
 from ldm_lite import txt2img as command
 from ldm_lite.cli.task_options import Txt2imgOptions
-from ldm_lite.core.job import run
+from ldm_lite.core.job import run_batches
 from ldm_lite.tasks.txt2img import prepare
 
 FIRST: dict[str, Any] = {"seed": 3, "steps": 4, "sampler": "euler", "height": 32, "width": 40, "negative_prompt": "bad"}
@@ -64,7 +64,7 @@ def test_the_second_pass_has_the_guidance_and_the_noise_of_its_own_sampler(
     def latents(sampler: str) -> torch.Tensor:
         given = {**FIRST, "sampler": sampler, "hires_sampler": second, "scale": scale, "noise": "a1111"}
         [part] = prepare(pipe, Txt2imgOptions("a cat", hires=1.5, **given)).parts
-        [*_, last] = run(replace(part.make().follow(torch.zeros(1, 4, 4, 5)), items=part.items))
+        [*_, last] = run_batches(replace(part.make().follow(torch.zeros(1, 4, 4, 5)), items=part.items))
         return last.latents
 
     wanted = latents(second)

@@ -24,7 +24,7 @@ from ldm_lite import txt2img
 from ldm_lite.adapters.lora import open_lora
 from ldm_lite.adapters.textual_inversion import open_embeddings
 from ldm_lite.checkpoint import reader
-from ldm_lite.checkpoint.reader import open_checkpoint, open_source, split
+from ldm_lite.checkpoint.reader import open_checkpoint, open_source, parts_of
 from ldm_lite.conditioning.inputs import read_image_statistics, read_tensor
 from ldm_lite.core.layers import MOST_BLOCKS
 from ldm_lite.formats.diffusers_layout import original_layout
@@ -35,7 +35,7 @@ from ldm_lite.models.controlnet import infer_spec
 from ldm_lite.models.style_adapter import StyleAdapterSpec
 from ldm_lite.models.t2i_adapter import AdapterSpec
 from ldm_lite.models.t5 import T5Spec
-from ldm_lite.models.unet import UNetSpec
+from ldm_lite.models.unet import LDMUNetSpec
 from ldm_lite.models.unet_if import IFSpec
 from ldm_lite.zoo.family import infer_vae
 
@@ -112,7 +112,7 @@ def test_pipes_devices_and_giants_in_a_folder(name: str, tmp_path: Path, small_p
     for folder in (inside, tmp_path / "scheduler"):
         folder.mkdir(exist_ok=True)
     if "index" not in name:
-        tensors = {key: ("F32", shape) for key, shape in split(open_checkpoint(small_path))["unet"].shapes.items()}
+        tensors = {key: ("F32", shape) for key, shape in parts_of(open_checkpoint(small_path))["unet"].shapes.items()}
         fuzz._write(inside / "model.safetensors", tensors)
     path = tmp_path / name
     for make, message in (
@@ -396,7 +396,7 @@ def test_too_many_tensors_no_tensors_and_a_giant_header(tmp_path: Path) -> None:
 
 
 SPECS: dict[str, tuple[str, Callable[[fuzz.Shapes], object]]] = {
-    "unet": ("unet", UNetSpec.from_shapes),
+    "unet": ("unet", LDMUNetSpec.from_shapes),
     "if": ("if", IFSpec.from_shapes),
     "control": ("control", infer_spec),
     "kl": ("kl", infer_vae),

@@ -11,12 +11,12 @@ from runs import encoded_pixels, pixels_of
 from ldm_lite import Pipeline
 from ldm_lite.image import (
     extend,
+    feathered_weights,
     list_images,
     mask_latent,
-    mask_weights,
     pad,
     read_image,
-    resize,
+    resize_image,
     to_mask,
     to_rgb,
 )
@@ -119,16 +119,16 @@ def test_pixels_come_back_bit_for_bit(sd: Pipeline) -> None:
 
 def test_resize() -> None:
     image = two_halves().resize((60, 40), Image.Resampling.NEAREST)
-    assert resize(image, (30, 30), "crop").size == (30, 30)
-    assert resize(image, (30, 30), "fit").size == (30, 20)
-    assert resize(image, (30, 30), "stretch").size == (30, 30)
-    cropped, stretched = (np.asarray(resize(image, (30, 30), how)) for how in ("crop", "stretch"))
+    assert resize_image(image, (30, 30), "crop").size == (30, 30)
+    assert resize_image(image, (30, 30), "fit").size == (30, 20)
+    assert resize_image(image, (30, 30), "stretch").size == (30, 30)
+    cropped, stretched = (np.asarray(resize_image(image, (30, 30), how)) for how in ("crop", "stretch"))
     for array in (cropped, stretched):  # the halves stay halves, since the crop takes as much on both sides
         assert array[15, 2].argmax() == 0
         assert array[15, 27].argmax() == 2
-    assert resize(image, image.size, "crop").tobytes() == image.tobytes()
+    assert resize_image(image, image.size, "crop").tobytes() == image.tobytes()
     with pytest.raises(ValueError, match="got resize 'pad', expected crop, fit, stretch"):
-        resize(image, (30, 30), "pad")
+        resize_image(image, (30, 30), "pad")
 
 
 @pytest.mark.parametrize("how", ["fit", "stretch"])
@@ -137,12 +137,12 @@ def test_no_pixel_of_a_mask_is_lost(how: str, size: tuple[int, int]) -> None:
     for x, y in ((0, 0), (511, 511), (100, 300), (299, 7)):
         mask = Image.new("L", (512, 512))
         mask.putpixel((x, y), 255)
-        small = np.asarray(resize(mask, size, how))
+        small = np.asarray(resize_image(mask, size, how))
         assert set(np.unique(small)) == {0, 255}
         rows, columns = small.nonzero()
         assert abs(rows.mean() / size[1] - y / 512) < 0.03
         assert abs(columns.mean() / size[0] - x / 512) < 0.03
-        latent = mask_latent(pad(mask_weights(Image.fromarray(small)), 8), 8)
+        latent = mask_latent(pad(feathered_weights(Image.fromarray(small)), 8), 8)
         assert latent.shape == (1, 1, -(-size[1] // 8), -(-size[0] // 8))
         assert 1 <= latent.sum() <= 4
 
@@ -150,7 +150,7 @@ def test_no_pixel_of_a_mask_is_lost(how: str, size: tuple[int, int]) -> None:
 def test_feathering_goes_outwards_alone() -> None:
     mask = Image.new("L", (64, 64))
     mask.paste(255, (24, 24, 40, 40))
-    hard, soft = mask_weights(mask), mask_weights(mask, feather=6.0)
+    hard, soft = feathered_weights(mask), feathered_weights(mask, feather=6.0)
     assert torch.equal(soft[hard == 1], hard[hard == 1])
     assert 0 < soft[0, 32, 42] < 1
     assert soft[0, 32, 42] > soft[0, 32, 44]

@@ -17,11 +17,11 @@ from runs import pixels_of
 
 from ldm_lite import Pipeline, image
 from ldm_lite.control.control import Control
-from ldm_lite.image import clip_crop, open_depth, open_image, open_mask, resize, to_image
+from ldm_lite.image import clip_crop, open_depth, read_mask, read_rgb, resize_image, to_image
 from ldm_lite.text.parameters import read_parameters
 
 PACKAGE = Path(image.__file__).parent
-READERS = [open_image, open_mask, open_depth, lambda path: Control("c", path, preprocess="inpaint").pixels((8, 8))]
+READERS = [read_rgb, read_mask, open_depth, lambda path: Control("c", path, preprocess="inpaint").pixels((8, 8))]
 
 
 def encoded(form: str, size: tuple[int, int] = (16, 12), mode: str = "RGB", **options: object) -> bytes:
@@ -60,7 +60,7 @@ def test_only_the_formats_that_people_use_are_opened(tmp_path: Path, monkeypatch
     path = tmp_path / "photo.png"
     for form in set(image._formats()) - {"HEIF"}:
         path.write_bytes(encoded(form))
-        assert open_image(path).size == (16, 12)
+        assert read_rgb(path).size == (16, 12)
     for form in ("EPS", "PPM", "TGA", "PCX", "ICO", "SGI", "ICNS", "JPEG2000", "PDF", "DDS"):
         path.write_bytes(encoded(form, (16, 16)))
         for read in READERS:
@@ -193,7 +193,7 @@ def test_the_cost_of_reading_is_bounded_by_counting_pieces(tmp_path: Path) -> No
         path.write_bytes(content)
         start = time.process_time()
         with pytest.raises(ValueError, match=f"{name}: is not an image that can be read .*{message}"):
-            open_image(path)
+            read_rgb(path)
         if content[1:4] == b"PNG" or content[:2] == b"\xff\xd8":
             with pytest.raises(ValueError, match=f"{name}: is not a PNG, JPEG or WebP|{name}: holds no text"):
                 read_parameters(path)
@@ -217,7 +217,7 @@ def test_what_cameras_and_editors_write_is_below_the_bounds(tmp_path: Path) -> N
         "photo.avif": encoded("AVIF", (64, 48), exif=exif),  # last: Pillow takes the orientation out of it
     }.items():
         (tmp_path / name).write_bytes(content)
-        assert open_image(tmp_path / name).size == (48, 64), name
+        assert read_rgb(tmp_path / name).size == (48, 64), name
 
 
 def test_of_several_frames_the_first_is_taken(sd: Pipeline, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -241,7 +241,7 @@ def test_images_from_python_are_limited_too(tmp_path: Path) -> None:
     with Image.open(tmp_path / "half.png") as image, pytest.raises(ValueError, match="an image that cannot be read"):
         to_image(image)
     line = Image.new("RGB", (1, 65_536))
-    for narrow in (lambda: resize(line, (512, 512), "crop"), lambda: clip_crop(line, 224)):
+    for narrow in (lambda: resize_image(line, (512, 512), "crop"), lambda: clip_crop(line, 224)):
         with pytest.raises(ValueError, match=r"got an image of \d+ x \d+ pixels, expected at most"):
             narrow()
 

@@ -254,3 +254,31 @@ def test_help_is_fast_and_complete(command: str, more: str) -> None:
     original = f"{ORIGINAL} {more}"
     for name in [*original.split(), "compat", "batch-size", "negative-prompt", "sampler", "device", "dtype", "out"]:
         assert f"--{name}" in text or f"--{name.replace('_', '-')}" in text
+
+
+def public_names(tree: ast.Module) -> set[str]:
+    """The names without an underscore that a module defines at its top level."""
+    names = set()
+    for node in tree.body:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return {name for name in names if not name.startswith("_")}
+
+
+def test_names_that_stand_in_both_the_core_and_the_package_are_in_the_documentation_with_a_reason() -> None:
+    core, package = set[str](), set[str]()
+    for path in (ROOT / "ldm_lite").rglob("*.py"):
+        names = core if "core" in path.relative_to(ROOT).parts else package
+        names |= public_names(ast.parse(path.read_text(encoding="utf-8")))
+    table = (ROOT / "docs/architecture.md").read_text().split("## Names in core and package")[1].split("\n## ")[0]
+    listed = {
+        name
+        for row in table.splitlines()
+        if row.startswith("| `")
+        for name in re.findall("`(\\w+)`", row.split("|")[1])
+    }
+    assert core & package == listed
+    assert len(listed) <= 15

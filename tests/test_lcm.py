@@ -22,11 +22,11 @@ from ldm_lite.adapters.lora import file_names
 from ldm_lite.checkpoint.reader import on_meta
 from ldm_lite.conditioning.prompts import guided
 from ldm_lite.diffusion.guidance import Conditioning
-from ldm_lite.diffusion.names import make_plan
-from ldm_lite.diffusion.schedule import Schedule
-from ldm_lite.models.unet import UNet
+from ldm_lite.diffusion.names import named_plan
+from ldm_lite.diffusion.schedule import NoiseSchedule
+from ldm_lite.models.unet import LDMUNet
 from ldm_lite.train import __main__ as train
-from ldm_lite.zoo.families import FAMILIES
+from ldm_lite.zoo.families import FAMILY_ROWS
 
 Load = Callable[..., Pipeline]
 
@@ -81,15 +81,15 @@ def test_the_scale_stands_behind_the_vector_of_sdxl(pipe: Pipeline) -> None:
 
 def test_the_defaults_are_those_of_the_paper() -> None:
     for name in ("lcm", "lcm_sdxl"):
-        row = FAMILIES[name]
-        schedule = Schedule.from_betas(row.noise.betas, row.prediction)
-        assert make_plan(row.sampler, schedule, row.steps).t.tolist() == [999, 759, 499, 259]
+        row = FAMILY_ROWS[name]
+        schedule = NoiseSchedule.from_betas(row.noise.betas, row.prediction)
+        assert named_plan(row.sampler, schedule, row.steps).t.tolist() == [999, 759, 499, 259]
         assert row.scale == 8
 
 
 def test_without_a_scale_nothing_is_run(pipe: Pipeline) -> None:
     plan = pipe.plan("ddim", 2)
-    branches = guided(replace(pipe, family=FAMILIES["sd1"]), Conditioning(torch.zeros(1, 77, 64)), None, 1.0)
+    branches = guided(replace(pipe, family=FAMILY_ROWS["sd1"]), Conditioning(torch.zeros(1, 77, 64)), None, 1.0)
     with pytest.raises(ValueError, match=r"y: got none, expected one of shape \(1, 256\)"):
         generate.denoise(pipe, NOISE, branches, plan)
 
@@ -137,7 +137,7 @@ LORA_LAYERS += r"|downsamplers\.0\.conv|upsamplers\.0\.conv|time_emb_proj"
 def test_lcm_lora_finds_all_its_modules(name: str) -> None:
     """In kohya's spelling, which the released files have, and in PEFT's, of diffusers' own names."""
     with on_meta():
-        names = file_names("unet", UNet(UNETS[name]))
+        names = file_names("unet", LDMUNet(UNETS[name]))
     known = {spelling for spellings in names.values() for spelling in spellings}
     pattern = re.compile(rf"\.({LORA_LAYERS})\.weight$")
     modules = [key.removesuffix(".weight") for key in shapes_of(f"unet_{name}") if pattern.search(key)]

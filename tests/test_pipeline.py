@@ -15,9 +15,9 @@ from torch import Tensor
 import ldm_lite
 from ldm_lite import Pipeline
 from ldm_lite.core.vae import AutoencoderKL
-from ldm_lite.models.clip import CLIP_L, CLIPTextEncoder
-from ldm_lite.models.unet import UNet
-from ldm_lite.zoo.families import FACTS, FAMILIES, apply_user_metadata, detect_family
+from ldm_lite.models.clip import CLIP_L, CLIPTextModel
+from ldm_lite.models.unet import LDMUNet
+from ldm_lite.zoo.families import FAMILY_ROWS, METADATA_FACTS, apply_user_metadata, detect_family
 from ldm_lite.zoo.family import KL_F8
 
 DATA = Path(__file__).parent / "data"
@@ -97,9 +97,9 @@ def shapes(network: torch.nn.Module) -> dict[str, tuple[int, ...]]:
 @pytest.mark.thin(6)
 def test_every_known_unet_is_named(name: str) -> None:
     with torch.device("meta"):
-        unet, vae, text = UNet(UNETS[name]), AutoencoderKL(KL_F8), CLIPTextEncoder(CLIP_L)
+        unet, vae, text = LDMUNet(UNETS[name]), AutoencoderKL(KL_F8), CLIPTextModel(CLIP_L)
     found = {"unet": shapes(unet), "vae": shapes(vae), "text_encoder": shapes(text)}
-    assert detect_family(found, {}) == FAMILIES[name]
+    assert detect_family(found, {}) == FAMILY_ROWS[name]
 
 
 def test_prediction_comes_from_argument_then_metadata_then_family(tmp_path: Path, small_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_what_does_not_apply_to_a_model_is_refused(small_path: Path, flow_path: 
 
 def test_a_family_that_fits_nothing_is_refused() -> None:
     """Of networks that are known, and what the user tells of them is not the row's."""
-    sd1, lcm, told = FAMILIES["sd1"], {"family": "lcm"}, {"resolution": "768", "steps": "8"}
+    sd1, lcm, told = FAMILY_ROWS["sd1"], {"family": "lcm"}, {"resolution": "768", "steps": "8"}
     with pytest.raises(ValueError, match="got `metadata` family=lcm, whose networks are others than this file's"):
         apply_user_metadata(sd1, sd1, lcm)
     assert apply_user_metadata(sd1, sd1, {"family": "sd1"}) == sd1
@@ -155,7 +155,7 @@ def test_facts_of_an_unknown_model_are_the_same_from_the_user_and_from_its_file(
     save_file(weights, tmp_path / "told.safetensors", {f"ldm_lite.{name}": text for name, text in told.items()})
     by_file = ldm_lite.load(tmp_path / "told.safetensors", device="cpu").family
     assert ldm_lite.load(tmp_path / "bare.safetensors", device="cpu", metadata=told).family == by_file
-    required = {fact.name: told[fact.name] for fact in FACTS if fact.required}
+    required = {fact.name: told[fact.name] for fact in METADATA_FACTS if fact.required}
     assert ldm_lite.load(tmp_path / "bare.safetensors", device="cpu", metadata=required).family.resolution == 64
     for name in required:
         fewer = {other: text for other, text in required.items() if other != name}

@@ -19,7 +19,7 @@ import pytest
 import torch
 from waiting import wait_for
 
-from ldm_lite.bench.options import Options
+from ldm_lite.bench.options import BenchOptions
 from ldm_lite.bench.ours import configuration
 from ldm_lite.cli import flags
 
@@ -73,7 +73,7 @@ def test_the_benchmarks_of_the_stages_on_a_gpu_parse() -> None:
     benchmarks = [command[2:] for command in commands if command[1] == "ldm_lite.bench"]
     assert len(benchmarks) == 9
     for arguments in benchmarks:
-        (options,), _ = flags.parse(arguments, "bench", "", (Options,))
+        (options,), _ = flags.parse(arguments, "bench", "", (BenchOptions,))
         assert options.size == "sd1"
         for name in options.configs:
             assert configuration(name)

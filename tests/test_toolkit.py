@@ -15,7 +15,7 @@ import ldm_lite
 from ldm_lite import networks, toolkit
 from ldm_lite.cli.options import LoadOptions
 from ldm_lite.cli.task_options import Img2imgOptions, InpaintOptions, Txt2imgOptions
-from ldm_lite.toolkit import Batch, Row, Sample
+from ldm_lite.toolkit import Batch, PreparedRow, Sample
 
 SMALL: dict[str, Any] = {"steps": 3, "width": 32, "height": 32}
 
@@ -95,7 +95,7 @@ def test_leaving_a_batch_keeps_the_latents_of_the_step(model: ldm_lite.Pipeline)
 
 
 def test_rows_are_what_single_runs_make(model: ldm_lite.Pipeline, tmp_path: Path) -> None:
-    rows = [Row("a cat", None, 3), Row("a dog", "red", 7), Row("a cat", "blue", 7)]
+    rows = [PreparedRow("a cat", None, 3), PreparedRow("a dog", "red", 7), PreparedRow("a cat", "blue", 7)]
     samples = list(toolkit.prepare_rows(model, Txt2imgOptions(**SMALL), rows))
     single = {"output": "numpy", **SMALL}
     wanted = [
@@ -105,7 +105,7 @@ def test_rows_are_what_single_runs_make(model: ldm_lite.Pipeline, tmp_path: Path
     assert samples[1].settings["Steps"] == 3
 
     regions = {"regions": "0,0,0.5,1; 0.5,0,1,1", **SMALL}
-    samples = list(toolkit.prepare_rows(model, Txt2imgOptions(**regions), [Row("a cat AND a dog", "red", 3)]))
+    samples = list(toolkit.prepare_rows(model, Txt2imgOptions(**regions), [PreparedRow("a cat AND a dog", "red", 3)]))
     assert_close(
         run(samples), model.txt2img("a cat AND a dog", negative_prompt="red", seed=3, **regions, output="numpy")
     )
@@ -114,14 +114,17 @@ def test_rows_are_what_single_runs_make(model: ldm_lite.Pipeline, tmp_path: Path
         Image.new("RGB", (40, 32), color).save(tmp_path / f"{name}.png")
     Image.new("L", (40, 32), 255).save(tmp_path / "m.png")
     image, mask, none = (str(tmp_path / f"{name}.png") for name in ("a", "m", "none"))
-    rows = [Row("a cat", None, 3, (image, mask)), Row("a dog", None, 4, (str(tmp_path / "b.png"), mask))]
+    rows = [
+        PreparedRow("a cat", None, 3, (image, mask)),
+        PreparedRow("a dog", None, 4, (str(tmp_path / "b.png"), mask)),
+    ]
     samples = list(toolkit.prepare_rows(model, InpaintOptions(strength=0.5, steps=4), rows))
     assert {sample.size for sample in samples} == {(40, 32)}
     single = {"strength": 0.5, "steps": 4, "output": "numpy"}
     wanted = [model.inpaint(row.prompt, *row.files, seed=row.seed, **single)[0] for row in rows]
     assert_close(run(samples), wanted)
     with pytest.raises(FileNotFoundError):
-        toolkit.prepare_rows(model, Img2imgOptions(strength=0.5), [Row("a cat", None, 3, (none,))])
+        toolkit.prepare_rows(model, Img2imgOptions(strength=0.5), [PreparedRow("a cat", None, 3, (none,))])
 
 
 def test_which_texts_share_a_batch(model: ldm_lite.Pipeline) -> None:

@@ -14,7 +14,7 @@ import ldm_lite
 from ldm_lite.tasks import verify
 from ldm_lite.tasks.verify import VECTORS, Vector
 from ldm_lite.verify import main
-from ldm_lite.zoo.families import FAMILIES
+from ldm_lite.zoo.families import FAMILY_ROWS
 
 GOLDENS = np.load(Path(__file__).parent / "data" / "verify.npz")
 TOY = toy_verify.toy_vectors()
@@ -45,7 +45,7 @@ def toys(monkeypatch: pytest.MonkeyPatch) -> None:
     """The command knows the miniature vectors in place of the published ones."""
     monkeypatch.setattr(verify, "VECTORS", tuple(map(known, TOY)))
     small = {name: family for (name, _), family in toy_verify.FAMILY_OF.items()}
-    monkeypatch.setattr(verify, "FAMILIES", dict(FAMILIES) | small)
+    monkeypatch.setattr(verify, "FAMILY_ROWS", dict(FAMILY_ROWS) | small)
 
 
 @pytest.mark.parametrize(

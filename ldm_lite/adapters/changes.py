@@ -366,7 +366,7 @@ class DoRA:
 
 
 # By the part that tells the kind: all parts that it must have, and those that it may have.
-KINDS: dict[str, tuple[Any, tuple[str, ...], tuple[str, ...]]] = {
+_KINDS: dict[str, tuple[Any, tuple[str, ...], tuple[str, ...]]] = {
     "up": (LoRA, ("up", "down"), ("mid", "up_b")),
     "table_A": (LoRA, ("table_A", "table_B"), ()),
     "hada_w1_a": (LoHa, ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b"), ("hada_t1", "hada_t2")),
@@ -378,7 +378,7 @@ KINDS: dict[str, tuple[Any, tuple[str, ...], tuple[str, ...]]] = {
     "boft_R": (ColumnBOFT, ("boft_R", "boft_s"), ()),
     "ia3_l": (IA3, ("ia3_l",), ()),
 }
-PARTS = frozenset(part for _, need, may in KINDS.values() for part in (*need, *may))
+PARTS = frozenset(part for _, need, may in _KINDS.values() for part in (*need, *may))
 
 
 def make_changes(parts: Parts, settings: Settings) -> dict[str, Any]:
@@ -386,7 +386,7 @@ def make_changes(parts: Parts, settings: Settings) -> dict[str, Any]:
 
     Raises ValueError if parts or settings are missing, or if parts do not fit together or belong to two kinds.
     """
-    kinds = [(kind, need) for kind, need, may in KINDS.values() if parts.keys() & {*need, *may}]
+    kinds = [(kind, need) for kind, need, may in _KINDS.values() if parts.keys() & {*need, *may}]
     if not kinds:
         return {}
     if len(kinds) > 1:

@@ -41,7 +41,7 @@ PARTS = (
     (r"^(?=.*\bbase_model\.model\.)(?!.*\blora_).*\.bias$", "value_b"),
 )
 # Inside a module's name: not a part of it.
-WRAPPERS = r"\bbase_model\.model\.|\.processor(?=\.|$)|\.base_layer(?=\.|$)|\.modules_to_save(\.\w+)?(?=$)"
+_WRAPPERS = r"\bbase_model\.model\.|\.processor(?=\.|$)|\.base_layer(?=\.|$)|\.modules_to_save(\.\w+)?(?=$)"
 NOT_SUPPORTED = {
     r"\.oft_[Rs](\.(?!weight$|scaled_oft$)\w+)?$|\.oft_(diag|embedding_R)\b|\.oft_blocks\.": "OFT in another layout "
     "than LyCORIS's and PEFT's since 0.16",
@@ -123,7 +123,7 @@ def part_of(key: str) -> tuple[str, str] | None:
     for pattern, part in PARTS:
         if match := re.search(pattern, key):
             module = key.rpartition(".")[0] if match.start() == 0 else key[: match.start()]
-            return re.sub(WRAPPERS, "", module), match.expand(part)
+            return re.sub(_WRAPPERS, "", module), match.expand(part)
     return None
 
 

@@ -26,7 +26,7 @@ from ldm_lite.adapters.kinds import Change, Changes, Value
 from ldm_lite.adapters.merging import Applied, MergedLora, Target, Weight
 from ldm_lite.adapters.positional import named
 from ldm_lite.adapters.strength import Strength
-from ldm_lite.adapters.textual_inversion import Embedding, bundled
+from ldm_lite.adapters.textual_inversion import Embedding, bundled_embeddings
 from ldm_lite.checkpoint.reader import errors_of, open_checkpoint
 from ldm_lite.cli.files import parse_json, read_json
 from ldm_lite.formats.diffusers_names import (
@@ -44,12 +44,12 @@ from ldm_lite.models.mmdit import MMDiT
 from ldm_lite.models.open_clip import OpenCLIPTextEncoder
 from ldm_lite.models.qwen_image import QwenImage
 from ldm_lite.models.t5 import T5Encoder
-from ldm_lite.models.unet import UNet
+from ldm_lite.models.unet import LDMUNet
 from ldm_lite.models.z_image import ZImage
 from ldm_lite.runtime.blocks import BlockLinear
 from ldm_lite.runtime.offload import Offloader
-from ldm_lite.zoo.families import FAMILIES
-from ldm_lite.zoo.family import Family
+from ldm_lite.zoo.families import FAMILY_ROWS
+from ldm_lite.zoo.family import FamilyRow
 
 log = logging.getLogger("ldm_lite")
 
@@ -122,7 +122,7 @@ def _parts(network: nn.Module, by_module: Mapping[str, dict[str, Target]]) -> di
 def file_names(role: str, network: nn.Module) -> dict[str, list[str]]:
     """Return the names that each module of targets(network) has in files, dots as underscores, kohya's first."""
     blocks = {}
-    if isinstance(network, UNet):
+    if isinstance(network, LDMUNet):
         spec = network.spec
         blocks = unet_blocks(spec.num_res_blocks, spec.transformer_depth, spec.middle_depth)
     spellings = {}
@@ -163,7 +163,7 @@ def open_lora(source: str | os.PathLike[str]) -> Lora:
     """
     title, files = peft.find(os.fspath(source))
     *_, folder, last = ("", *os.fspath(source).rstrip("/").split("/"))
-    names = [f"{folder}/{last}" if last in (*peft.WEIGHTS, *peft.DIFFUSERS) else last]
+    names = [f"{folder}/{last}" if last in (*peft.WEIGHT_NAMES, *peft.DIFFUSERS) else last]
     modules: dict[str, Changes] = {}
     embeddings: list[Embedding] = []
     bases: dict[str, str] = {}
@@ -205,7 +205,7 @@ def _read(path: Path, role: str, config: Path | None) -> Lora:
     if unknown:
         some = ", ".join(unknown[:8]) + ", ..." * (len(unknown) > 8)
         log.warning("%s: ignored %d tensors that belong to no LoRA: %s", path.name, len(unknown), some)
-    if not configs and path.name in peft.WEIGHTS:
+    if not configs and path.name in peft.WEIGHT_NAMES:
         log.warning("%s: %s is missing beside it: alpha is taken to be the rank", path, peft.CONFIG)
     modules = {}
     for module, keys_of_parts in parts.items():
@@ -224,7 +224,7 @@ def _read(path: Path, role: str, config: Path | None) -> Lora:
     bases = {key: file.metadata[key] for key in BASES if file.metadata.get(key)}
     for config_of_role in configs.values():
         bases |= {PEFT_BASE: config_of_role.base} if config_of_role.base else {}
-    return Lora(path.name, modules, tuple(bundled(file)), tuple(names), bases)
+    return Lora(path.name, modules, tuple(bundled_embeddings(file)), tuple(names), bases)
 
 
 # Metadata that name the base model; Stability AI's standard, kohya's, PEFT's.
@@ -232,7 +232,7 @@ BASES = ("modelspec.architecture", "ss_base_model_version")
 PEFT_BASE = "base_model_name_or_path"
 
 
-def check_base(lora: Lora, family: Family) -> None:
+def check_base(lora: Lora, family: FamilyRow) -> None:
     """Raise ValueError if a file's metadata say that it is for another family, whose layers may have the same names.
 
     What names none that is known is said, and so is a file's name that has another family's.
@@ -243,7 +243,7 @@ def check_base(lora: Lora, family: Family) -> None:
     def other(text: str) -> str | None:
         if re.search(family.called, text, re.IGNORECASE):
             return None
-        rows = (row for row in FAMILIES.values() if row.called and re.search(row.called, text, re.IGNORECASE))
+        rows = (row for row in FAMILY_ROWS.values() if row.called and re.search(row.called, text, re.IGNORECASE))
         return next((row.title for row in rows), None)
 
     for key, text in lora.bases.items():
@@ -281,7 +281,7 @@ def merge_lora(
     places = {
         (role, name): parameters for role, network in networks.items() for name, parameters in targets(network).items()
     }
-    table: dict[str, list[Place]] = {}
+    table: dict[str, list[ModulePlace]] = {}
     for role, network in networks.items():
         for module, names in file_names(role, network).items():
             for name in names:
@@ -312,12 +312,12 @@ def merge_lora(
     return merged
 
 
-Place = tuple[str, str]  # the role of a network, and one of its modules
+ModulePlace = tuple[str, str]  # the role of a network, and one of its modules
 
 
 def _matched(
-    lora: Lora, table: Mapping[str, Sequence[Place]], places: Mapping[Place, Mapping[str, Target]]
-) -> list[tuple[Place, Target, Change]]:
+    lora: Lora, table: Mapping[str, Sequence[ModulePlace]], places: Mapping[ModulePlace, Mapping[str, Target]]
+) -> list[tuple[ModulePlace, Target, Change]]:
     """Return the changes of a file with their modules and targets.  Logs what is not in the networks.
 
     Raises ValueError if nothing is, if a shape differs, or if two modules of the file are one in a network.
@@ -336,8 +336,8 @@ def _matched(
         )
 
     missing: list[str] = []
-    matched: list[tuple[Place, Target, Change]] = []
-    taken: dict[Place, str] = {}
+    matched: list[tuple[ModulePlace, Target, Change]] = []
+    taken: dict[ModulePlace, str] = {}
     for name, changes in lora.modules.items():
         if name not in table:
             continue

@@ -14,11 +14,11 @@ from typing import Any
 from ldm_lite.checkpoint import hub
 
 CONFIG = "adapter_config.json"
-WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+WEIGHT_NAMES = ("adapter_model.safetensors", "adapter_model.bin")
 DIFFUSERS = ("pytorch_lora_weights.safetensors", "pytorch_lora_weights.bin")
 ROLES = ("unet", "text_encoder", "text_encoder_2")  # names of subfolders, as training scripts write them
 # Kinds by peft_type -> their setting of alpha, if they have one.
-KINDS = {"LORA": "lora_alpha", "LOHA": "alpha", "LOKR": "alpha", "OFT": None, "BOFT": None, "IA3": None}
+_KINDS = {"LORA": "lora_alpha", "LOHA": "alpha", "LOKR": "alpha", "OFT": None, "BOFT": None, "IA3": None}
 # Settings that change nothing once an adapter is trained.  Linears ignore fan_in_fan_out; the weights tell the layers.
 WITHOUT_EFFECT = (
     *("task_type", "auto_mapping", "base_model_name_or_path", "revision", "inference_mode", "peft_version"),
@@ -86,8 +86,8 @@ def read_config(about: Any, where: str, most: int) -> PeftConfig:
     if not isinstance(about, dict):
         raise ValueError(f"{where}: holds {type(about).__name__}, expected an object of settings")
     kind, init, bias = about.get("peft_type", "LORA"), about.get("init_lora_weights"), about.get("bias", "none")
-    if not isinstance(kind, str) or kind not in KINDS:
-        raise ValueError(f"{where}: its peft_type is {_short(kind)}, which is not supported: {', '.join(KINDS)} are")
+    if not isinstance(kind, str) or kind not in _KINDS:
+        raise ValueError(f"{where}: its peft_type is {_short(kind)}, which is not supported: {', '.join(_KINDS)} are")
     if not any(init is known or (isinstance(init, str) and init == known) for known in INITS):
         raise ValueError(
             f"{where}: its init_lora_weights is {init!r}, which changes the base model too: convert the LoRA with "
@@ -98,13 +98,13 @@ def read_config(about: Any, where: str, most: int) -> PeftConfig:
     for name, value in about.items():
         if value and name not in HEEDED and name not in WITHOUT_EFFECT:
             raise ValueError(f"{where}: its {name} is {_short(value)}, which is not supported")
-    has_rank = KINDS[kind] is not None
+    has_rank = _KINDS[kind] is not None
     rank, rslora = about.get("r") if has_rank else None, about.get("use_rslora") or False
-    alpha = about.get(KINDS[kind] or "", 8)  # as PEFT
+    alpha = about.get(_KINDS[kind] or "", 8)  # as PEFT
     if rank is not None and not (_is_number(rank) and rank >= 1 and rank == int(rank)):
         raise ValueError(f"{where}: its r is {_short(rank)}, expected a whole number from 1")
     if not _is_number(alpha):
-        raise ValueError(f"{where}: its {KINDS[kind]} is {_short(alpha)}, expected a number")
+        raise ValueError(f"{where}: its {_KINDS[kind]} is {_short(alpha)}, expected a number")
     if not isinstance(rslora, bool):
         raise ValueError(f"{where}: its use_rslora is {_short(rslora)}, expected true or false")
     ranks, alphas = (_patterns(about.get(name), f"{where}: its {name}", most) for name in HEEDED[3:5])
@@ -205,7 +205,7 @@ def find(source: str) -> tuple[str, list[tuple[str, Path, Path | None]]]:
             for role, weights, config in _choose(inside, source)
         ]
     path = hub.resolve(source)
-    if path.name in WEIGHTS and not local.exists():
+    if path.name in WEIGHT_NAMES and not local.exists():
         names = hub.files("/".join(parts[:2]))
         if (beside := "/".join([*parts[2:-1], CONFIG])) in names:
             return source, [(_role(parts[-2]), path, hub.download("/".join(parts[:2]), beside))]
@@ -232,14 +232,14 @@ def _choose(names: Collection[str], where: str) -> list[tuple[str, str, str | No
     for role in ("", *ROLES):
         before = f"{role}/" if role else ""
         if before + CONFIG in names:
-            weights = next((before + name for name in WEIGHTS if before + name in names), None)
+            weights = next((before + name for name in WEIGHT_NAMES if before + name in names), None)
             if weights is None:
-                raise ValueError(f"{where}: has {before}{CONFIG}, but not {before}{WEIGHTS[0]}: download it whole")
+                raise ValueError(f"{where}: has {before}{CONFIG}, but not {before}{WEIGHT_NAMES[0]}: download it whole")
             adapters.append((role, weights, before + CONFIG))
     if adapters:
         return adapters
     files = sorted(name for name in names if "/" not in name and name.endswith(hub.ENDINGS))
-    chosen = [name for name in (*WEIGHTS, *DIFFUSERS) if name in files][:1] or files
+    chosen = [name for name in (*WEIGHT_NAMES, *DIFFUSERS) if name in files][:1] or files
     if len(chosen) != 1:
         some = ", ".join(files[:5]) + ", ..." * (len(files) > 5)
         raise ValueError(f"{where}: is no LoRA of PEFT ({CONFIG}); take one of its files: {some or 'it has none'}")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from ldm_lite.models.unet import AttentionBlock, SpatialTransformer, UNet
+from ldm_lite.models.unet import AttentionBlock, LDMUNet, SpatialTransformer
 
 log = logging.getLogger("ldm_lite")
 
@@ -61,7 +61,7 @@ class Strength:
         if self.blocks is None:
             return {}
         unet = networks.get("unet")
-        if not isinstance(unet, UNet):
+        if not isinstance(unet, LDMUNet):
             raise ValueError("weights of blocks (lbw) are for the UNets of Stable Diffusion 1, 2 and XL")
         every, attending = _blocks(unet)
         if isinstance(self.blocks, str):
@@ -88,7 +88,7 @@ class Strength:
         return self.unet * blocks.get(block, 1.0)
 
 
-def _blocks(unet: UNet) -> tuple[list[str], list[str]]:
+def _blocks(unet: LDMUNet) -> tuple[list[str], list[str]]:
     """Return BASE and the names of all blocks of a UNet, and of those that have attention."""
     blocks = [(f"IN{i:02}", block) for i, block in enumerate(unet.input_blocks)]
     blocks += [("M00", unet.middle_block)]

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from ldm_lite.adapters.positional import named
 from ldm_lite.checkpoint import hub
-from ldm_lite.checkpoint.model import Model
+from ldm_lite.checkpoint.model import CheckpointModel
 from ldm_lite.checkpoint.reader import open_checkpoint
 from ldm_lite.core.files import Tensors
-from ldm_lite.models.clip import CLIPTextEncoder, num_known
+from ldm_lite.models.clip import CLIPTextModel, num_known
 from ldm_lite.models.open_clip import OpenCLIPTextEncoder
 
 log = logging.getLogger("ldm_lite")
@@ -34,8 +34,8 @@ UNNAMED = ("emb_params", "clip_l", "clip_g", "*", "")  # keys that are no names 
 BUNDLED = re.compile(rf"^bundle_emb\.(.+?)\.(emb_params|clip_[lg]|{INVERSION}\..*)$", re.DOTALL)
 PICTURES = (".png", ".webp", ".jxl", ".avif")
 
-CLIP = (CLIPTextEncoder, OpenCLIPTextEncoder)  # the text encoders that embeddings are made for
-M = TypeVar("M", bound=Model)
+CLIP = (CLIPTextModel, OpenCLIPTextEncoder)  # the text encoders that embeddings are made for
+M = TypeVar("M", bound=CheckpointModel)
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +61,7 @@ def open_embeddings(source: str | os.PathLike[str]) -> list[Embedding]:
     if path.is_dir():
         raise ValueError(f"{path}: is a folder, expected a textual inversion: name its files, one by one")
     file = named(open_checkpoint(path))
-    if found := bundled(file):
+    if found := bundled_embeddings(file):
         if given and len(found) > 1:
             names = ", ".join(each.name for each in found)
             raise ValueError(f"{path}: holds {len(found)} textual inversions ({names}), expected one for NAME=FILE")
@@ -79,7 +79,7 @@ def open_embeddings(source: str | os.PathLike[str]) -> list[Embedding]:
     return [Embedding(path.name, name, vectors, stored if other else None)]
 
 
-def bundled(file: Tensors) -> list[Embedding]:
+def bundled_embeddings(file: Tensors) -> list[Embedding]:
     """Return the textual inversions in a LoRA file.  Raises ValueError for a kind that is not known."""
     keys: dict[str, list[str]] = {}
     for key in file.shapes:

@@ -21,7 +21,7 @@ from ldm_lite.cli.files import read_json
 from ldm_lite.networks import digest, encode_captions, encode_moments
 from ldm_lite.toolkit import contents, load_model, short_name
 from ldm_lite.train.data import Example, ImageFolder, TarShards, open_data, to_float
-from ldm_lite.train.encoded import Row, encoder_digest, rows, write_index, write_shard
+from ldm_lite.train.encoded import ShardRow, encoder_digest, rows, write_index, write_shard
 
 log = logging.getLogger("ldm_lite")
 
@@ -66,7 +66,7 @@ class EncodeWorker:
             write_shard(shard.part, self._rows(indices, shard.lines), len(indices))
         return Report(number, len(indices), True, len(shard.lines), tuple(messages))
 
-    def _rows(self, indices: Sequence[int], failed: list[Mapping[str, Any]]) -> Iterator[Row]:
+    def _rows(self, indices: Sequence[int], failed: list[Mapping[str, Any]]) -> Iterator[ShardRow]:
         """Encode examples batch by batch, while the next images are read; say which have failed, and why."""
         size = self.task.options.batch_size
         groups = [indices[first : first + size] for first in range(0, len(indices), size)]

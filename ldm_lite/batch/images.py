@@ -19,16 +19,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ldm_lite.batch.rows import Failed, Item, Rows, describe, group
+from ldm_lite.batch.rows import Failed, RowItem, TableRows, describe, group
 from ldm_lite.batch.store import COLUMNS, Report, Task, check_job, collected
-from ldm_lite.batch.table import Row as TableRow
+from ldm_lite.batch.table import TableRow as TableRow
 from ldm_lite.cli.task_options import Txt2imgOptions
 from ldm_lite.cli.version import __version__
 from ldm_lite.networks import digest
 from ldm_lite.toolkit import (
     Batch,
+    PreparedRow,
     Result,
-    Row,
     Sample,
     contents,
     cost_of,
@@ -59,7 +59,7 @@ class Made:
 
 
 Outcome = Made | Failed | Future[Made | Failed]
-Prepared = tuple[Item, Sample]
+Prepared = tuple[RowItem, Sample]
 
 
 class ImageWorker:
@@ -75,7 +75,7 @@ class ImageWorker:
                 f"{self.model.name}: {self.model.family.title} cannot be used here: take {' or '.join(able)}"
             )
         folders = [(task.folder / task.table.path).parent, task.folder]
-        self.rows = Rows(self.model, task.defaults, task.options.most_pixels, folders)
+        self.rows = TableRows(self.model, task.defaults, task.options.most_pixels, folders)
         if "txt2img" in able:  # raises ValueError for options that would make every row fail
             names = {field.name for field in dataclasses.fields(Txt2imgOptions)}
             names &= {field.name for field in dataclasses.fields(task.defaults)}
@@ -92,7 +92,7 @@ class ImageWorker:
         num_failed = 0
         with collected() as messages, self.store.writing(number, code) as shard:
             readings = self.rows.read(first, rows)
-            items = [item for item in readings if isinstance(item, Item)]
+            items = [item for item in readings if isinstance(item, RowItem)]
             unread = (failed for failed in readings if isinstance(failed, Failed))
             for outcome in chain(unread, self._images(items)):
                 line = dict.fromkeys(COLUMNS) | {"shard": shard.name} | outcome.line
@@ -130,7 +130,7 @@ class ImageWorker:
         versions = {"ldm_lite": __version__, "torch": torch.__version__}
         return {**changed, **shape, **place, **versions, "model": family, "weights": digest(*model.networks.values())}
 
-    def _images(self, items: Sequence[Item]) -> Iterator[Made | Failed]:
+    def _images(self, items: Sequence[RowItem]) -> Iterator[Made | Failed]:
         """Yield the images of items, or why there is none, in an order that depends on the items alone.
 
         Raises what is no item's fault, such as an error of the GPU, after which nothing works.
@@ -148,7 +148,7 @@ class ImageWorker:
                 if isinstance(outcome, Future):
                     outcome.cancel()
 
-    def _begun(self, items: Sequence[Item]) -> Iterator[Outcome]:
+    def _begun(self, items: Sequence[RowItem]) -> Iterator[Outcome]:
         """Denoise the items, and yield their images while these are finished; the text of many is encoded at once."""
         size = self.task.options.batch_size
         for similar in group(items):
@@ -166,13 +166,13 @@ class ImageWorker:
             finally:
                 undo()
 
-    def _groups(self, items: Sequence[Item]) -> Iterator[Iterator[Prepared] | Failed]:
+    def _groups(self, items: Sequence[RowItem]) -> Iterator[Iterator[Prepared] | Failed]:
         """Items with their samples, prepared together; one by one if some of them cannot be in any."""
         try:
             if cost_of(items[0].options).passes:  # whose second pass has texts of its own
                 samples = iter([sample for item in items for sample in prepare(self.model, item.complete_options)])
             else:
-                rows = [Row(item.prompt, item.negative_prompt, item.seed, item.files) for item in items]
+                rows = [PreparedRow(item.prompt, item.negative_prompt, item.seed, item.files) for item in items]
                 samples = prepare_rows(self.model, items[0].options, rows)
         except Exception as error:
             failed = _failed(items[0], error)
@@ -229,7 +229,7 @@ class ImageWorker:
         for item_and_sample in prepared:  # here, where the error holds no memory any more
             yield from self._run([item_and_sample], before)
 
-    def _finish(self, item: Item, sample: Sample, latents: Tensor, seconds: float) -> Future[Made | Failed]:
+    def _finish(self, item: RowItem, sample: Sample, latents: Tensor, seconds: float) -> Future[Made | Failed]:
         """Decode latents (1,C,h,w) and write the file, in other threads, while the next batch is denoised."""
         finished = self._decoder.submit(sample.finish, latents)
         if self.model.offloader is not None:  # its networks take turns
@@ -245,7 +245,7 @@ class ImageWorker:
 
         return self._writers.submit(write)
 
-    def _made(self, item: Item, sample: Sample, result: Result, seconds: float) -> Made:
+    def _made(self, item: RowItem, sample: Sample, result: Result, seconds: float) -> Made:
         """The files of an image, and its line of the manifest."""
         file = io.BytesIO()
         result.image.save(file, "PNG")
@@ -273,7 +273,7 @@ def _result(outcome: Outcome) -> Made | Failed:
     return outcome.result() if isinstance(outcome, Future) else outcome
 
 
-def _failed(item: Item, error: Exception) -> Failed:
+def _failed(item: RowItem, error: Exception) -> Failed:
     """What becomes of an item with this error.  Raises the error if it is the machine's."""
     if "CUDA error" in str(error) and not out_of_memory(error):
         raise error

@@ -12,7 +12,7 @@ from typing import Any
 
 from ldm_lite import Pipeline
 from ldm_lite.batch.options import COLUMNS, FILES, LISTS, SHARED, column_type
-from ldm_lite.batch.table import Row, as_column
+from ldm_lite.batch.table import TableRow, as_column
 from ldm_lite.cli.options import SEEDS, CheckedOptions
 from ldm_lite.cli.synonyms import advice
 from ldm_lite.cli.task_options import Img2imgOptions, InpaintOptions, Txt2imgOptions
@@ -20,13 +20,13 @@ from ldm_lite.toolkit import prompt_kind, text_length, with_networks
 
 log = logging.getLogger("ldm_lite")
 
-KINDS: tuple[type[Txt2imgOptions], ...] = (Txt2imgOptions, Img2imgOptions, InpaintOptions)  # by the number of files
+_KINDS: tuple[type[Txt2imgOptions], ...] = (Txt2imgOptions, Img2imgOptions, InpaintOptions)  # by the number of files
 ANYWHERE = ("clip_vision", "hires_esrgan")  # columns of files that may also be names on the hub
 WANTED = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
 
 
 @dataclass(frozen=True)
-class Item:
+class RowItem:
     """A row that can be made into an image."""
 
     number: int  # in the table
@@ -63,7 +63,7 @@ class Failed:
 
 
 @dataclass
-class Rows:
+class TableRows:
     """Reads rows, for a model; `defaults` are RowOptions, `folders` are where files are looked for."""
 
     model: Pipeline
@@ -73,11 +73,11 @@ class Rows:
     _ignored: set[str] = field(default_factory=set)
     _networks: dict[str, Any] = field(default_factory=dict)  # of controls, by their files: each is loaded once
 
-    def read(self, first: int, rows: Sequence[Row]) -> list[Item | Failed]:
+    def read(self, first: int, rows: Sequence[TableRow]) -> list[RowItem | Failed]:
         """Return the rows of a shard whose first one has this number in the table."""
         return [self._read(first + i, row) for i, row in enumerate(rows)]
 
-    def _read(self, number: int, row: Row) -> Item | Failed:
+    def _read(self, number: int, row: TableRow) -> RowItem | Failed:
         name, seed = str(number), None
         try:
             if isinstance(row, str):
@@ -94,7 +94,7 @@ class Rows:
                 raise ValueError("has no prompt")
             loras = values.pop("lora", ())
             negative = values.pop("negative_prompt", getattr(self.defaults, "negative_prompt"))  # noqa: B009
-            kind = KINDS[len(files)]
+            kind = _KINDS[len(files)]
             names = {field.name for field in dataclasses.fields(kind)}
             if unused := sorted(values.keys() - names):
                 task, needs = kind.__name__.removesuffix("Options").lower(), "" if files else ": it needs an init_image"
@@ -110,11 +110,11 @@ class Rows:
             if height * width > most:
                 raise ValueError(f"got {width} x {height} pixels, expected at most {most}, the limit of `most_pixels`")
             length = text_length(self.model, (prompt, negative), options.prompt_syntax)
-            return Item(number, name, prompt or "", negative, seed, files, loras, options, length)
+            return RowItem(number, name, prompt or "", negative, seed, files, loras, options, length)
         except (ValueError, TypeError, OSError) as error:
             return Failed(number, name, describe(error), seed)
 
-    def files(self, row: Row) -> list[str]:
+    def files(self, row: TableRow) -> list[str]:
         """The files that a row names, and that exist."""
         paths: list[str] = []
         values = {} if isinstance(row, str) else row
@@ -186,9 +186,9 @@ def convert(name: str, value: Any) -> Any:
     raise ValueError(f"got {name} {value!r:.60}, expected {WANTED[str if name == 'id' else kind]}")
 
 
-def group(items: Sequence[Item]) -> list[list[Item]]:
+def group(items: Sequence[RowItem]) -> list[list[RowItem]]:
     """Items that can run together, in the order of their first ones."""
-    groups: dict[object, list[Item]] = {}
+    groups: dict[object, list[RowItem]] = {}
     for item in items:
         alone = item.number if item.length is None else None
         groups.setdefault((item.loras, type(item.options), item.options, item.length, alone), []).append(item)

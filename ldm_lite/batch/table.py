@@ -21,7 +21,7 @@ from ldm_lite.cli.version import pip_install
 log = logging.getLogger("ldm_lite")
 
 MOST_LINE = 2**20  # bytes of a row
-Row = dict[str, Any] | str
+TableRow = dict[str, Any] | str
 
 
 def extra(module: str, name: str) -> Any:
@@ -41,14 +41,14 @@ class Table:
     count: int  # rows
     starts: list[int] = field(default_factory=list, repr=False)  # of text: the byte where each shard begins
     columns: list[str] = field(default_factory=list)  # of .csv and .parquet
-    _open: tuple[int, Iterator[Row]] | None = field(default=None, repr=False)  # the next shard and its rows
+    _open: tuple[int, Iterator[TableRow]] | None = field(default=None, repr=False)  # the next shard and its rows
 
     @property
     def shards(self) -> int:
         """Number of shards."""
         return -(-self.count // self.size)
 
-    def rows(self, shard: int) -> list[Row]:
+    def rows(self, shard: int) -> list[TableRow]:
         """Return the rows of a shard, quickest in the order of the file.  Raises ValueError, OSError."""
         if self._open is None or self._open[0] != shard:
             rows = self._parquet(shard) if self.path.suffix.lower() == ".parquet" else self._text(shard)
@@ -57,13 +57,13 @@ class Table:
         self._open = shard + 1, self._open[1]
         return shard_rows
 
-    def _text(self, shard: int) -> Iterator[Row]:
+    def _text(self, shard: int) -> Iterator[TableRow]:
         with open_file(self.path) as file:
             file.seek(self.starts[shard])
             for row, _ in _records(file, self.path.suffix.lower(), self.columns):
                 yield row
 
-    def _parquet(self, shard: int) -> Iterator[Row]:
+    def _parquet(self, shard: int) -> Iterator[TableRow]:
         parquet, first = extra("pyarrow.parquet", "batch"), shard * self.size
         with open_file(self.path) as opened, parquet.ParquetFile(opened) as file:
             sizes = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
@@ -124,7 +124,7 @@ def open_table(path: Path, size: int) -> Table:
     return table
 
 
-def _records(file: BinaryIO, kind: str, columns: list[str]) -> Iterator[tuple[Row, int]]:
+def _records(file: BinaryIO, kind: str, columns: list[str]) -> Iterator[tuple[TableRow, int]]:
     """Yield the rows of a text from its position on, each with the position after it.
 
     Without columns the row of a .csv is its header, as a dict of the names.
@@ -184,7 +184,7 @@ def _raised(line: str | UnicodeDecodeError) -> str:
     return line
 
 
-def _as_json(line: str) -> Row:
+def _as_json(line: str) -> TableRow:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:

@@ -10,7 +10,7 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from ldm_lite.bench.options import Options
+from ldm_lite.bench.options import BenchOptions
 from ldm_lite.cli import console, flags
 
 log = logging.getLogger("ldm_lite")
@@ -18,11 +18,11 @@ log = logging.getLogger("ldm_lite")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
-    (options,), _ = flags.parse(argv, "bench", __doc__.splitlines()[0], (Options,))
+    (options,), _ = flags.parse(argv, "bench", __doc__.splitlines()[0], (BenchOptions,))
     return console.run(lambda: run(options), (options,), "what was measured is kept, `resume=True` continues")
 
 
-def run(options: Options) -> None:
+def run(options: BenchOptions) -> None:
     """Measure, write the results to the options' folder, and print them.  Raises ValueError for invalid options."""
     from ldm_lite.bench import benchmark, memory, report
 

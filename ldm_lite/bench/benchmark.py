@@ -11,21 +11,20 @@ import torch
 
 from ldm_lite.bench.checkpoints import family_of, open_model
 from ldm_lite.bench.measure import alternating, calls_in_sample, ceiling
-from ldm_lite.bench.options import GATES, Options
+from ldm_lite.bench.options import GATES, BenchOptions
 from ldm_lite.bench.ours import configuration
 from ldm_lite.bench.report import AGAIN, RESULTS, Report, Table, Timing, describe_run, duration, from_json
 from ldm_lite.bench.work import Cell, Cost, OutOfTime, Unavailable, cost
 from ldm_lite.bench.worker import Backend, SubprocessBackend
 from ldm_lite.cli.files import read_text
-from ldm_lite.core.pipeline import DTYPES
-from ldm_lite.runtime.precision import pick_device
+from ldm_lite.core.pipeline import DTYPES, pick_device
 
 log = logging.getLogger("ldm_lite")
 
 SHARES = {"step": 2, "decode": 1, "image": 8}  # of the time
 
 
-def benchmark(options: Options, on_result: Callable[[Report], None] = lambda report: None) -> Report:
+def benchmark(options: BenchOptions, on_result: Callable[[Report], None] = lambda report: None) -> Report:
     """Run the benchmark; on_result is called with the report after each new result.
 
     When the minutes are over, what runs is stopped, and cells that have not begun are left out with a note.  Raises
@@ -87,7 +86,7 @@ def benchmark(options: Options, on_result: Callable[[Report], None] = lambda rep
     return report
 
 
-def resolved(options: Options) -> Options:
+def resolved(options: BenchOptions) -> BenchOptions:
     """Fill in the model, the device, the precisions and the number of threads, and set the latter.
 
     Raises ValueError for a device.

@@ -12,34 +12,34 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ldm_lite.checkpoint.reader import open_source, prefix, split
+from ldm_lite.checkpoint.reader import open_source, parts_of, prefix
 from ldm_lite.core.files import Tensors
-from ldm_lite.zoo.families import FAMILIES, describe, detect_family
-from ldm_lite.zoo.family import Family, build
+from ldm_lite.zoo.families import FAMILY_ROWS, describe, detect_family
+from ldm_lite.zoo.family import FamilyRow, build_network
 
 
 def open_model(size: str, ckpt: str | None, ahead: bool = True) -> Tensors:
-    """Open the checkpoint to measure: the file `ckpt` if given, otherwise "bundled" or a name of FAMILIES.
+    """Open the checkpoint to measure: the file `ckpt` if given, otherwise "bundled" or a name of FAMILY_ROWS.
 
     ahead: threads draw random weights before they are read, which takes memory.  Raises ValueError for another name.
     """
     if ckpt is not None or size == "bundled":
         return open_source(ckpt)
-    if size not in FAMILIES:
-        raise ValueError(f"unknown size {size!r}: expected bundled, or one of {', '.join(FAMILIES)}")
-    return random_checkpoint(size, FAMILIES[size], ahead=ahead)
+    if size not in FAMILY_ROWS:
+        raise ValueError(f"unknown size {size!r}: expected bundled, or one of {', '.join(FAMILY_ROWS)}")
+    return random_checkpoint(size, FAMILY_ROWS[size], ahead=ahead)
 
 
-def family_of(checkpoint: Tensors) -> Family:
+def family_of(checkpoint: Tensors) -> FamilyRow:
     """Return a checkpoint's family; no weights are read."""
-    shapes = {role: part.shapes for role, part in split(checkpoint).items()}
+    shapes = {role: part.shapes for role, part in parts_of(checkpoint).items()}
     return detect_family(shapes, checkpoint.metadata)
 
 
-def random_checkpoint(name: str, family: Family, seed: int = 0, ahead: bool = True) -> Tensors:
+def random_checkpoint(name: str, family: FamilyRow, seed: int = 0, ahead: bool = True) -> Tensors:
     """Return a checkpoint in the original layout with random weights, each made when it is read."""
     with torch.device("meta"):
-        states = {role: build(spec).state_dict() for role, spec in family.specs.items()}
+        states = {role: build_network(spec).state_dict() for role, spec in family.specs.items()}
     shapes = {
         prefix(role, state, family.sgm) + key: tuple(state[key].shape)
         for role, state in states.items()

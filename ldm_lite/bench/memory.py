@@ -13,7 +13,7 @@ import ldm_lite
 from ldm_lite.bench.benchmark import resolved
 from ldm_lite.bench.checkpoints import open_model
 from ldm_lite.bench.measure import status
-from ldm_lite.bench.options import Options
+from ldm_lite.bench.options import BenchOptions
 from ldm_lite.bench.report import describe_run
 from ldm_lite.cli import flags
 from ldm_lite.cli.options import RuntimeOptions, given
@@ -31,7 +31,7 @@ MODES = (
 )
 
 
-class Result(NamedTuple):
+class MemoryResult(NamedTuple):
     """The memory and time that one image took."""
 
     image: np.ndarray[Any, Any]  # pixels (3,H,W) in [-1,1]
@@ -43,7 +43,7 @@ class Result(NamedTuple):
     decode_s: float
 
 
-def make_image(options: Options, mode: str) -> Result:
+def make_image(options: BenchOptions, mode: str) -> MemoryResult:
     """Load with the flags of a mode, make one image in the first dtype, and measure; in a process of its own."""
     options = resolved(options)
     [runtime], _ = flags.parse(mode.split(), "bench", "", (RuntimeOptions,))
@@ -67,7 +67,7 @@ def make_image(options: Options, mode: str) -> Result:
     note_time()
     *steps, decode_s = np.diff(times)
     free, total = torch.cuda.mem_get_info(pipe.device) if on_cuda else (0, 0)
-    return Result(
+    return MemoryResult(
         pixels.numpy(),
         torch.cuda.max_memory_allocated(pipe.device) if on_cuda else status("VmHWM"),
         torch.cuda.max_memory_reserved(pipe.device) if on_cuda else None,
@@ -78,7 +78,7 @@ def make_image(options: Options, mode: str) -> Result:
     )
 
 
-def table(options: Options, modes: tuple[str, ...] = MODES) -> Iterator[str]:
+def table(options: BenchOptions, modes: tuple[str, ...] = MODES) -> Iterator[str]:
     """Measure the modes, and yield a table in Markdown line by line."""
     asked, options = options, resolved(options)
     about = describe_run(asked, options)

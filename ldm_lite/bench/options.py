@@ -17,7 +17,7 @@ PEERS = {  # and the packages that they need
 
 
 @dataclass(frozen=True)
-class Options(CheckedOptions):
+class BenchOptions(CheckedOptions):
     """What to measure."""
 
     size: str = option(

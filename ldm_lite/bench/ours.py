@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import ldm_lite
 from ldm_lite.bench.checkpoints import open_model
-from ldm_lite.bench.options import Options
-from ldm_lite.bench.work import CHECK_SCALE, Inputs, inputs
+from ldm_lite.bench.options import BenchOptions
+from ldm_lite.bench.work import CHECK_SCALE, BenchInputs, inputs
 from ldm_lite.core.pipeline import DTYPES
 from ldm_lite.core.plan import H, X
 from ldm_lite.runtime import attention
@@ -70,7 +70,7 @@ def configuration(name: str) -> Configuration:
 class OurWorkload:
     """A workload by ldm_lite."""
 
-    def __init__(self, row: Configuration, options: Options, dtype: str) -> None:
+    def __init__(self, row: Configuration, options: BenchOptions, dtype: str) -> None:
         """Load the model; dtype is a short name.  Raises ValueError for an attention that the device lacks."""
         self.options = options
         device, in_half = torch.device(options.device), row.original and dtype != "fp32"
@@ -93,17 +93,17 @@ class OurWorkload:
             networks["unet"].requires_grad_(in_half)
             self.pipe = self.pipe.with_networks(**networks)
 
-    def inputs(self, batch: int) -> Inputs:
+    def inputs(self, batch: int) -> BenchInputs:
         return inputs(self.pipe.family, self.options, batch).to(self.pipe.device, torch.float32)
 
-    def _denoise(self, tensors: Inputs, steps: int, scale: float) -> tuple[Any, Tensor]:
+    def _denoise(self, tensors: BenchInputs, steps: int, scale: float) -> tuple[Any, Tensor]:
         plan = self.pipe.plan("ddim", steps, spacing="trailing")
         cond: Any = tensors.context
         uncond: Any = tensors.uncond
         with self.autocast:
             return plan, self.pipe.denoise(tensors.noise, cond, uncond, plan, scale)
 
-    def prediction(self, tensors: Inputs) -> Tensor:
+    def prediction(self, tensors: BenchInputs) -> Tensor:
         """Return it as recovered from the latents of one step."""
         plan, latents = self._denoise(tensors, 1, CHECK_SCALE)
         if (failure := getattr(self.pipe.run_row, "failure", None)) is not None:
@@ -112,14 +112,14 @@ class OurWorkload:
         kept = (latents - float(row @ X) * x) / float(row @ H)  # H = p x + q prediction
         return (kept - float(p) * x) / float(q)
 
-    def steps(self, tensors: Inputs, count: int) -> None:
+    def steps(self, tensors: BenchInputs, count: int) -> None:
         self._denoise(tensors, count, self.options.scale)
 
-    def decode(self, tensors: Inputs) -> Tensor:
+    def decode(self, tensors: BenchInputs) -> Tensor:
         with self.autocast:
             return torch.stack(self.pipe.decode(tensors.noise * self.pipe.family.scale_factor, output="tensor"))
 
-    def image(self, tensors: Inputs) -> Tensor:
+    def image(self, tensors: BenchInputs) -> Tensor:
         options, batch = self.options, len(tensors.noise)
         names = ("height", "width", "sampler", "steps", "n_iter", "scale", "seed")
         settings = {name: getattr(options, name) for name in names}

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from ldm_lite.checkpoint.reader import prefix
 from ldm_lite.core.clip import CLIPSpec
 from ldm_lite.core.vae import VAESpec
-from ldm_lite.zoo.family import Family, Preserving
+from ldm_lite.zoo.family import FamilyRow, Preserving
 
 Weights = Mapping[str, Tensor]
 
@@ -34,7 +34,7 @@ def fill(network: nn.Module, weights: Weights) -> nn.Module:
     return network.eval().requires_grad_(False)
 
 
-def unet(family: Family, weights: Weights) -> nn.Module:
+def unet(family: FamilyRow, weights: Weights) -> nn.Module:
     """Build diffusers' UNet2DConditionModel from a whole original state dict."""
     spec = family.unet
     widths = [spec.model_channels * mult for mult in spec.channel_mult]
@@ -66,7 +66,7 @@ def unet(family: Family, weights: Weights) -> nn.Module:
     return fill(network, converted)
 
 
-def vae(family: Family, weights: Weights) -> nn.Module:
+def vae(family: FamilyRow, weights: Weights) -> nn.Module:
     """Build diffusers' AutoencoderKL from a whole original state dict."""
     spec = family.vae
     assert isinstance(spec, VAESpec)
@@ -83,7 +83,7 @@ def vae(family: Family, weights: Weights) -> nn.Module:
     return fill(network, convert_ldm_vae_checkpoint(dict(weights), config))
 
 
-def text_encoder(family: Family, weights: Weights) -> nn.Module:
+def text_encoder(family: FamilyRow, weights: Weights) -> nn.Module:
     """Build transformers' CLIPTextModel from a whole original state dict."""
     spec = family.text
     assert isinstance(spec, CLIPSpec)
@@ -122,7 +122,7 @@ def fill_clip(network: nn.Module, weights: Weights) -> nn.Module:
 NETWORKS = {"unet": unet, "vae": vae, "text_encoder": text_encoder}  # by role
 
 
-def schedulers(family: Family) -> dict[str, Callable[[], Any]]:
+def schedulers(family: FamilyRow) -> dict[str, Callable[[], Any]]:
     """Return diffusers' schedulers: DDIM and PLMS as in Stable Diffusion 1.x; Euler and DPM++ 2M end at sigma 0."""
     assert isinstance(family.noise, Preserving)
     common = {

@@ -16,7 +16,7 @@ import torch
 
 import ldm_lite
 from ldm_lite.bench.measure import spread
-from ldm_lite.bench.options import SECTIONS, Options
+from ldm_lite.bench.options import SECTIONS, BenchOptions
 from ldm_lite.bench.work import Cell
 from ldm_lite.cli.writing import write_whole
 from ldm_lite.runtime.timing import machine
@@ -74,10 +74,10 @@ class Report:
     notes: list[str] = field(default_factory=list)
 
 
-def describe_run(asked: Options, options: Options) -> dict[str, object]:
+def describe_run(asked: BenchOptions, options: BenchOptions) -> dict[str, object]:
     """Describe a run well enough to repeat it: as it was asked for, and with what was filled in."""
     flags = ""
-    for name, default in vars(Options()).items():
+    for name, default in vars(BenchOptions()).items():
         if name not in ("out", "debug", "_given") and (value := getattr(asked, name)) != default:
             value = ",".join(map(str, value)) if isinstance(value, tuple) else value
             text = "" if value is True else f" {value!r}" if " " in str(value) else f" {value}"

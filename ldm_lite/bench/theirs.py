@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from ldm_lite.bench.checkpoints import family_of, open_model
-from ldm_lite.bench.options import PEERS, Options
-from ldm_lite.bench.work import CHECK_SCALE, Inputs, Unavailable, inputs
-from ldm_lite.checkpoint.reader import prefix, split
+from ldm_lite.bench.options import PEERS, BenchOptions
+from ldm_lite.bench.work import CHECK_SCALE, BenchInputs, Unavailable, inputs
+from ldm_lite.checkpoint.reader import parts_of, prefix
 from ldm_lite.core.pipeline import DTYPES
 from ldm_lite.core.tasks import noise_of
 
@@ -26,7 +26,7 @@ CALLS: dict[str, Callable[..., Tensor]] = {
 }
 
 
-def versions(name: str, options: Options) -> str:
+def versions(name: str, options: BenchOptions) -> str:
     """Return a peer's versions.  Raises Unavailable if it is not installed or does not run on the device."""
     try:
         numbers = {module: importlib.import_module(module).__version__.partition("-")[0] for module in PEERS[name]}
@@ -40,12 +40,12 @@ def versions(name: str, options: Options) -> str:
 class PeerWorkload:
     """A workload by a peer's networks, which are made when they are needed."""
 
-    def __init__(self, name: str, options: Options, dtype: str) -> None:
+    def __init__(self, name: str, options: BenchOptions, dtype: str) -> None:
         """dtype is a short name.  Raises Unavailable if the peer does not run in it here."""
         if name == "openvino" and dtype not in PRECISIONS:
             raise Unavailable(f"runs in {' or '.join(PRECISIONS)} here")
         checkpoint = open_model(options.size, options.ckpt)
-        self._parts, self.family = split(checkpoint), family_of(checkpoint)
+        self._parts, self.family = parts_of(checkpoint), family_of(checkpoint)
         self.name, self.options, self.device = name, options, torch.device(options.device)
         self.dtype = torch.float32 if name == "openvino" else DTYPES[dtype]  # it rounds weights itself
         self._settings = {"INFERENCE_PRECISION_HINT": PRECISIONS.get(dtype)}
@@ -87,7 +87,7 @@ class PeerWorkload:
             self._networks.clear()  # their memory
         return torch.from_numpy(self._converted[key](args)[0].copy())
 
-    def inputs(self, batch: int) -> Inputs:
+    def inputs(self, batch: int) -> BenchInputs:
         return inputs(self.family, self.options, batch).to(self.device, self.dtype)
 
     def denoise(self, sampler: str, steps: int, noise: Tensor, both: Tensor) -> Tensor:
@@ -107,21 +107,21 @@ class PeerWorkload:
         return x
 
     @torch.no_grad()
-    def prediction(self, tensors: Inputs) -> Tensor:
+    def prediction(self, tensors: BenchInputs) -> Tensor:
         x, both = torch.cat([tensors.noise, tensors.noise]), torch.cat([tensors.uncond, tensors.context])
         before, after = self.call("unet", x, torch.tensor(999, device=self.device), both).float().chunk(2)
         return before + CHECK_SCALE * (after - before)
 
     @torch.no_grad()
-    def steps(self, tensors: Inputs, count: int) -> None:
+    def steps(self, tensors: BenchInputs, count: int) -> None:
         self.denoise("ddim", count, tensors.noise, torch.cat([tensors.uncond, tensors.context]))
 
     @torch.no_grad()
-    def decode(self, tensors: Inputs) -> Tensor:
+    def decode(self, tensors: BenchInputs) -> Tensor:
         return self.call("vae", tensors.noise).float().clamp(-1, 1).cpu()
 
     @torch.no_grad()
-    def image(self, tensors: Inputs) -> Tensor:
+    def image(self, tensors: BenchInputs) -> Tensor:
         options, (batch, channels, height, width) = self.options, tensors.noise.shape
         for first in range(options.seed, options.seed + options.n_iter * batch, batch):
             both = torch.cat([self.call("text_encoder", ids) for ids in (tensors.empty, tensors.ids)])

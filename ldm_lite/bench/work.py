@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from ldm_lite.bench.measure import flops
-from ldm_lite.bench.options import Options
+from ldm_lite.bench.options import BenchOptions
 from ldm_lite.core.clip import CLIPSpec
 from ldm_lite.core.tasks import noise_of
 from ldm_lite.core.tokenizer import CLIPTokenizer
-from ldm_lite.diffusion.names import make_plan
-from ldm_lite.zoo.family import Family, build
+from ldm_lite.diffusion.names import named_plan
+from ldm_lite.zoo.family import FamilyRow, build_network
 
 CHECK_SCALE = 0.5  # guidance scale for comparisons: the mean of both predictions, which amplifies no error
 
@@ -44,7 +44,7 @@ class OutOfTime(Unavailable):
     """The minutes of the benchmark are over: what ran was stopped."""
 
 
-class Inputs(NamedTuple):
+class BenchInputs(NamedTuple):
     """The inputs of a batch B, the same in every process and framework."""
 
     noise: Tensor  # (B,C,h,w)
@@ -53,12 +53,12 @@ class Inputs(NamedTuple):
     ids: Tensor  # (B,T) tokens of the prompt
     empty: Tensor  # (B,T) tokens of the empty prompt
 
-    def to(self, device: torch.device, dtype: torch.dtype) -> "Inputs":
+    def to(self, device: torch.device, dtype: torch.dtype) -> "BenchInputs":
         """Return them on a device, numbers but tokens in a dtype."""
-        return Inputs(*(value.to(device, dtype if value.is_floating_point() else None) for value in self))
+        return BenchInputs(*(value.to(device, dtype if value.is_floating_point() else None) for value in self))
 
 
-def inputs(family: Family, options: Options, batch: int) -> Inputs:
+def inputs(family: FamilyRow, options: BenchOptions, batch: int) -> BenchInputs:
     """Make the inputs of a batch, float32 on the CPU, from the options' seed, height and width.
 
     Raises ValueError unless the model is like Stable Diffusion 1.x and the sides are multiples of its 8 pixels.
@@ -75,7 +75,7 @@ def inputs(family: Family, options: Options, batch: int) -> Inputs:
     shape = (family.unet.in_channels, height // factor, width // factor)
     noise = noise_of([options.seed + k for k in range(batch)], shape)()
     tokenizer = CLIPTokenizer(family.text.length)
-    return Inputs(noise, context, uncond, tokenizer([options.prompt] * batch), tokenizer([""] * batch))
+    return BenchInputs(noise, context, uncond, tokenizer([options.prompt] * batch), tokenizer([""] * batch))
 
 
 class Cost(NamedTuple):
@@ -85,7 +85,7 @@ class Cost(NamedTuple):
     items: int  # steps of the whole batch, or images
 
 
-def cost(family: Family, options: Options, cell: Cell) -> Cost:
+def cost(family: FamilyRow, options: BenchOptions, cell: Cell) -> Cost:
     """Count the work in one call of a cell.  Raises ValueError for a model, size or sampler that cannot be measured."""
     per_image = _flops_at_batch_1(family, options)[cell.section]
     items = {"step": 1, "decode": cell.batch, "image": cell.batch * options.n_iter}[cell.section]
@@ -93,11 +93,11 @@ def cost(family: Family, options: Options, cell: Cell) -> Cost:
 
 
 @functools.cache
-def _flops_at_batch_1(family: Family, options: Options) -> dict[str, int]:
+def _flops_at_batch_1(family: FamilyRow, options: BenchOptions) -> dict[str, int]:
     tensors = inputs(family, options, 1).to(torch.device("meta"), torch.float32)
-    num_calls = len(make_plan(options.sampler, family.noise.schedule(family.prediction), options.steps).t)
+    num_calls = len(named_plan(options.sampler, family.noise.schedule(family.prediction), options.steps).t)
     with torch.device("meta"):
-        networks: dict[str, Any] = {role: build(spec) for role, spec in family.specs.items()}
+        networks: dict[str, Any] = {role: build_network(spec) for role, spec in family.specs.items()}
     step = 2 * flops(lambda: networks["unet"](tensors.noise, torch.empty(1, device="meta"), tensors.context))
     decode = flops(lambda: networks["vae"].decode(tensors.noise))
     text = flops(lambda: networks["text_encoder"](tensors.ids))

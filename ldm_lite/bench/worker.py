@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ldm_lite.bench.measure import clock
-from ldm_lite.bench.options import PEERS, Options
+from ldm_lite.bench.options import PEERS, BenchOptions
 from ldm_lite.bench.work import Cell, OutOfTime, Unavailable
 
 
@@ -98,10 +98,10 @@ def _explained() -> Iterator[None]:
 
 
 Backend: TypeAlias = "InProcessBackend | SubprocessBackend"
-Make: TypeAlias = Callable[[str, Options], tuple[str, Backend]]
+Make: TypeAlias = Callable[[str, BenchOptions], tuple[str, Backend]]
 
 
-def make_backend(name: str, options: Options) -> tuple[str, Backend]:
+def make_backend(name: str, options: BenchOptions) -> tuple[str, Backend]:
     """Return a description and the backend: a peer, one of our configurations, or "reference".
 
     Raises Unavailable if it is not installed or does not support this device.
@@ -124,7 +124,7 @@ class SubprocessBackend:
     def __init__(
         self,
         name: str,
-        options: Options,
+        options: BenchOptions,
         make: Make = make_backend,
         deadline: float = math.inf,
         loads: str | None = None,
@@ -184,7 +184,7 @@ class SubprocessBackend:
         return float(self._answer("seconds", cell, calls))
 
 
-def _serve(name: str, options: Options, connection: Connection, make: Make) -> None:
+def _serve(name: str, options: BenchOptions, connection: Connection, make: Make) -> None:
     """Run the process: send a description of the backend, then an answer to each question."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the benchmark ends it
     sys.stdout = sys.stderr  # libraries may print

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from ldm_lite.checkpoint import hub
-from ldm_lite.checkpoint.model import Model
+from ldm_lite.checkpoint.model import CheckpointModel
 from ldm_lite.checkpoint.parts import autoencoder_spec
 from ldm_lite.checkpoint.reader import (
     SGM,
@@ -26,17 +26,18 @@ from ldm_lite.checkpoint.reader import (
     metadata_of,
     on_meta,
     open_source,
+    parts_of,
     read_weight,
-    split,
 )
 from ldm_lite.cli.options import LoadOptions
 from ldm_lite.core.files import Tensors, imported
-from ldm_lite.diffusion.schedule import Schedule
+from ldm_lite.core.pipeline import pick_device
+from ldm_lite.diffusion.schedule import NoiseSchedule
 from ldm_lite.models.clip import num_known
 from ldm_lite.runtime.memory import physical_memory
-from ldm_lite.runtime.precision import pick_device, pick_dtypes, short_name
+from ldm_lite.runtime.precision import pick_dtypes, short_name
 from ldm_lite.runtime.setup import check_runtime, load_device, num_parameters, prepare_networks
-from ldm_lite.text.tokenizer import CLIPTokenizer, OpenCLIPTokenizer, TextTokenizer
+from ldm_lite.text.tokenizer import FixingCLIPTokenizer, OpenCLIPTokenizer, TextTokenizer
 from ldm_lite.zoo.families import (
     DENOISERS,
     apply_user_metadata,
@@ -46,14 +47,14 @@ from ldm_lite.zoo.families import (
     with_prediction,
     with_vae,
 )
-from ldm_lite.zoo.family import Family, Flow, Spec, build, recipe_of, text_roles
+from ldm_lite.zoo.family import FamilyRow, Flow, Spec, build_network, recipe_of, text_roles
 
 log = logging.getLogger("ldm_lite")
 
 ADAPTERS, FORMATS = "ldm_lite.adapters", "ldm_lite.formats"
 PREDICTIONS = {"prediction", "modelspec.prediction_type"}  # metadata
 
-M = TypeVar("M", bound=Model)
+M = TypeVar("M", bound=CheckpointModel)
 
 
 def load_model(options: LoadOptions, kind: type[M], check: Callable[[M], None] | None = None) -> M:
@@ -78,7 +79,7 @@ def load_model(options: LoadOptions, kind: type[M], check: Callable[[M], None] |
     check_runtime(options, device)
 
     # What the file is, and which of its weights count.
-    family, parts, file, metadata = recognise(opened, options)
+    family, parts, file, metadata = recognise_file(opened, options)
     for lora, _ in loras:
         imported(f"{ADAPTERS}.lora:check_base")(lora, family)
     ema = options.ema if options.ema != "original" else "auto" if family.original_ema else "no"
@@ -114,13 +115,13 @@ def load_model(options: LoadOptions, kind: type[M], check: Callable[[M], None] |
     networks: dict[str, Any] = {}
     for role, spec in family.specs.items():
         with errors_of(parts[role].path), on_meta():
-            networks[role] = build(spec)
+            networks[role] = build_network(spec)
     latents_are_pixels = "vae" not in networks
     model = kind(
         name=title if path.is_dir() else path.stem,
         family=family,
-        schedule=schedule_of(family, file, metadata, options.zero_snr),
-        networks={**networks, "vae": build(family.vae)} if latents_are_pixels else networks,
+        schedule=schedule_in_file(family, file, metadata, options.zero_snr),
+        networks={**networks, "vae": build_network(family.vae)} if latents_are_pixels else networks,
         tokenizer=tokenizer,
         t5_tokenizer=t5_tokenizer,
         description=title,
@@ -178,23 +179,23 @@ def check_memory(networks: Mapping[str, Any], parts: Mapping[str, Tensors], dtyp
 class Recognised(NamedTuple):
     """What a checkpoint is, with the networks that take the place of its own."""
 
-    family: Family
+    family: FamilyRow
     parts: dict[str, Tensors]  # the networks by role, without prefixes
     file: Tensors  # the whole file that the UNet is in, with EMA copy and buffers
     metadata: dict[str, str]  # of all files, and the user's
 
 
-def recognise(opened: Tensors, options: LoadOptions) -> Recognised:
+def recognise_file(opened: Tensors, options: LoadOptions) -> Recognised:
     """Tell what a checkpoint is, by its keys and shapes, its metadata, and what the user says of it.
 
     Raises ValueError for a file without a network of its role, and for networks that are unknown, missing, or do not
     fit together.
     """
-    networks, told = split(opened), options.added_metadata
+    networks, told = parts_of(opened), options.added_metadata
     file, replaced, texts = networks.file, dict[str, Tensors](), list[Tensors]()
     for name, sources in options.parts.items():
         for source in sources:
-            others = split(open_source(source))
+            others = parts_of(open_source(source))
             of_role = [part for role, part in others.items() if role.startswith(name)]
             if not of_role:
                 raise ValueError(f"{source}: holds no {name.replace('_', ' ')}, only {', '.join(sorted(others))}")
@@ -236,7 +237,7 @@ def recognise(opened: Tensors, options: LoadOptions) -> Recognised:
     return Recognised(family, parts, file, metadata)
 
 
-def _check_latents(networks: Parts, family: Family) -> None:
+def _check_latents(networks: Parts, family: FamilyRow) -> None:
     """Raise ValueError if a UNet is combined with another family's autoencoder, whose latents have another scale.
 
     networks are those of the checkpoint itself.
@@ -258,7 +259,7 @@ def names_of(title: str, unet: str, metadata: Mapping[str, str]) -> list[str]:
     return [unet, title, *(metadata[key] for key in ("modelspec.title", "general.name") if key in metadata)]
 
 
-def with_recipe(family: Family, names: Iterable[tuple[str, bool]], chosen: Collection[str]) -> Family:
+def with_recipe(family: FamilyRow, names: Iterable[tuple[str, bool]], chosen: Collection[str]) -> FamilyRow:
     """Return the family with the defaults of the first recipe that one of the names has, which a message says.
 
     A name comes with whether it is a LoRA's; `chosen` is what the metadata or the user tell: "sampler", "prediction".
@@ -278,7 +279,7 @@ def with_recipe(family: Family, names: Iterable[tuple[str, bool]], chosen: Colle
 MERGED = 2e-3  # relative: the buffers of files merged in half precision are off by more than a rounding
 
 
-def schedule_of(family: Family, file: Tensors, metadata: Mapping[str, str], zero_snr: bool) -> Schedule:
+def schedule_in_file(family: FamilyRow, file: Tensors, metadata: Mapping[str, str], zero_snr: bool) -> NoiseSchedule:
     """Return the family's noise schedule, or the file's own, with a warning, if its buffers differ."""
     schedule = family.noise.schedule(family.prediction)
     if isinstance(family.noise, Flow):
@@ -309,7 +310,7 @@ def schedule_of(family: Family, file: Tensors, metadata: Mapping[str, str], zero
 
 
 TOKENIZERS: dict[str, Any] = {  # by the class of a text encoder's spec
-    "CLIPTextSpec": CLIPTokenizer,
+    "CLIPTextSpec": FixingCLIPTokenizer,
     "OpenCLIPTextSpec": OpenCLIPTokenizer,
     "BERTSpec": "ldm_lite.text.bert:BERTTokenizer",
 }
@@ -318,7 +319,7 @@ BERT_WORDS = 30522
 
 
 def tokenizers_of(
-    family: Family, parts: Mapping[str, Tensors], options: LoadOptions
+    family: FamilyRow, parts: Mapping[str, Tensors], options: LoadOptions
 ) -> tuple[TextTokenizer | None, TextTokenizer | None]:
     """Return the tokenizer of a family's text encoder, and that of its T5; None where it has none."""
     tokenizer, t5, source, vocab = tokenizer_of(family.text), None, options.tokenizer, options.t5_vocab

@@ -13,28 +13,28 @@ import torch
 from torch import Tensor, nn
 
 from ldm_lite.checkpoint.reader import broken_weights
-from ldm_lite.core.model import Model as CoreModel
-from ldm_lite.diffusion.schedule import Schedule
+from ldm_lite.core.model import Model
+from ldm_lite.diffusion.schedule import NoiseSchedule
 from ldm_lite.image import MOST_PIXELS
 from ldm_lite.runtime import pickling
 from ldm_lite.runtime.attention import in_float32
 from ldm_lite.runtime.offload import Offloader
 from ldm_lite.runtime.tiling import is_tiled, out_of_memory, tiled
 from ldm_lite.text.tokenizer import TextTokenizer
-from ldm_lite.zoo.family import Autoencoder, Family
+from ldm_lite.zoo.family import Autoencoder, FamilyRow
 
 log = logging.getLogger("ldm_lite")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Model(CoreModel):
+class CheckpointModel(Model):
     """The core's model, of any family.  Pipeline adds how prompts are encoded.
 
     Latents are in the network's scale: those of the autoencoder less family.shift_factor, times family.scale_factor.
     """
 
-    family: Family  # type: ignore[assignment]  # with more than the core's
-    schedule: Schedule
+    family: FamilyRow  # type: ignore[assignment]  # with more than the core's
+    schedule: NoiseSchedule
     networks: Mapping[str, Any]  # by role: "unet" (any network that denoises), "vae", "text_encoder", ...
     tokenizer: TextTokenizer | None = None
     t5_tokenizer: TextTokenizer | None = None  # of the text encoder that is a T5, if there is one

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from ldm_lite.checkpoint.model import Model
+from ldm_lite.checkpoint.model import CheckpointModel
 from ldm_lite.checkpoint.reader import (
     T5,
     errors_of,
@@ -19,21 +19,22 @@ from ldm_lite.checkpoint.reader import (
     on_meta,
     open_checkpoint,
     open_source,
+    parts_of,
     places_in,
-    split,
 )
 from ldm_lite.cli.options import RuntimeOptions
 from ldm_lite.core.files import Tensors, imported
-from ldm_lite.runtime.precision import pick_device, pick_dtype
+from ldm_lite.core.pipeline import pick_device
+from ldm_lite.runtime.precision import pick_dtype
 from ldm_lite.runtime.setup import prepare_networks
 from ldm_lite.zoo.families import with_vae
-from ldm_lite.zoo.family import Autoencoder, Spec, build, infer_vae
+from ldm_lite.zoo.family import Autoencoder, Spec, build_network, infer_vae
 
 if TYPE_CHECKING:
     from ldm_lite.models.rrdb import RRDBNet
     from ldm_lite.models.t5 import T5Encoder
 
-M = TypeVar("M", bound=Model)
+M = TypeVar("M", bound=CheckpointModel)
 
 
 def load_autoencoder(
@@ -47,7 +48,7 @@ def load_autoencoder(
     Raises FileNotFoundError or ValueError, one line that says what to do.
     """
     torch_device, (tensors, spec) = pick_device(device), open_autoencoder(source)
-    network: Autoencoder = load_network(spec, tensors, "vae", torch_device, pick_dtype(dtype, torch_device))
+    network: Autoencoder = load_part(spec, tensors, "vae", torch_device, pick_dtype(dtype, torch_device))
     # The matmul precision is set per process: leave it alone.
     prepare_networks({"vae": network}, RuntimeOptions(), torch_device)
     return network
@@ -64,7 +65,7 @@ def with_autoencoder(model: M, source: str | os.PathLike[str]) -> M:
 
 def open_autoencoder(source: str | os.PathLike[str] | None) -> tuple[Tensors, Spec]:
     """Open an autoencoder's weights, and read its spec.  Raises as load_autoencoder does."""
-    parts = split(open_source(source))
+    parts = parts_of(open_source(source))
     if "vae" not in parts:
         raise ValueError(f"{parts.file.path}: holds no autoencoder, only {', '.join(parts)}")
     return parts["vae"], autoencoder_spec(parts["vae"])
@@ -80,20 +81,20 @@ def load_upscaler(
     source: str | os.PathLike[str], *, device: str | torch.device | None = None, dtype: str | torch.dtype | None = None
 ) -> RRDBNet:
     """Load an ESRGAN network from its file.  Raises FileNotFoundError or ValueError, one line that says what to do."""
-    torch_device, parts = pick_device(device), split(open_source(source))
+    torch_device, parts = pick_device(device), parts_of(open_source(source))
     tensors, path = parts.get("upscaler"), parts.file.path
     if tensors is None:
         raise ValueError(f"{path}: is no ESRGAN upscaler, expected RealESRGAN_x4plus.pth or one of its kind")
     with errors_of(path):
         spec = imported("ldm_lite.models.rrdb:RRDBSpec").from_shapes(tensors.shapes)
-    network = load_network(spec, tensors, "upscaler", torch_device, pick_dtype(dtype, torch_device))
+    network = load_part(spec, tensors, "upscaler", torch_device, pick_dtype(dtype, torch_device))
     upscaler: RRDBNet = network.to(memory_format=torch.channels_last)
     return upscaler
 
 
 def is_upscaler(source: object) -> bool:
     """Whether a source is a file of an ESRGAN network.  Raises as load_upscaler does for one that cannot be opened."""
-    return isinstance(source, (str, os.PathLike)) and "upscaler" in split(open_source(source))
+    return isinstance(source, (str, os.PathLike)) and "upscaler" in parts_of(open_source(source))
 
 
 def load_t5(paths: Sequence[Path], device: torch.device, dtype: torch.dtype) -> T5Encoder:
@@ -102,16 +103,16 @@ def load_t5(paths: Sequence[Path], device: torch.device, dtype: torch.dtype) -> 
     whole = joined(paths[0], places_in(files), files[0].metadata)
     if not {T5, "shared.weight"} <= whole.shapes.keys():
         raise ValueError(f"{paths[0]}: holds no T5 encoder; one in several files needs all of them")
-    tensors = split(whole)["text_encoder"]
+    tensors = parts_of(whole)["text_encoder"]
     with errors_of(whole.path):
         spec = imported("ldm_lite.models.t5:T5Spec").from_shapes(tensors.shapes)
-    encoder: T5Encoder = load_network(spec, tensors, "T5", device, dtype)
+    encoder: T5Encoder = load_part(spec, tensors, "T5", device, dtype)
     return encoder
 
 
-def load_network(spec: Spec, tensors: Tensors, title: str, device: torch.device, dtype: torch.dtype) -> Any:
+def load_part(spec: Spec, tensors: Tensors, title: str, device: torch.device, dtype: torch.dtype) -> Any:
     """Build the network that a spec describes, and fill it.  The title names it in errors.  Raises as load_weights."""
     with errors_of(tensors.path), on_meta():
-        network = build(spec)
+        network = build_network(spec)
     load_weights(network, tensors, title, device, dtype)
     return network

@@ -28,13 +28,13 @@ from ldm_lite.zoo.families import DENOISERS, stored_facts
 log = logging.getLogger("ldm_lite")
 
 # As in core/files.py, whose tables stay as they are: a pattern of a file's first bytes -> Path -> Tensors, ...
-OPENERS: list[tuple[bytes, Any]] = [
+FILE_OPENERS: list[tuple[bytes, Any]] = [
     files.OPENERS[0],  # safetensors
     (rb"PK\x03\x04|\x80", "ldm_lite.formats.torch_file:open_torch"),
     (rb"GGUF", "ldm_lite.formats.gguf:open_gguf"),
 ]
 # ... and a pattern of a key -> Tensors -> Tensors in the original layout, or None; all that match, in this order.
-ADAPTERS: list[tuple[str, str]] = [
+KEY_ADAPTERS: list[tuple[str, str]] = [
     (  # of networks whose other keys are those of a known family
         r"(^|\.)(time_embed\.timestep_embedder|context_embedder_norm|caption_projection\.0\.linear|byt5_in"
         r"|context_embedder\.token_refiner|(text|visual)_transformer_blocks)\.|individual_token_refiner\."
@@ -96,7 +96,7 @@ def open_checkpoint(path: Path) -> Tensors:
         raise ValueError(f"{path}: is truncated: {size} bytes, but its header alone takes {8 + header}")
     if header > MOST_HEADER:
         raise ValueError(f"{path}: has a header of {header} bytes, expected at most {MOST_HEADER}")
-    opener = next((opener for first_bytes, opener in OPENERS if re.match(first_bytes, head, re.DOTALL)), None)
+    opener = next((opener for first_bytes, opener in FILE_OPENERS if re.match(first_bytes, head, re.DOTALL)), None)
     if opener is None:
         raise ValueError(f"{path}: is not a checkpoint (starts with {head[:8]!r}), expected .safetensors, .ckpt, .gguf")
     try:
@@ -157,7 +157,7 @@ SGM = "conditioner.embedders."  # prefix of text encoders in files of generative
 T5 = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
 
 
-class Kind(NamedTuple):
+class NetworkKind(NamedTuple):
     """A kind of network, and how it is found in a file."""
 
     role: str
@@ -168,36 +168,38 @@ class Kind(NamedTuple):
 
 
 # The first kind of a role that a file has is that network.
-KINDS = (
-    Kind("control", "input_hint_block.0.weight", ("control_model.", "")),
-    Kind("adapter", "body.0.block1.weight", ("adapter.", "")),
-    Kind("adapter", "body.0.body.0.block1.weight", ("adapter.", "")),
-    Kind("style", "style_embedding", ("adapter.", "")),
-    Kind("ip_adapter", "ip_adapter.1.to_k_ip.weight", ("",)),
-    Kind("redux", "redux_up.weight", ("",)),
-    Kind("upscaler", "body.0.rdb1.conv1.weight", ("",)),
-    Kind("vision", "embeddings.patch_embedding.weight", ("vision_model.", ""), beside="visual_projection.weight"),
-    Kind("unet", "input_blocks.0.0.weight", ("model.diffusion_model.", "")),
-    *(Kind("unet", key, ("model.diffusion_model.", "diffusion_model.", "")) for key in DENOISERS),
-    Kind("vae", "decoder.conv_in.weight", ("first_stage_model.", "vae.", "")),
-    Kind("vae", "decoder.1.weight", ("",)),  # TAESD
-    Kind("vae", "encoder.0.weight", ("",)),
-    Kind("text_encoder", T5, ("",), spec="T5Spec"),
-    Kind(
+NETWORK_KINDS = (
+    NetworkKind("control", "input_hint_block.0.weight", ("control_model.", "")),
+    NetworkKind("adapter", "body.0.block1.weight", ("adapter.", "")),
+    NetworkKind("adapter", "body.0.body.0.block1.weight", ("adapter.", "")),
+    NetworkKind("style", "style_embedding", ("adapter.", "")),
+    NetworkKind("ip_adapter", "ip_adapter.1.to_k_ip.weight", ("",)),
+    NetworkKind("redux", "redux_up.weight", ("",)),
+    NetworkKind("upscaler", "body.0.rdb1.conv1.weight", ("",)),
+    NetworkKind(
+        "vision", "embeddings.patch_embedding.weight", ("vision_model.", ""), beside="visual_projection.weight"
+    ),
+    NetworkKind("unet", "input_blocks.0.0.weight", ("model.diffusion_model.", "")),
+    *(NetworkKind("unet", key, ("model.diffusion_model.", "diffusion_model.", "")) for key in DENOISERS),
+    NetworkKind("vae", "decoder.conv_in.weight", ("first_stage_model.", "vae.", "")),
+    NetworkKind("vae", "decoder.1.weight", ("",)),  # TAESD
+    NetworkKind("vae", "encoder.0.weight", ("",)),
+    NetworkKind("text_encoder", T5, ("",), spec="T5Spec"),
+    NetworkKind(
         "text_encoder",
         "layers.0.self_attn.q_norm.weight",
         ("text_encoders.qwen3_4b.transformer.model.", "model.", ""),
         spec="Qwen3Spec",
     ),
-    Kind(
+    NetworkKind(
         "text_encoder",
         "layers.0.self_attn.k_proj.bias",
         ("text_encoders.qwen25_7b.transformer.model.", "model.language_model.", "model.", ""),
         beside="visual.",
         spec="Qwen25Spec",
     ),
-    Kind("text_encoder_3", T5, ("text_encoders.t5xxl.transformer.",)),  # a family with fewer encoders moves it
-    Kind(
+    NetworkKind("text_encoder_3", T5, ("text_encoders.t5xxl.transformer.",)),  # a family with fewer encoders moves it
+    NetworkKind(
         "text_encoder",
         "embeddings.token_embedding.weight",
         (
@@ -211,14 +213,16 @@ KINDS = (
         beside="text_projection.weight",
         spec="CLIPTextSpec",
     ),
-    Kind("text_encoder", "ln_final.weight", ("cond_stage_model.model.", f"{SGM}0.model.", ""), spec="OpenCLIPTextSpec"),
-    Kind("text_encoder", "token_emb.weight", ("cond_stage_model.transformer.", "")),  # BERT
-    Kind("text_encoder", "embedding.weight", ("cond_stage_model.", "")),  # classes
-    Kind("text_encoder", "channel_mapper.weight", ("cond_stage_model.", "")),  # label maps
-    Kind("text_encoder_2", "ln_final.weight", (f"{SGM}1.model.", "text_encoders.clip_g.transformer.")),
+    NetworkKind(
+        "text_encoder", "ln_final.weight", ("cond_stage_model.model.", f"{SGM}0.model.", ""), spec="OpenCLIPTextSpec"
+    ),
+    NetworkKind("text_encoder", "token_emb.weight", ("cond_stage_model.transformer.", "")),  # BERT
+    NetworkKind("text_encoder", "embedding.weight", ("cond_stage_model.", "")),  # classes
+    NetworkKind("text_encoder", "channel_mapper.weight", ("cond_stage_model.", "")),  # label maps
+    NetworkKind("text_encoder_2", "ln_final.weight", (f"{SGM}1.model.", "text_encoders.clip_g.transformer.")),
 )
 # Keys that carry no weights and are ignored without a warning, unless a network has them.
-NO_WEIGHTS = re.compile(
+WITHOUT_WEIGHTS = re.compile(
     r"^(betas|alphas_cumprod|alphas_cumprod_prev|(sqrt|log)_\w+|posterior_\w+|lvlb_weights|logvar|scale_factor"
     r"|global_step|loss\..*|embedding_manager\..*|denoiser\.sigmas|noise_augmentor\..*)$"
     r"|^low_scale_model\.|^(cond_stage_model\.)?(transformer\.)?to_logits\."
@@ -247,7 +251,7 @@ class Parts(dict[str, Tensors]):
 def prefix(role: str, keys: Container[str], sgm: bool = False) -> str:
     """Return the prefix of a network's keys in the original layout, or with `sgm` in that of generative-models."""
     roles = (role, "text_encoder_3") if T5 in keys else (role,)  # T5's place depends on the family
-    prefixes = next(kind.prefixes for kind in KINDS if kind.role in roles and kind.probe in keys)
+    prefixes = next(kind.prefixes for kind in NETWORK_KINDS if kind.role in roles and kind.probe in keys)
     return next((place for place in prefixes if place.startswith(SGM) == sgm), prefixes[0])
 
 
@@ -256,20 +260,20 @@ def metadata_of(role: str, metadata: Mapping[str, str]) -> dict[str, str]:
     return {name: metadata[name] for name in METADATA_OF_ROLE.get(role, ()) if name in metadata}
 
 
-def split(tensors: Tensors) -> Parts:
+def parts_of(tensors: Tensors) -> Parts:
     """Return the networks of a file by role: "unet", "vae", "text_encoder", ...
 
     Raises ValueError, one line, if there is none or ldm_lite does not read this kind of file.
     """
     with errors_of(tensors.path):
-        for pattern, adapter in ADAPTERS:
+        for pattern, adapter in KEY_ADAPTERS:
             if any(re.search(pattern, key) for key in tensors):
                 adapted = imported(adapter)(tensors)
                 tensors = tensors if adapted is None else adapted
     parts = Parts()
     parts.file = tensors
     unused = {key for key in tensors if not key.startswith(EMA)}
-    for kind in KINDS:
+    for kind in NETWORK_KINDS:
         before = next((prefix for prefix in kind.prefixes if prefix + kind.probe in unused), None)
         if before is None or kind.role in parts:
             continue
@@ -283,7 +287,7 @@ def split(tensors: Tensors) -> Parts:
     if not parts:
         has = _sample(sorted(tensors))
         raise ValueError(f"{tensors.path}: holds no known UNet, autoencoder or text encoder (it has {has})")
-    if ignored := sorted(key for key in unused if not NO_WEIGHTS.search(key)):
+    if ignored := sorted(key for key in unused if not WITHOUT_WEIGHTS.search(key)):
         log.warning("%s: ignored %d unknown tensors: %s", tensors.path.name, len(ignored), _sample(ignored))
     return parts
 
@@ -294,7 +298,7 @@ def ema_copy(file: Tensors, unet: Tensors) -> Tensors | None:
     EMA keys are "model_ema." plus the key in the Lightning module without its dots.  The dots cannot be restored, so
     the EMA keys are built from the UNet's.
     """
-    names = {key: EMA + f"diffusion_model.{key}".replace(".", "") for key in unet if not NO_WEIGHTS.search(key)}
+    names = {key: EMA + f"diffusion_model.{key}".replace(".", "") for key in unet if not WITHOUT_WEIGHTS.search(key)}
     is_whole = all(file.shapes.get(name) == unet.shapes[key] for key, name in names.items())
     return file.renamed(names) if is_whole else None
 
@@ -318,14 +322,14 @@ def on_meta() -> Iterator[None]:
         yield
 
 
-WEIGHTS = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
-WEIGHTS |= {torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz}
+FLOATING_TYPES = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
+FLOATING_TYPES |= {torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz}
 
 
 def read_weight(tensors: Tensors, key: str) -> Tensor:
     """Read one tensor.  Raises ValueError, naming it, if it holds no plain floating-point numbers."""
     value = tensors.read(key)
-    if value.dtype not in WEIGHTS:
+    if value.dtype not in FLOATING_TYPES:
         name = str(value.dtype).removeprefix("torch.")
         raise ValueError(f"{tensors.path}: {key} is stored as {name}, expected floating-point numbers of 8 to 64 bits")
     return value
@@ -342,7 +346,7 @@ def load_weights(
     wanted = {key: tuple(value.shape) for key, value in network.state_dict().items()}
     got = tensors.shapes
     missing = sorted(wanted.keys() - got.keys())
-    unexpected = sorted(key for key in got.keys() - wanted.keys() if not NO_WEIGHTS.search(key))
+    unexpected = sorted(key for key in got.keys() - wanted.keys() if not WITHOUT_WEIGHTS.search(key))
     reshaped = [f"{k} {got[k]} in place of {wanted[k]}" for k in wanted if k in got and got[k] != wanted[k]]
     problems = [
         f"{len(keys)} tensors {what} ({_sample(keys)})"

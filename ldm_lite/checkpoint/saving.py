@@ -13,26 +13,26 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ldm_lite.checkpoint.loading import recognise, schedule_of
-from ldm_lite.checkpoint.model import Model
-from ldm_lite.checkpoint.reader import KINDS, on_meta, prefix
+from ldm_lite.checkpoint.loading import recognise_file, schedule_in_file
+from ldm_lite.checkpoint.model import CheckpointModel
+from ldm_lite.checkpoint.reader import NETWORK_KINDS, on_meta, prefix
 from ldm_lite.cli.options import LoadOptions
 from ldm_lite.core.family import PREFIX
 from ldm_lite.core.files import Tensors
-from ldm_lite.core.saving import modules_of, unwrapped, weights_of, write
+from ldm_lite.core.saving import modules_of, unwrapped, weights_of, write_file
 from ldm_lite.runtime import cpu
 from ldm_lite.runtime.attention import Fastest, is_stateless
 from ldm_lite.runtime.blocks import BlockLinear
 from ldm_lite.runtime.offload import is_own_hook
 from ldm_lite.runtime.patching import is_kernel, patch_of
-from ldm_lite.zoo.families import FAMILIES, describe, stored_facts
-from ldm_lite.zoo.family import Flow, build
+from ldm_lite.zoo.families import FAMILY_ROWS, describe, stored_facts
+from ldm_lite.zoo.family import Flow, build_network
 
 # Modules whose patches run the same network otherwise: in strips, by another kernel, compiled ahead of time.
 RUNTIME = ("ldm_lite.runtime.tiling", "ldm_lite.runtime.attention", "ldm_lite.runtime.aot")
 
 
-def save(model: Model, path: Path) -> None:
+def save_model(model: CheckpointModel, path: Path) -> None:
     """Write all networks, each weight in its dtype, whole or not at all.
 
     Raises ValueError, one line, before anything is written, for a model that a file cannot hold; OSError.
@@ -45,7 +45,7 @@ def save(model: Model, path: Path) -> None:
     networks = {role: unwrapped(model.networks[role]) for role in model.family.specs}
     tensors = in_layout(model, {role: weights_of(network) for role, network in networks.items()})
     metadata = describe(model.family)
-    if model.family.sampler != FAMILIES[metadata["family"]].sampler:
+    if model.family.sampler != FAMILY_ROWS[metadata["family"]].sampler:
         metadata[f"{PREFIX}sampler"] = model.family.sampler
     if not isinstance(model.family.noise, Flow):
         usual = model.family.noise.schedule(model.schedule.prediction)
@@ -54,22 +54,22 @@ def save(model: Model, path: Path) -> None:
         tensors["alphas_cumprod"] = torch.from_numpy(np.ascontiguousarray(model.schedule.alpha_bar))
         if np.array_equal(model.schedule.alpha_bar, usual.alpha_bar):
             tensors["betas"] = torch.from_numpy(np.ascontiguousarray(usual.betas))
-    write(path, tensors, metadata, lambda file: _check_file(file, model))
+    write_file(path, tensors, metadata, lambda file: _check_file(file, model))
 
 
-def in_layout(model: Model, weights: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+def in_layout(model: CheckpointModel, weights: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """Return the tensors of networks, by role, under the keys that they have in a file of the original layout."""
     tensors: dict[str, Tensor] = {}
     for role, values in weights.items():
         before = prefix(role, values, model.family.sgm)
-        beside = next((kind.beside for kind in KINDS if kind.role == role and kind.probe in values), "")
+        beside = next((kind.beside for kind in NETWORK_KINDS if kind.role == role and kind.probe in values), "")
         outside = re.sub(r"\w+\.$", "", before)
         for key, value in values.items():
             tensors[(outside if beside and key.startswith(beside) else before) + key] = value
     return tensors
 
 
-def _check(model: Model) -> None:
+def _check(model: CheckpointModel) -> None:
     """Raises ValueError for what a file cannot hold."""
     if model.offloader is not None and model.offloader.storage is not None:
         raise ValueError(f"cannot save weights in {model.offloader.storage}: load the model without `storage`")
@@ -79,7 +79,7 @@ def _check(model: Model) -> None:
         raise ValueError(f"cannot save networks that {model.family.title} does not have: leave them out")
     for role, spec in model.family.specs.items():
         with on_meta():
-            expected = dict(modules_of(build(spec)))
+            expected = dict(modules_of(build_network(spec)))
         modules = dict(modules_of(model.networks[role]))
         for name, module in modules.items():
             if fault := _fault(module, expected.get(name)):
@@ -110,12 +110,12 @@ def _fault(module: nn.Module, expected: nn.Module | None) -> str:
     return ""
 
 
-def _check_file(file: Tensors, model: Model) -> None:
+def _check_file(file: Tensors, model: CheckpointModel) -> None:
     """Raises ValueError, saying what differs, unless load() would make this model of a file."""
     file = replace(file, metadata=stored_facts(file.metadata))
     try:
-        family, parts, whole, metadata = recognise(file, LoadOptions())
-        schedule: Any = schedule_of(family, whole, metadata, zero_snr=False)
+        family, parts, whole, metadata = recognise_file(file, LoadOptions())
+        schedule: Any = schedule_in_file(family, whole, metadata, zero_snr=False)
     except ValueError as error:
         raise ValueError(f"cannot save this model, which could not be loaded again: {error}") from error
     for name in (field.name for field in fields(family)):

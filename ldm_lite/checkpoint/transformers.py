@@ -4,12 +4,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from ldm_lite.checkpoint.reader import KINDS, errors_of
+from ldm_lite.checkpoint.reader import NETWORK_KINDS, errors_of
 from ldm_lite.core.files import Tensors, imported
 from ldm_lite.core.layers import Shapes
 from ldm_lite.models.qwen3 import VISION
 from ldm_lite.zoo.families import DENOISERS
-from ldm_lite.zoo.family import Family, infer_vae, scale_of
+from ldm_lite.zoo.family import FamilyRow, infer_vae, scale_of
 
 
 class Released(NamedTuple):
@@ -54,7 +54,7 @@ def placed(
     texts = {}
     for role, part in [*networks.items(), *replaced.items()]:
         if role.startswith("text_encoder"):
-            kind = next((kind.spec for kind in KINDS if kind.spec and kind.probe in part), None)
+            kind = next((kind.spec for kind in NETWORK_KINDS if kind.spec and kind.probe in part), None)
             if kind not in kinds and part is replaced.get(role):
                 what = "another text encoder" if kind is None else RELEASED[kind].title
                 raise ValueError(f"{part.path}: is {what}, but {row.title} reads text with {_titles(kinds)}")
@@ -70,12 +70,12 @@ def extra_channels(spec: Any) -> int:
 
 
 def chosen(
-    rows: Mapping[str, Family],
+    rows: Mapping[str, FamilyRow],
     spec_of: Callable[[Shapes], Any],
     unet: Shapes,
     metadata: Mapping[str, str],
     variant: Callable[[Any], object] = extra_channels,
-) -> Family:
+) -> FamilyRow:
     """Return the row of a network, with the spec that its shapes tell: one of the same variant, whatever its size.
 
     Several rows may have the same one (FLUX.1 dev and Kontext; 3.5 large and its Turbo): the metadata's "family"
@@ -88,7 +88,7 @@ def chosen(
     return replace(alike.get(metadata.get("family", "")) or next(iter(alike.values())), unet=spec)
 
 
-def _row(unet: Shapes, metadata: Mapping[str, str]) -> Family | None:
+def _row(unet: Shapes, metadata: Mapping[str, str]) -> FamilyRow | None:
     """Return the row of a network, with its spec; None for a UNet of latent diffusion.
 
     Raises ValueError for shapes that make no sense or that no row has.
@@ -97,7 +97,7 @@ def _row(unet: Shapes, metadata: Mapping[str, str]) -> Family | None:
     return None if name is None else imported(name)(unet, metadata)
 
 
-def fitted(shapes: Mapping[str, Shapes], metadata: Mapping[str, str]) -> Family:
+def fitted(shapes: Mapping[str, Shapes], metadata: Mapping[str, str]) -> FamilyRow:
     """Return the row of a file, with the specs of its networks, from their shapes by role.
 
     Raises ValueError for networks that are missing or do not fit together.
@@ -145,7 +145,7 @@ def fitted(shapes: Mapping[str, Shapes], metadata: Mapping[str, str]) -> Family:
     return replace(row, vae=vae, text_encoders=tuple(texts.values()), **scale_of(vae))
 
 
-def _instead(row: Family, kinds: Iterable[str] = ()) -> str:
+def _instead(row: FamilyRow, kinds: Iterable[str] = ()) -> str:
     """Return the files that supply text encoders, or none and the autoencoder; '' if the released ones do not fit."""
     widths = {type(spec).__name__: getattr(spec, "output_width", spec.width) for spec in row.text_encoders}
     kinds = list(kinds)
@@ -155,7 +155,7 @@ def _instead(row: Family, kinds: Iterable[str] = ()) -> str:
     return _released([f"`text_encoder={RELEASED[kind].file}`" for kind in kinds] or [f"`vae={row.vae_file}`"])
 
 
-def suppliers(row: Family, roles: Iterable[str]) -> str:
+def suppliers(row: FamilyRow, roles: Iterable[str]) -> str:
     """Return the files that supply networks of a UNet's row; '' for one of which nobody has such files.
 
     All text encoders are named if one of them is missing: they are given in order.

@@ -18,7 +18,7 @@ from ldm_lite.core import declare
 
 FOLDER = Path(__file__).parents[1] / "features"
 # A tenth of a file, so that parsing takes no time: constants, and classes up to their first method.
-HEADS = re.compile(r"^(?:[A-Z_]+ = .*\n(?:[ )\]}].*\n)*|class .*\n(?:(?!    def |    @)(?: .*)?\n)*)", re.MULTILINE)
+_HEADS = re.compile(r"^(?:[A-Z_]+ = .*\n(?:[ )\]}].*\n)*|class .*\n(?:(?!    def |    @)(?: .*)?\n)*)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def declared() -> tuple[Declared, ...]:
 def read_heads(text: str, module: str) -> Iterator[Declared]:
     """Yield the features of a file's text.  Raises NameError for a row that needs what the file imports."""
     names: dict[str, Any] = {**vars(declare), "Any": Any, "ClassVar": ClassVar}
-    for node in ast.parse("".join(HEADS.findall(text))).body:
+    for node in ast.parse("".join(_HEADS.findall(text))).body:
         if isinstance(node, ast.Assign) and not any(
             isinstance(part, (ast.Name, ast.Call)) for part in ast.walk(node.value)
         ):
@@ -91,7 +91,7 @@ def with_rows(kind: type) -> type:
     return kind
 
 
-def rows_of(kind: type) -> dict[str, tuple[Field[Any], type]]:
+def option_rows(kind: type) -> dict[str, tuple[Field[Any], type]]:
     """Return the options of a task's class by name, each with its class: this one, or a feature of the user's own.
 
     Raises ValueError, one line, for a feature whose option has the name of another one.

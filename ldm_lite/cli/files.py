@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
-KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
+_KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
     (stat.S_ISDIR, "folder"),
     (stat.S_ISFIFO, "pipe"),
     (stat.S_ISSOCK, "socket"),
@@ -110,7 +110,7 @@ def parse_object(text: str | bytes, where: object) -> dict[str, Any]:
 
 
 def _check_kind(path: str | os.PathLike[str], status: os.stat_result) -> None:
-    kind = next((kind for test, kind in KINDS if test(status.st_mode)), None)
+    kind = next((kind for test, kind in _KINDS if test(status.st_mode)), None)
     if kind is not None:
         raise ValueError(f"{Path(path)}: is a {kind}, expected a regular file")
 

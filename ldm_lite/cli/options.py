@@ -20,7 +20,7 @@ from ldm_lite.core.declare import (
 
 MOST = 10**9  # limit of counts with no other limit
 MOST_PX = 2**16  # limit of an image's side
-Options = TypeVar("Options", bound="CheckedOptions")
+AnyOptions = TypeVar("AnyOptions", bound="CheckedOptions")
 SEEDS = (0, 2**63 - 1)
 RANDOM_SEEDS = 2**32  # below which random seeds lie, as in A1111
 
@@ -60,7 +60,7 @@ def given(options: CheckedOptions) -> set[str]:
     return {name for name in getattr(options, "_given", ()) if getattr(options, name) is not None} | own
 
 
-def changed(options: Options, **changes: Any) -> Options:
+def changed(options: AnyOptions, **changes: Any) -> AnyOptions:
     """Return a copy of the options with changes, which may be those of features of one's own; `given` also names them.
 
     dataclasses.replace would make it name all of them.

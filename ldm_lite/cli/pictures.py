@@ -14,7 +14,7 @@ from ldm_lite.cli.writing import replacing
 log = logging.getLogger("ldm_lite")
 
 TEXT = "parameters"  # the name of the settings among an image's texts, as in A1111
-FORMATS = ("PNG", "JPEG", "WEBP")  # that hold them
+_FORMATS = ("PNG", "JPEG", "WEBP")  # that hold them
 MOST_EXIF = 2**16 - 200  # bytes of a text in a JPEG, where 16 bits tell the size of all of EXIF
 
 
@@ -31,7 +31,7 @@ def write_picture(image: Image.Image, file: Any, kind: str, texts: Mapping[str, 
             value = value.encode(errors="replace").decode()  # names of files may have lone surrogates
             (info.add_text if value.isascii() else info.add_itxt)(name, value)  # not Latin-1, which some misread
         arguments = {"pnginfo": info, **arguments}
-    elif kind in FORMATS and text is not None:
+    elif kind in _FORMATS and text is not None:
         comment = b"UNICODE\0" + text.encode("utf-16-be", errors="replace")
         if kind == "JPEG" and len(comment) > MOST_EXIF:
             log.warning("the settings are too long for a JPEG, which is written without them: PNG and WebP hold them")
@@ -82,7 +82,7 @@ def save_whole(image: Image.Image, path: Path, texts: Mapping[str, str], **argum
 
     Raises ValueError for a format that holds no text; OSError.
     """
-    if (kind := kind_of(path)) not in FORMATS or kind is None:
+    if (kind := kind_of(path)) not in _FORMATS or kind is None:
         raise ValueError(f"got {path}, expected a name that ends in .png, .jpg or .webp, which hold the settings")
     with replacing(path, unique=True) as part:
         write_picture(image, part, kind, texts, **arguments)

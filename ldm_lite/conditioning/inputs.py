@@ -19,10 +19,10 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
-from ldm_lite.checkpoint.model import Model
+from ldm_lite.checkpoint.model import CheckpointModel
 from ldm_lite.checkpoint.reader import open_checkpoint, read_weight
 from ldm_lite.cli.files import open_file, read_text
-from ldm_lite.conditioning.prompts import PromptOptions, Prompts, size_of
+from ldm_lite.conditioning.prompts import PromptOptions, Prompts, image_size
 from ldm_lite.core.denoise import Conditioning
 from ldm_lite.image import read_image
 from ldm_lite.models.bert import BERTTextEncoder
@@ -31,7 +31,7 @@ from ldm_lite.models.embedders import ClassEmbedder, LabelMapRescaler
 MOST_BYTES = 2**30  # of a file of embeddings
 
 
-def nothing(model: Model, prompts: Prompts, options: PromptOptions) -> Conditioning:
+def nothing(model: CheckpointModel, prompts: Prompts, options: PromptOptions) -> Conditioning:
     """Unconditional models.  Raises ValueError for a prompt."""
     for prompt in prompts:
         if prompt:
@@ -39,7 +39,7 @@ def nothing(model: Model, prompts: Prompts, options: PromptOptions) -> Condition
     return {}
 
 
-def classes(model: Model, prompts: Prompts, options: PromptOptions) -> Conditioning:
+def classes(model: CheckpointModel, prompts: Prompts, options: PromptOptions) -> Conditioning:
     """Embed class numbers as context (B,1,D).  Raises ValueError for anything else."""
     assert isinstance(model.text_encoder, ClassEmbedder)
     spec = model.text_encoder.spec
@@ -56,7 +56,7 @@ def classes(model: Model, prompts: Prompts, options: PromptOptions) -> Condition
     return {"context": model.text_encoder(numbers)}
 
 
-def layouts(model: Model, prompts: Prompts, options: PromptOptions) -> Conditioning:
+def layouts(model: CheckpointModel, prompts: Prompts, options: PromptOptions) -> Conditioning:
     """Embed JSON files of boxes (see read_boxes) as context (B,92,D).  Raises ValueError for other files."""
     assert isinstance(model.text_encoder, BERTTextEncoder)
     paths = [_file(model, prompt, 'a JSON file, [{"class": 12, "box": [x, y, x, y]}]') for prompt in prompts]
@@ -64,13 +64,13 @@ def layouts(model: Model, prompts: Prompts, options: PromptOptions) -> Condition
     return {"context": model.text_encoder(torch.tensor(rows, device=model.device))}
 
 
-def label_maps(model: Model, prompts: Prompts, options: PromptOptions) -> Conditioning:
+def label_maps(model: CheckpointModel, prompts: Prompts, options: PromptOptions) -> Conditioning:
     """Encode images of labels as concat (B,C',h,w), for results of options.size.
 
     A map of another size is scaled by nearest neighbour.  Raises ValueError for images that are not label maps.
     """
     assert isinstance(model.text_encoder, LabelMapRescaler)
-    num_labels, (height, width) = model.text_encoder.spec.num_labels, size_of(model, options)
+    num_labels, (height, width) = model.text_encoder.spec.num_labels, image_size(model, options)
 
     def labels_of(image: Image.Image) -> NDArray[np.int64]:
         if image.mode not in ("L", "P", "I;16", "I"):
@@ -89,7 +89,7 @@ def label_maps(model: Model, prompts: Prompts, options: PromptOptions) -> Condit
     return {"concat": model.text_encoder(torch.stack(maps).to(model.device))}
 
 
-def embeddings(model: Model, prompts: Prompts, options: PromptOptions) -> Conditioning:
+def embeddings(model: CheckpointModel, prompts: Prompts, options: PromptOptions) -> Conditioning:
     """Read files of normalised CLIP embeddings, (D,) or (T,D), as context (B,T,D); no prompt gives zeros.
 
     Embeddings are padded with zeros to options.num_chunks.  Raises ValueError for other files.
@@ -100,7 +100,7 @@ def embeddings(model: Model, prompts: Prompts, options: PromptOptions) -> Condit
     return {"context": torch.stack(rows).to(model.device)}
 
 
-def read_embeddings(model: Model, prompt: str) -> Tensor:
+def read_embeddings(model: CheckpointModel, prompt: str) -> Tensor:
     """Read embeddings (T,D), float32, from a .npy file; D is the width of the context.  Raises ValueError."""
     width = model.family.unet.context_dim
     path = _file(model, prompt, f"a .npy file of CLIP embeddings, ({width},) or (T, {width})")
@@ -155,7 +155,7 @@ def read_image_statistics(path: Path) -> Tensor:
     return torch.stack([read_weight(file, name).float().reshape(-1) for name in names])
 
 
-def _file(model: Model, prompt: str | None, wanted: str) -> Path:
+def _file(model: CheckpointModel, prompt: str | None, wanted: str) -> Path:
     if not prompt:
         raise _not(model, prompt, wanted, guided=False)
     path = Path(os.path.expanduser(prompt))
@@ -164,7 +164,7 @@ def _file(model: Model, prompt: str | None, wanted: str) -> Path:
     return path
 
 
-def _not(model: Model, prompt: str | None, wanted: str, guided: bool) -> ValueError:
+def _not(model: CheckpointModel, prompt: str | None, wanted: str, guided: bool) -> ValueError:
     unguided = "" if guided else ", without a negative prompt (leave out `scale`)"
     return ValueError(f"{model.family.title} reads {wanted}{unguided}: got {prompt or 'none'!r}")
 

@@ -8,15 +8,15 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from ldm_lite.checkpoint.model import Model
+from ldm_lite.checkpoint.model import CheckpointModel
 from ldm_lite.models.t5 import T5Spec
 from ldm_lite.text.tokenizer import TextTokenizer
 
 
-def t5_tokenizer(most: int) -> Callable[[Model], TextTokenizer | None]:
+def t5_tokenizer(most: int) -> Callable[[CheckpointModel], TextTokenizer | None]:
     """Return what reads most of a prompt: T5's tokenizer, with at most so many tokens, or without T5 the other one."""
 
-    def tokenizer(model: Model) -> TextTokenizer | None:
+    def tokenizer(model: CheckpointModel) -> TextTokenizer | None:
         return model.tokenizer if model.t5_tokenizer is None else replace(model.t5_tokenizer, length=most)
 
     return tokenizer
@@ -28,7 +28,7 @@ def num_tokens(tokenizer: TextTokenizer | None, prompt: str | None) -> int:
     return min(tokenizer.length, len(tokenizer.encode(prompt or "")) + len(tokenizer.after))
 
 
-def t5_states(model: Model, prompts: Sequence[str | None], length: int, mask: Tensor | None = None) -> Tensor:
+def t5_states(model: CheckpointModel, prompts: Sequence[str | None], length: int, mask: Tensor | None = None) -> Tensor:
     """Return T5's hidden states (B,length,D) of prompts, padded, with a mask (B,length) or without one."""
     role = next(role for role, spec in model.family.specs.items() if isinstance(spec, T5Spec))
     assert model.t5_tokenizer is not None

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ldm_lite.checkpoint.model import Model
+from ldm_lite.checkpoint.model import CheckpointModel
 from ldm_lite.cli.task_options import ConditioningOptions
 from ldm_lite.core.denoise import Conditioning as Parts
 from ldm_lite.core.files import imported
@@ -27,7 +27,7 @@ from ldm_lite.text.tokenizer import TextTokenizer
 log = logging.getLogger("ldm_lite")
 
 NOTHING = ConditioningOptions()
-WEIGHTS = "ldm_lite.conditioning.weights"  # prompts in A1111's syntax
+_WEIGHTS = "ldm_lite.conditioning.weights"  # prompts in A1111's syntax
 
 Prompts = Sequence[str | None]  # None = no prompt, which SDXL encodes differently from an empty one
 
@@ -52,25 +52,27 @@ DEFAULT = PromptOptions()
 class Conditioner:
     """How the prompts of some families become what their networks read."""
 
-    encode: Callable[[Model, Prompts, PromptOptions], Parts]
-    tokenizer: Callable[[Model], TextTokenizer | None] = lambda model: model.tokenizer  # that reads most of a prompt
+    encode: Callable[[CheckpointModel, Prompts, PromptOptions], Parts]
+    tokenizer: Callable[[CheckpointModel], TextTokenizer | None] = lambda model: (
+        model.tokenizer
+    )  # that reads most of a prompt
     reads: str = "text"  # what a prompt is: "text", "files" (the name of one), or "none"
     has_weights: bool = True  # False: its text encoders, T5 and Qwen3, read plain text
     without_clip_skip: str = ""  # why there is no layer to choose
-    length: Callable[[Model, str], int] | None = None  # of a prompt, if it is not CLIP's chunks that count
+    length: Callable[[CheckpointModel, str], int] | None = None  # of a prompt, if it is not CLIP's chunks that count
     most: int = 1  # of these: padded to it, all prompts have one shape
     has_mask: bool = False  # the network reads as many positions as y (B,1) says
     with_sizes: Callable[[Tensor, Tensor], Tensor] | None = None  # y (B,V) and the numbers (B,N) of images -> y
 
 
-def conditioner_of(model: Model) -> Conditioner:
+def conditioner_of(model: CheckpointModel) -> Conditioner:
     """Return the conditioner of a model's family."""
     conditioner: Conditioner = imported(CONDITIONERS[model.family.conditioner])
     return conditioner
 
 
 @torch.no_grad()
-def encode_prompts(model: Model, prompts: Prompts, options: PromptOptions = DEFAULT) -> Parts:
+def encode_prompts(model: CheckpointModel, prompts: Prompts, options: PromptOptions = DEFAULT) -> Parts:
     """Return the conditioning of B prompts, on the model's device.
 
     Warnings name the words that do not fit into the text encoder, once per prompt, and what is written for another
@@ -95,7 +97,7 @@ def encode_prompts(model: Model, prompts: Prompts, options: PromptOptions = DEFA
         return conditioner.encode(model, prompts, options)
 
 
-def check_used(models: Sequence[Model], extra: ConditioningOptions) -> None:
+def check_used(models: Sequence[CheckpointModel], extra: ConditioningOptions) -> None:
     """Raises ValueError if an option is set that none of a job's models uses."""
     conditioners = {model.family.conditioner for model in models}
     for field in dataclasses.fields(ConditioningOptions):
@@ -105,12 +107,12 @@ def check_used(models: Sequence[Model], extra: ConditioningOptions) -> None:
             raise ValueError(f"got {what}, which {title} does not use: leave out `{field.name}`")
 
 
-def guided(model: Model, cond: Parts, uncond: Parts | None, guidance: float | Callable[..., Any]) -> Guidance:
+def guided(model: CheckpointModel, cond: Parts, uncond: Parts | None, guidance: float | Callable[..., Any]) -> Guidance:
     """Return what classifier_free does with these, or for distilled models the one branch that reads the scale."""
     return with_scale(model, cond, guidance) if model.family.distilled else classifier_free(cond, uncond, guidance)
 
 
-def with_scale(model: Model, cond: Parts, guidance: float | Callable[..., Any]) -> Guidance:
+def with_scale(model: CheckpointModel, cond: Parts, guidance: float | Callable[..., Any]) -> Guidance:
     """Return one branch, with the scale as an input of the network.  Raises ValueError for a function."""
     if callable(guidance):
         raise ValueError(f"{model.family.title} reads the guidance scale itself: give a number, not a function")
@@ -124,14 +126,14 @@ def with_scale(model: Model, cond: Parts, guidance: float | Callable[..., Any]) 
     return classifier_free({**cond, "y": y}, None, 1.0)
 
 
-def count_chunks(model: Model, prompts: Iterable[str | None], syntax: str = "plain") -> int:
+def count_chunks(model: CheckpointModel, prompts: Iterable[str | None], syntax: str = "plain") -> int:
     """Return the number of chunks of the longest prompt, to which all prompts of a job are padded."""
     length = conditioner_of(model).length
     if length is not None:
         return max(length(model, text) if text else 1 for text in _as_read(model, prompts, syntax))
     if model.tokenizer is None or syntax != "a1111":
         return 1
-    divide = imported(f"{WEIGHTS}:divide")
+    divide = imported(f"{_WEIGHTS}:divide")
     return max(len(divide(model.tokenizer, prompt or "")) for prompt in prompts)
 
 
@@ -156,7 +158,7 @@ def chunks(tokenizer: TextTokenizer, texts: Sequence[str], syntax: str = "plain"
     if syntax not in SYNTAXES:
         raise ValueError(f"unknown prompt syntax {syntax!r}: expected one of {', '.join(SYNTAXES)}")
     if syntax == "a1111":
-        return Chunks(*imported(f"{WEIGHTS}:filled")(tokenizer, texts, num_chunks))
+        return Chunks(*imported(f"{_WEIGHTS}:filled")(tokenizer, texts, num_chunks))
     empty = [""] * (num_chunks - 1)
     return Chunks(tokenizer([chunk for text in texts for chunk in (tokenizer.clean(text), *empty)]), None)
 
@@ -164,14 +166,14 @@ def chunks(tokenizer: TextTokenizer, texts: Sequence[str], syntax: str = "plain"
 # ---- CLIP ------------------------------------------------------------------------------------------------------------
 
 
-def clip(model: Model, prompts: Prompts, options: PromptOptions) -> Parts:
+def clip(model: CheckpointModel, prompts: Prompts, options: PromptOptions) -> Parts:
     """Stable Diffusion 1.x and 2.x: CLIP's hidden states, as context (B, K * T, D)."""
     context, _ = hidden(model, model.text_encoder, model.tokenizer, prompts, options)
     return {"context": context}
 
 
 def hidden(
-    model: Model, encoder: Any, tokenizer: Any, prompts: Prompts, options: PromptOptions, pool: bool = False
+    model: CheckpointModel, encoder: Any, tokenizer: Any, prompts: Prompts, options: PromptOptions, pool: bool = False
 ) -> tuple[Tensor, Any]:
     """Return CLIP's context (B,K*T,D) and, if asked for, the pooled output (B,D) of each prompt's first chunk.
 
@@ -188,17 +190,17 @@ def hidden(
     else:
         context = encoder(ids, *settings)
     if parts.weights is not None:
-        context = imported(f"{WEIGHTS}:weighted")(context, parts.weights)
+        context = imported(f"{_WEIGHTS}:with_token_weights")(context, parts.weights)
     return context.reshape(len(prompts), -1, context.shape[2]), pooled
 
 
-def _as_read(model: Model, prompts: Iterable[str | None], syntax: str) -> Prompts:
+def _as_read(model: CheckpointModel, prompts: Iterable[str | None], syntax: str) -> Prompts:
     """Return prompts as plain text where the text encoder has no weights.  Raises ValueError for a prompt with some."""
     plain = syntax != "plain" and not conditioner_of(model).has_weights
     return [without_weights(prompt) if plain and prompt else prompt for prompt in prompts]
 
 
-def size_of(model: Model, options: PromptOptions) -> tuple[int, int]:
+def image_size(model: CheckpointModel, options: PromptOptions) -> tuple[int, int]:
     """Return the (height, width) of the image in pixels."""
     return (model.family.resolution, model.family.resolution) if options.size is None else options.size
 

@@ -61,7 +61,7 @@ def divide(tokenizer: TextTokenizer, text: str) -> list[list[tuple[int, float]]]
     return full
 
 
-def weighted(context: Tensor, weights: Tensor) -> Tensor:
+def with_token_weights(context: Tensor, weights: Tensor) -> Tensor:
     """Multiply contexts (n,T,D) by their tokens' weights (n,T), then restore the mean of each."""
     if bool((weights == 1).all()):
         return context

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ldm_lite.checkpoint.model import Model
+from ldm_lite.checkpoint.model import CheckpointModel
 from ldm_lite.control.control import Control
 from ldm_lite.control.loading import ImagePrompt, LoadedControl
 from ldm_lite.core.denoise import Branch, Call, Inputs, InputSource, running
@@ -30,7 +30,9 @@ class ActiveControls:
     three is for the negative prompt's branches.
     """
 
-    def __init__(self, model: Model, controls: Sequence[LoadedControl], plan: Plan, size: tuple[int, int]) -> None:
+    def __init__(
+        self, model: CheckpointModel, controls: Sequence[LoadedControl], plan: Plan, size: tuple[int, int]
+    ) -> None:
         """size is (width, height) in pixels.  Raises ValueError for sizes and UNets that an adapter does not fit."""
         self._num_steps = plan.num_steps
         self._compiled = is_compiled(model.run_row)

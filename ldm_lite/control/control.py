@@ -16,7 +16,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from ldm_lite.control.canny import canny
-from ldm_lite.image import read_image, resize, to_image, to_rgb, upright
+from ldm_lite.image import read_image, resize_image, to_image, to_rgb, upright
 
 SYNTAX = "FILE:IMAGE[:WEIGHT][:START-END][:guess][:pool]"
 NUMBER = r"\d*\.?\d+"
@@ -84,7 +84,7 @@ class Control:
 
         Raises ValueError if it is not an image, or has no hole for "inpaint"; OSError if it cannot be opened.
         """
-        image = resize(self.rgb(), size, "crop")
+        image = resize_image(self.rgb(), size, "crop")
         if self.preprocess.startswith("canny"):
             image = canny(image, *map(float, self.preprocess.split(":")[1:]))
         pixels = unit_pixels(image)
@@ -92,7 +92,7 @@ class Control:
             return pixels
         alpha = self._read(lambda image: upright(image).convert("RGBA").getchannel("A"))
         alpha = alpha.point(lambda value: 255 * (value < 128))
-        hole = torch.from_numpy(np.array(resize(alpha, size, "crop")) > 0)
+        hole = torch.from_numpy(np.array(resize_image(alpha, size, "crop")) > 0)
         if not hole.any():
             raise ValueError(f"{self}: the image has no transparent part, which `preprocess=inpaint` repaints")
         return pixels.masked_fill(hole, -1.0)

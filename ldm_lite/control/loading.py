@@ -11,8 +11,8 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from ldm_lite.checkpoint.model import Model
-from ldm_lite.checkpoint.reader import errors_of, load_weights, on_meta, open_source, read_weight, split
+from ldm_lite.checkpoint.model import CheckpointModel
+from ldm_lite.checkpoint.reader import errors_of, load_weights, on_meta, open_source, parts_of, read_weight
 from ldm_lite.control.control import Control, unit_pixels
 from ldm_lite.core.files import Tensors
 from ldm_lite.core.layers import Shapes
@@ -24,7 +24,7 @@ from ldm_lite.models.ip_adapter import Images, IPAdapter, IPAdapterSpec
 from ldm_lite.models.redux import Redux, ReduxSpec, SiglipSpec, SiglipVisionEncoder
 from ldm_lite.models.style_adapter import StyleAdapter, StyleAdapterSpec
 from ldm_lite.models.t2i_adapter import AdapterSpec, T2IAdapter
-from ldm_lite.models.unet import UNet, UNetSpec
+from ldm_lite.models.unet import LDMUNet, LDMUNetSpec
 from ldm_lite.runtime.attention import layers
 from ldm_lite.runtime.blocks import BlockLinear
 from ldm_lite.runtime.offload import Offloader
@@ -53,7 +53,7 @@ class LoadedControl:
 
 
 def load_controls(
-    model: Model, controls: Sequence[Control], clip_vision: str | os.PathLike[str] | None = None
+    model: CheckpointModel, controls: Sequence[Control], clip_vision: str | os.PathLike[str] | None = None
 ) -> list[LoadedControl]:
     """Load the controls' networks, in the model's dtype, onto its device: whole, or offloaded by block like its UNet.
 
@@ -62,7 +62,7 @@ def load_controls(
     """
     if not controls and clip_vision is None:
         return []
-    if not isinstance(model.unet, UNet | Flux):
+    if not isinstance(model.unet, LDMUNet | Flux):
         raise ValueError(f"{model.family.title} has no UNet that a control could act on")
     for control in controls:
         if model.unet not in control.networks:
@@ -87,7 +87,7 @@ ENCODER_HINTS = {  # what the networks that read an image encoder need
 
 
 def _load_vision(
-    model: Model, source: str | os.PathLike[str] | None, networks: Sequence[nn.Module]
+    model: CheckpointModel, source: str | os.PathLike[str] | None, networks: Sequence[nn.Module]
 ) -> ImageEncoder | None:
     """Load the image encoder, if a network reads one.  Raises ValueError if there is one too many or too few."""
     needed = [text for kind, text in ENCODER_HINTS.items() if any(isinstance(network, kind) for network in networks)]
@@ -100,7 +100,7 @@ def _load_vision(
             "got `clip_vision`, which only a `control` with a style adapter, an IP-Adapter or FLUX.1 Redux uses: "
             "leave it out"
         )
-    components = split(open_source(source))
+    components = parts_of(open_source(source))
     if "vision" not in components:
         raise ValueError(
             f"{source}: holds no image encoder of CLIP or SigLIP with the names of Hugging Face or OpenCLIP, only "
@@ -165,9 +165,9 @@ WIDTHS = {  # of image encoders, by whether the pooled output is read
 }
 
 
-def _read(model: Model, source: str | os.PathLike[str]) -> tuple[ControlNetwork, bool]:
+def _read(model: CheckpointModel, source: str | os.PathLike[str]) -> tuple[ControlNetwork, bool]:
     """Read a network, ready to run with the model, and whether its configuration asks for pooling."""
-    components = split(open_source(source))
+    components = parts_of(open_source(source))
     role = next((role for role in ROLES if role in components), None)
     if role is None:
         raise ValueError(f"{source}: holds no ControlNet, T2I-Adapter or IP-Adapter, only {', '.join(components)}")
@@ -210,7 +210,7 @@ def _read(model: Model, source: str | os.PathLike[str]) -> tuple[ControlNetwork,
 ROLES = ("control", "adapter", "style", "ip_adapter", "redux")  # components that are a control
 
 
-def _build(model: Model, role: str, file: Tensors) -> ControlNetwork:
+def _build(model: CheckpointModel, role: str, file: Tensors) -> ControlNetwork:
     """Build the network of a role for the weights of a file.
 
     Raises ValueError if they make no sense, or are for networks of another kind.
@@ -221,7 +221,7 @@ def _build(model: Model, role: str, file: Tensors) -> ControlNetwork:
         if type(unet) is not FluxSpec or unet.context_dim != redux.context_dim:
             raise ValueError(f"is for FLUX.1 with T5 {redux.context_dim} wide, not for {model.family.title}")
         return Redux(redux)
-    if not isinstance(unet, UNetSpec):
+    if not isinstance(unet, LDMUNetSpec):
         raise ValueError(f"is for UNets, but {model.family.title} is a transformer, whose controls are not supported")
     network: ControlNetwork
     if role == "adapter":
@@ -233,7 +233,7 @@ def _build(model: Model, role: str, file: Tensors) -> ControlNetwork:
     elif role == "ip_adapter":
         ip_adapter = IPAdapterSpec.from_shapes(shapes)
         _check_fit(model, {"context": ip_adapter.context_dim})
-        assert isinstance(model.unet, UNet)
+        assert isinstance(model.unet, LDMUNet)
         network = IPAdapter(ip_adapter, model.unet)
     elif MARK in shapes:
         network = ControlNet(replace(unet, guidance_dim=None))
@@ -264,14 +264,14 @@ def _build(model: Model, role: str, file: Tensors) -> ControlNetwork:
 KNOWN = {"context": " (768: Stable Diffusion 1, 1024: 2, 2048: XL)", "vector": " (2816: Stable Diffusion XL)"}
 
 
-def _numbers(spec: UNetSpec) -> dict[str, object]:
+def _numbers(spec: LDMUNetSpec) -> dict[str, object]:
     """Return the sizes that must be equal in a ControlNet and its UNet, if the ControlNet has them at all."""
     widths = tuple(spec.model_channels * mult for mult in spec.channel_mult)
     inputs = {"context": spec.context_dim, "vector": spec.vector_dim}
     return {**inputs, "levels": widths, "residual blocks": spec.num_res_blocks}
 
 
-def _check_fit(model: Model, numbers: Mapping[str, object]) -> None:
+def _check_fit(model: CheckpointModel, numbers: Mapping[str, object]) -> None:
     """Raises ValueError if these sizes of a control differ from its UNet's."""
     sizes = _numbers(model.family.unet)
     for name, wanted in numbers.items():

@@ -11,7 +11,7 @@ from typing import Self
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ldm_lite.core.layers import Shapes, count, merge_heads, size, split_heads
+from ldm_lite.core.layers import Shapes, checked_shape, count_blocks, merge_heads, split_heads
 
 
 @dataclass(frozen=True)
@@ -28,13 +28,13 @@ class CLIPSpec:
     @classmethod
     def from_shapes(cls, shapes: Shapes) -> Self:
         """Return the spec of an encoder with weights of these shapes, heads untold.  Raises ValueError for nonsense."""
-        vocab_size, width = size(shapes, "embeddings.token_embedding.weight", 2)
+        vocab_size, width = checked_shape(shapes, "embeddings.token_embedding.weight", 2)
         return cls(
             vocab_size=vocab_size,
-            length=size(shapes, "embeddings.position_embedding.weight", 2)[0],
+            length=checked_shape(shapes, "embeddings.position_embedding.weight", 2)[0],
             width=width,
-            mlp_width=size(shapes, "encoder.layers.0.mlp.fc1.weight", 2)[0],
-            layers=count(shapes, r"encoder\.layers\.(\d+)\."),
+            mlp_width=checked_shape(shapes, "encoder.layers.0.mlp.fc1.weight", 2)[0],
+            layers=count_blocks(shapes, r"encoder\.layers\.(\d+)\."),
         )
 
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ldm_lite.core.layers import calling
-from ldm_lite.core.plan import NUM_REGISTERS, Plan, Row, rows_of
+from ldm_lite.core.plan import NUM_REGISTERS, Plan, Row, device_rows
 
 Conditioning = Mapping[str, Tensor]  # what the network reads besides latents and t, by its parameters, batch first
 Network = Callable[..., Tensor]  # (x (K*B,C,h,w), t (K*B,), **conditioning) -> prediction, of the same shape as x
@@ -263,7 +263,7 @@ def run_plan(
     no_noise = torch.zeros_like(x)
     branches, scale, guided = None, None, None  # of the last call, to join branches only when they change
     before, h, x0_of_h = x, x, (0.0, 1.0)  # of the last call whose H was remembered, for previews
-    for number, row in enumerate(rows_of(plan, x.device)):
+    for number, row in enumerate(device_rows(plan, x.device)):
         step = int(plan.step[number])
         is_last = number + 1 == num_calls
         registers = _constrained(constrain, number, registers)

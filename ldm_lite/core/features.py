@@ -9,12 +9,12 @@ from typing import Any, ClassVar, TypeVar
 
 from ldm_lite.core.declare import check_values, option
 from ldm_lite.core.files import imported
-from ldm_lite.core.job import Events, run
+from ldm_lite.core.job import Events, run_batches
 from ldm_lite.core.model import Model
 from ldm_lite.core.options import Options
-from ldm_lite.core.tasks import prepare
+from ldm_lite.core.tasks import make_job
 
-__all__ = ["FEATURES", "STAGES", "Feature", "events_of", "option", "read", "register_feature"]
+__all__ = ["FEATURES", "STAGES", "Feature", "events_of", "option", "read_arguments", "register_feature"]
 log = logging.getLogger("ldm_lite")
 T = TypeVar("T")
 
@@ -161,7 +161,7 @@ def features_of(arguments: Mapping[str, Any]) -> list[Feature]:
     return [imported(kind)(**values) for kind, values in grouped.items()]
 
 
-def read(arguments: Mapping[str, Any]) -> tuple[Options, list[Feature]]:
+def read_arguments(arguments: Mapping[str, Any]) -> tuple[Options, list[Feature]]:
     """Turn keyword arguments into options and features, in the order of their stages.
 
     Raises TypeError, with the nearest name, for an unknown one, and ValueError for options that exclude each other.
@@ -184,10 +184,10 @@ def events_of(model: Model, options: Options, features: Sequence[Feature] = ()) 
     """Run options with features, and yield the events.  Raises ValueError for options that do not fit."""
     for feature in features:
         model, options = feature.change_options(model, options)
-    job = prepare(model, options)
+    job = make_job(model, options)
     for feature in features:
         job = changed_job(feature, job)
-    events = run(job)
+    events = run_batches(job)
     for feature in features:
         events = feature.change_events(events)
     return events

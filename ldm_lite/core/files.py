@@ -49,7 +49,7 @@ class Tensors(Mapping[str, Tensor]):
         return replace(self, shapes=shapes, read=lambda new: self.read(keys[new]))
 
 
-def open_file(path: Path) -> Tensors:
+def open_tensors(path: Path) -> Tensors:
     """Open a checkpoint, whatever its extension, in the original layout.  No code in it is run.
 
     Raises FileNotFoundError, and ValueError, one line, for a file that is not a checkpoint or is damaged.

@@ -99,7 +99,7 @@ class Started(NamedTuple):
     constrain: Constraint
 
 
-def batches(job: Job) -> Iterator[list[Item]]:
+def in_batches(job: Job) -> Iterator[list[Item]]:
     """Yield the items of a job in batches."""
     for _, items in itertools.groupby(job.items, job.key):
         while batch := list(itertools.islice(items, job.options.batch_size)):
@@ -118,9 +118,9 @@ def start(job: Job, batch: Sequence[Item]) -> Started:
     return Started(latents.to(job.model.device, torch.float32), inputs_of, draw, constrain)
 
 
-def run(job: Job) -> Events:
+def run_batches(job: Job) -> Events:
     """Yield the states of every batch, and its latents at the end."""
-    for batch in batches(job):
+    for batch in in_batches(job):
         latents, inputs_of, draw, constrain = start(job, batch)
         if job.plan is not None:
             for state in job.solve(latents, job.plan, inputs_of, draw, constrain):

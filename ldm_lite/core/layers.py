@@ -89,7 +89,7 @@ class _Now(threading.local):
     call: Any = None
     t: Tensor | None = None
     branches: tuple[bool, ...] = (True,)
-    size: tuple[int, int] = (0, 0)
+    checked_shape: tuple[int, int] = (0, 0)
 
 
 _now = _Now()
@@ -195,8 +195,8 @@ class Upsample(nn.Module):
         super().__init__()
         self.conv = nn.Conv2d(channels, channels, 3, padding=1)
 
-    def forward(self, x: Tensor, size: tuple[int, int] | None = None) -> Tensor:
-        return self.conv(F.interpolate(x, size, None if size else 2.0, "nearest"))
+    def forward(self, x: Tensor, checked_shape: tuple[int, int] | None = None) -> Tensor:
+        return self.conv(F.interpolate(x, checked_shape, None if checked_shape else 2.0, "nearest"))
 
 
 def sinusoids(t: Tensor, dim: int) -> Tensor:
@@ -217,7 +217,7 @@ Shapes = Mapping[str, tuple[int, ...]]  # by key, without prefix
 MOST_BLOCKS = 100  # of one kind in a row: released networks have at most 64
 
 
-def size(shapes: Shapes, key: str, rank: int) -> tuple[int, ...]:
+def checked_shape(shapes: Shapes, key: str, rank: int) -> tuple[int, ...]:
     """Return the shape of a tensor that must be there, with so many dimensions.  Raises ValueError, naming the key."""
     if key not in shapes:
         raise ValueError(f"a tensor that every such network has is missing: {key}")
@@ -227,7 +227,7 @@ def size(shapes: Shapes, key: str, rank: int) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def count(shapes: Shapes, pattern: str) -> int:
+def count_blocks(shapes: Shapes, pattern: str) -> int:
     """Count blocks: keys have their index, from 0, where the pattern has its group.  Raises ValueError for a gap."""
     blocks = {int(match[1]): match[0] for key in shapes if (match := re.match(pattern, key))}
     if sorted(blocks) != list(range(min(len(blocks), MOST_BLOCKS))):

@@ -18,7 +18,7 @@ from torch import Tensor
 from ldm_lite.core import features, saving
 from ldm_lite.core.denoise import Branch, Conditioning, Draw, Inputs, State, run_plan, run_row
 from ldm_lite.core.family import recognise, schedule_of
-from ldm_lite.core.files import Tensors, open_file
+from ldm_lite.core.files import Tensors, open_tensors
 from ldm_lite.core.image import open_image, pad, to_pil, to_pixels
 from ldm_lite.core.job import Result, decode
 from ldm_lite.core.layers import AttentionFn, shared_copy, use_attention
@@ -60,13 +60,13 @@ class Pipeline(Model):
 
     def results(self, **options: Any) -> Iterator[Result]:
         """Yield the results of a task, each as soon as it is decoded: pixels, with the prompt and the seed."""
-        events = features.events_of(self, *features.read(options))  # a step runs when it is asked for
+        events = features.events_of(self, *features.read_arguments(options))  # a step runs when it is asked for
         return decode(events)
 
     def stream(self, prompt: str | Sequence[str], **options: Any) -> Iterator[State]:
         """Yield the state after each step; leaving the loop stops it.  pipe.decode(state.latents), or .x0, shows it."""
         arguments = {"prompt": prompt, **options}
-        events = features.events_of(self, *features.read(arguments))
+        events = features.events_of(self, *features.read_arguments(arguments))
         return (event for event in events if isinstance(event, State))
 
     # ---- parts ------------------------------------------------------------------------------------------------------
@@ -209,7 +209,7 @@ def load(
     precision = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
     if not isinstance(precision, torch.dtype) or not precision.is_floating_point:
         raise ValueError(f"got dtype {dtype!r}, expected one of {', '.join(DTYPES)}")
-    files = [open_file(Path(source)) for source in sources or (bundled(),)]
+    files = [open_tensors(Path(source)) for source in sources or (bundled(),)]
     parts: dict[str, Tensors] = {}
     for file in files:
         parts |= split(file, ema)

@@ -63,7 +63,7 @@ class Row(NamedTuple):
     mix: Tensor  # (R, R+2)
 
 
-def rows_of(plan: Plan, device: torch.device) -> list[Row]:
+def device_rows(plan: Plan, device: torch.device) -> list[Row]:
     """The rows of a plan on a device, copied there at once."""
     columns = []
     for name in Row._fields:

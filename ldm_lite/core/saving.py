@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ldm_lite.core.denoise import run_row
 from ldm_lite.core.family import facts_of, recognise, schedule_of
-from ldm_lite.core.files import Tensors, open_file
+from ldm_lite.core.files import Tensors, open_tensors
 from ldm_lite.core.layers import note_size
 from ldm_lite.core.model import Model
 from ldm_lite.core.networks import KINDS, build, split
@@ -55,7 +55,7 @@ def save(model: Model, path: Path) -> None:
         tensors |= {KINDS[kind].prefixes[0] + key: tensor for key, tensor in weights_of(network).items()}
     specs = {kind: unwrapped(network).spec for kind, network in model.networks.items()}
     facts = facts_of(replace(model.family, specs=specs, prediction=model.schedule.prediction))
-    write(path, tensors, facts, lambda file: check_file(file, model))
+    write_file(path, tensors, facts, lambda file: check_file(file, model))
 
 
 def check_file(file: Tensors, model: Model) -> None:
@@ -83,7 +83,7 @@ def check_file(file: Tensors, model: Model) -> None:
             raise ValueError(f"cannot save the {kind}: {difference}; {WHAT_TO_DO}")
 
 
-def write(
+def write_file(
     path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], check: Callable[[Tensors], None]
 ) -> None:
     """Write a .safetensors file, whole or not at all, that passes a check, which is made before and after writing."""
@@ -95,7 +95,7 @@ def write(
     try:
         save_file(dict(tensors), part, dict(metadata))
         part.chmod(0o644)  # it is written for its owner alone
-        check(open_file(part))
+        check(open_tensors(part))
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)

@@ -20,7 +20,7 @@ from ldm_lite.core.samplers import make_plan
 log = logging.getLogger("ldm_lite")
 
 
-def prepare(model: Model, options: Options) -> Job:
+def make_job(model: Model, options: Options) -> Job:
     """Return the job of the options.  Raises ValueError, one line, for options that do not fit the model."""
     if options.mask is not None:
         return inpaint(model, options)

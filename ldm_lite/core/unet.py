@@ -25,11 +25,11 @@ from ldm_lite.core.layers import (
     Shapes,
     Upsample,
     channels_last,
-    count,
+    checked_shape,
+    count_blocks,
     merge_heads,
     sdpa,
     sinusoids,
-    size,
     split_heads,
 )
 
@@ -54,19 +54,19 @@ class UNetSpec:
 
         Raises ValueError if a tensor that every such UNet has is missing or makes no sense.
         """
-        width, in_channels = size(shapes, "input_blocks.0.0.weight", 4)[:2]
-        num_blocks = count(shapes, r"input_blocks\.(\d+)\.")
+        width, in_channels = checked_shape(shapes, "input_blocks.0.0.weight", 4)[:2]
+        num_blocks = count_blocks(shapes, r"input_blocks\.(\d+)\.")
         downsamplers = [i for i in range(num_blocks) if f"input_blocks.{i}.0.op.weight" in shapes]
         bounds = [0, *downsamplers, num_blocks]  # a level's residual blocks are between two of these
         blocks = tuple(after - before - 1 for before, after in pairwise(bounds))
         firsts = [1 + before for before in (0, *downsamplers)]  # the first residual block of each level
-        widths = [size(shapes, f"input_blocks.{i}.0.out_layers.0.weight", 1)[0] for i in firsts]
-        contexts = [size(shapes, key, 2)[1] for key in shapes if key.endswith("attn2.to_k.weight")]
+        widths = [checked_shape(shapes, f"input_blocks.{i}.0.out_layers.0.weight", 1)[0] for i in firsts]
+        contexts = [checked_shape(shapes, key, 2)[1] for key in shapes if key.endswith("attn2.to_k.weight")]
         if not contexts:
             raise ValueError("this UNet reads no text")
         return UNetSpec(
             in_channels=in_channels,
-            out_channels=size(shapes, "out.2.weight", 4)[0],
+            out_channels=checked_shape(shapes, "out.2.weight", 4)[0],
             model_channels=width,
             channel_mult=tuple(channels // width for channels in widths),
             num_res_blocks=blocks,
@@ -77,7 +77,7 @@ class UNetSpec:
 
 
 def _depth(shapes: Shapes, block: str) -> int:
-    return count(shapes, rf"{re.escape(block)}\.1\.transformer_blocks\.(\d+)\.")
+    return count_blocks(shapes, rf"{re.escape(block)}\.1\.transformer_blocks\.(\d+)\.")
 
 
 # ---- transformers ---------------------------------------------------------------------------------------------------

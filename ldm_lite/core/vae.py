@@ -14,7 +14,16 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ldm_lite.core.layers import AttentionFn, Conv1x1, Shapes, Upsample, channels_last, count, sdpa, size
+from ldm_lite.core.layers import (
+    AttentionFn,
+    Conv1x1,
+    Shapes,
+    Upsample,
+    channels_last,
+    checked_shape,
+    count_blocks,
+    sdpa,
+)
 
 
 @dataclass(frozen=True)
@@ -33,17 +42,17 @@ class VAESpec:
     @staticmethod
     def from_shapes(shapes: Shapes) -> VAESpec:
         """Return the spec of an autoencoder with weights of these shapes.  Raises ValueError if they make no sense."""
-        channels = size(shapes, "encoder.conv_in.weight", 4)[0]
-        levels = range(count(shapes, r"encoder\.down\.(\d+)\."))
-        widths = [size(shapes, f"encoder.down.{i}.block.0.conv1.weight", 4)[0] for i in levels]
+        channels = checked_shape(shapes, "encoder.conv_in.weight", 4)[0]
+        levels = range(count_blocks(shapes, r"encoder\.down\.(\d+)\."))
+        widths = [checked_shape(shapes, f"encoder.down.{i}.block.0.conv1.weight", 4)[0] for i in levels]
         quant = bool({"quant_conv.weight", "post_quant_conv.weight"} & shapes.keys())
         latent_key = "post_quant_conv.weight" if quant else "decoder.conv_in.weight"
         return VAESpec(
             channels=channels,
             channel_mult=tuple(width // channels for width in widths),
-            num_res_blocks=count(shapes, r"encoder\.down\.0\.block\.(\d+)\."),
-            z_channels=size(shapes, "decoder.conv_in.weight", 4)[1],
-            embed_dim=size(shapes, latent_key, 4)[1],
+            num_res_blocks=count_blocks(shapes, r"encoder\.down\.0\.block\.(\d+)\."),
+            z_channels=checked_shape(shapes, "decoder.conv_in.weight", 4)[1],
+            embed_dim=checked_shape(shapes, latent_key, 4)[1],
             attn_levels=tuple(i for i in levels if f"encoder.down.{i}.attn.0.norm.weight" in shapes),
             mid_attn="encoder.mid.attn_1.norm.weight" in shapes,
             quant=quant,

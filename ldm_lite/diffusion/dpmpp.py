@@ -13,7 +13,7 @@ from ldm_lite.diffusion.flow import straightened
 from ldm_lite.diffusion.names import register
 from ldm_lite.diffusion.plan import TimedPlan
 from ldm_lite.diffusion.samplers import finite_levels, level_below, only_preserving
-from ldm_lite.diffusion.schedule import levels_of, spacing_of
+from ldm_lite.diffusion.schedule import spaced_levels, spacing_of
 
 # ---- DPM-Solver++: x0 -----------------------------------------------------------------------------------------------
 
@@ -29,7 +29,7 @@ def dpmpp_2m_sd3(schedule: Schedule, steps: int, spacing: str | Spacing = "linsp
 @register(label="DPM++ 2S a", aliases=("dpmpp_2s_ancestral", "dpmpp_2s"))
 def dpmpp_2s_a(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace", eta: float = 1.0) -> Plan:
     """DPM-Solver++ (2S): step below the next level, then add noise up to it.  Lu et al. 2022b, alg. 1; k-diffusion."""
-    rows, levels = Rows(schedule, h="x0"), straightened(schedule).finite(levels_of(spacing, schedule, steps))
+    rows, levels = Rows(schedule, h="x0"), straightened(schedule).finite(spaced_levels(spacing, schedule, steps))
     for i, (now, after) in enumerate(pairwise(levels)):
         down, factor, noise = level_below(schedule, now, after, eta)
         if down.s == 0:

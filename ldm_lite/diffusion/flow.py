@@ -13,7 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from ldm_lite.core import schedule as core
-from ldm_lite.diffusion.schedule import Array, Level, Prediction, Schedule
+from ldm_lite.diffusion.schedule import AnyPrediction, Array, Level, NoiseSchedule
 
 Clock = Literal["s", "1000 s", "1 - s"]  # what the network is told of the level
 
@@ -31,7 +31,7 @@ class StraightLevel(Level):
 
 
 @dataclass(frozen=True, eq=False)
-class FlowSchedule(Schedule):
+class FlowSchedule(NoiseSchedule):
     """A rectified flow: timestep t in [-1,999] has s = shifted((t + 1) / 1000); its levels' t is what `clock` says.
 
     alpha_bar is that of the variance-preserving levels with the same signal-to-noise ratios.
@@ -48,7 +48,7 @@ class FlowSchedule(Schedule):
         shift: float = 1.0,
         by_size: tuple[float, float] | None = None,
         clock: Clock = "s",
-        prediction: Prediction = "flow",
+        prediction: AnyPrediction = "flow",
         spacing: str = "flow",
     ) -> "FlowSchedule":
         """The schedule of a shift above 0.  Raises ValueError for any other."""

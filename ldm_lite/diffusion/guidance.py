@@ -75,7 +75,7 @@ def as_conditioning(value: Any) -> Parts | None:
     raise TypeError(f"got {type(value).__name__} as conditioning, expected what encode_prompt makes, or a tensor")
 
 
-def rows_of(conditioning: Parts, rows: slice | list[int], count: int) -> Parts:
+def conditioning_rows(conditioning: Parts, rows: slice | list[int], count: int) -> Parts:
     """Return some rows of a conditioning of `count` images, or of a single one for all.  Raises ValueError."""
     for part in conditioning.values():
         if part.ndim == 0 or len(part) not in (1, count):

@@ -1,4 +1,4 @@
-"""register, which adds a sampler with its names in other programs, and make_plan, which takes any of them."""
+"""register, which adds a sampler with its names in other programs, and named_plan, which takes any of them."""
 
 import dataclasses
 import difflib
@@ -71,7 +71,7 @@ def register(
 
 
 def _parameters(key: str, sampler: Sampler) -> Mapping[str, inspect.Parameter]:
-    """The parameters of a sampler.  Raises ValueError if make_plan cannot call it."""
+    """The parameters of a sampler.  Raises ValueError if named_plan cannot call it."""
     signature = inspect.signature(sampler)
     problem = ""
     try:
@@ -95,7 +95,7 @@ def has(key: str, option: str) -> bool:
 def resolve(name: str) -> tuple[str, str | None]:
     """Split a name as users write it ("DPM++ 2M Karras") into a key of SAMPLERS and a spacing, or None.
 
-    A spacing may have settings, as in levels_of.  "webui DPM2 Karras" is what A1111 calls "DPM2 Karras".  Raises
+    A spacing may have settings, as in spaced_levels.  "webui DPM2 Karras" is what A1111 calls "DPM2 Karras".  Raises
     ValueError for an unknown name, with the nearest ones.
     """
     if _normal(name).startswith("webui_"):
@@ -157,7 +157,7 @@ def table_steps(name: str) -> int | None:
     return sum(SECTIONS[spacing]) if spacing in SECTIONS else None
 
 
-def make_plan(
+def named_plan(
     name: str,
     schedule: Schedule,
     steps: int,

@@ -20,7 +20,7 @@ from ldm_lite.core.schedule import CLEAN, Level, Schedule, Spacing, ancestral
 from ldm_lite.diffusion.flow import FlowSchedule, StraightLevel, straightened
 from ldm_lite.diffusion.names import register
 from ldm_lite.diffusion.plan import LearnedVariancePlan
-from ldm_lite.diffusion.schedule import levels_of
+from ldm_lite.diffusion.schedule import spaced_levels
 from ldm_lite.diffusion.spacings import karras
 
 __all__ = ["SAMPLERS", "register"]
@@ -32,7 +32,7 @@ def _preserving(spacing: str | Spacing) -> Spacing:
     """The spacing with all levels of the schedule's kind, also the last, which need not be variance-preserving."""
 
     def levels(schedule: Schedule, steps: int) -> list[Level]:
-        *levels, end = levels_of(spacing, schedule, steps)
+        *levels, end = spaced_levels(spacing, schedule, steps)
         scale = np.hypot(end.a, end.s)
         if isinstance(schedule, FlowSchedule) or abs(scale - 1) < 1e-9:
             return [*levels, end]
@@ -82,7 +82,7 @@ def ddim_cfgpp(schedule: Schedule, steps: int, spacing: str | Spacing = "leading
 
 def finite_levels(schedule: Schedule, steps: int, spacing: str | Spacing) -> list[Level]:
     """The levels of a spacing, without an infinite sigma.  Raises ValueError for eps at zero terminal SNR."""
-    return schedule.finite(levels_of(spacing, schedule, steps))
+    return schedule.finite(spaced_levels(spacing, schedule, steps))
 
 
 def _churned(
@@ -286,7 +286,7 @@ def lcm(schedule: Schedule, steps: int, spacing: str | Spacing = "lcm") -> Plan:
 
     The network's own x0 of a variance-preserving process is mixed with x, more at low noise; that of a flow is not.
     """
-    rows, levels = Rows(schedule, h="x0"), levels_of(spacing, schedule, steps)
+    rows, levels = Rows(schedule, h="x0"), spaced_levels(spacing, schedule, steps)
     for i, (now, after) in enumerate(pairwise(levels)):
         scaled = math.inf if isinstance(schedule, FlowSchedule) else 10.0 * now.t
         skip = 0.25 / (scaled**2 + 0.25)

@@ -13,22 +13,22 @@ from torch import Tensor
 
 from ldm_lite.core import schedule as core
 from ldm_lite.core.schedule import CLEAN, SPACINGS, Array, Level, Spacing, leading, linspace, scaled_linear_betas
-from ldm_lite.diffusion.webui import TYPES
+from ldm_lite.diffusion.webui import SCHEDULE_TYPES
 
 __all__ = ["CLEAN", "SPACINGS", "Array", "Level", "Spacing", "leading", "linspace", "scaled_linear_betas"]
 
 # The last two are the velocity of a rectified flow, eps - x0 or x0 - eps.
-Prediction = Literal["eps", "v", "x0", "flow", "reverse_flow"]
+AnyPrediction = Literal["eps", "v", "x0", "flow", "reverse_flow"]
 
 
 @dataclass(frozen=True, eq=False)
-class Schedule(core.Schedule):
+class NoiseSchedule(core.Schedule):
     """The schedule of a network that predicts eps, v or x0; spacing is its samplers' default.
 
     It takes the place of the general ones, `leading` and `linspace`.
     """
 
-    prediction: Prediction  # type: ignore[assignment]  # more than the core knows
+    prediction: AnyPrediction  # type: ignore[assignment]  # more than the core knows
     spacing: str | None = None
     predictions: ClassVar[tuple[str, ...]] = ("eps", "v", "x0")
     is_flow = False  # whether it is a rectified flow, flow.FlowSchedule
@@ -38,11 +38,11 @@ class Schedule(core.Schedule):
         """1 - alpha_bar[t] / alpha_bar[t-1], (1000,): the inverse of from_betas."""
         return 1.0 - self.alpha_bar / np.concatenate([[1.0], self.alpha_bar[:-1]])
 
-    def sized(self, tokens: int) -> "Schedule":
+    def sized(self, tokens: int) -> "NoiseSchedule":
         """The schedule of images of so many tokens: the same, but for some rectified flows."""
         return self
 
-    def zero_terminal_snr(self) -> "Schedule":
+    def zero_terminal_snr(self) -> "NoiseSchedule":
         """This schedule with sqrt(alpha_bar) shifted and scaled to end at exactly 0.  Lin et al. 2024, alg. 1.
 
         Raises ValueError for eps prediction, from which x0 cannot be computed at alpha_bar 0.
@@ -89,7 +89,7 @@ GENERAL |= {"beta_sigma", "turbo", "karras", "exponential", "polyexponential"}
 MADE_FOR_BETAS: set[str] = set()  # spacings.py fills it; a spacing of your own is for any schedule
 
 
-def levels_of(spacing: str | Spacing, schedule: core.Schedule, steps: int) -> list[Level]:
+def spaced_levels(spacing: str | Spacing, schedule: core.Schedule, steps: int) -> list[Level]:
     """The levels of a spacing, given by name, perhaps with settings as in spacing_of, or as a function."""
     return spacing_of(spacing)(schedule, steps)
 
@@ -105,7 +105,7 @@ def spacing_of(spacing: str | Spacing) -> Spacing:
         return spacing
     name, *settings = spacing.split(":")
     if name not in SPACINGS:
-        theirs = {kind.lower(): spacing for kind, spacing in TYPES.items()}.get(name.lower())
+        theirs = {kind.lower(): spacing for kind, spacing in SCHEDULE_TYPES.items()}.get(name.lower())
         hint = f"did you mean {theirs}? " if theirs is not None else ""
         raise ValueError(f"unknown spacing {name!r}: {hint}expected one of {', '.join(SPACINGS)}")
 

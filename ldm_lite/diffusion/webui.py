@@ -41,7 +41,7 @@ OFFERED = {
     "PLMS": Offered("plms", spacing="webui_ddim"),
     "UniPC": Offered("unipc_bh1", spacing="webui_unipc"),
 }
-TYPES = {  # schedule type -> spacing; Turbo is Forge's
+SCHEDULE_TYPES = {  # schedule type -> spacing; Turbo is Forge's
     "Uniform": "linspace",
     "Karras": "karras",
     "Exponential": "exponential",
@@ -78,7 +78,7 @@ def from_webui(sampler: str, settings: Mapping[str, str]) -> tuple[str, str]:
     and a name without one meant Uniform.  Raises ValueError for an unknown name.
     """
     names = {name.lower(): name for name in OFFERED}
-    types = {name.lower(): name for name in (*TYPES, "Automatic")} | {"sgmuniform": "SGM Uniform"}
+    types = {name.lower(): name for name in (*SCHEDULE_TYPES, "Automatic")} | {"sgmuniform": "SGM Uniform"}
     words, schedule = sampler.strip().lower(), settings.get("Schedule type", "").strip().lower()
     if words not in names:
         for ending in sorted(types, key=len, reverse=True):
@@ -88,13 +88,15 @@ def from_webui(sampler: str, settings: Mapping[str, str]) -> tuple[str, str]:
     schedule = schedule.replace("_", " ")
     if words not in names or (schedule and schedule not in types):
         what = f"sampler {sampler!r:.60}" if words not in names else f"schedule type {schedule!r:.60}"
-        raise ValueError(f"unknown {what}: expected one of {', '.join(OFFERED if words not in names else TYPES)}")
+        raise ValueError(
+            f"unknown {what}: expected one of {', '.join(OFFERED if words not in names else SCHEDULE_TYPES)}"
+        )
     offered = OFFERED[names[words]]
     if offered.spacing is not None:
         return offered.key, offered.spacing
     kind = types[schedule] if schedule else "Automatic" if _version(settings) >= (1, 9) else ""
     kind = offered.automatic if kind == "Automatic" or (not kind and offered.key == "restart") else kind or "Uniform"
-    spacing = TYPES[kind]
+    spacing = SCHEDULE_TYPES[kind]
     if (names[words], kind) == ("LCM", "Turbo"):
         raise ValueError("unknown schedule type 'Turbo' of LCM: expected one of the web UI's own")
     numbers = [
@@ -124,7 +126,7 @@ def to_webui(key: str, spacing: str) -> tuple[str, dict[str, str]] | None:
             continue
         if offered.spacing is not None:
             return (name, {"Schedule type": "Automatic"}) if offered.spacing == spacing else None
-        kind = next((kind for kind, name_here in TYPES.items() if name_here == base and kind != "Turbo"), None)
+        kind = next((kind for kind, name_here in SCHEDULE_TYPES.items() if name_here == base and kind != "Turbo"), None)
         if kind is None or any(base not in SETTINGS[keys[setting]][1] for setting in numbers):
             return None
         extra = {DISCARD: "True"} if discard and not offered.discards else {}

@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 
-from ldm_lite.checkpoint.model import Model
+from ldm_lite.checkpoint.model import CheckpointModel
 from ldm_lite.checkpoint.transformers import chosen
 from ldm_lite.conditioning.plain import num_tokens, t5_states, t5_tokenizer
 from ldm_lite.conditioning.prompts import Conditioner, PromptOptions, Prompts
@@ -40,7 +40,7 @@ MOST = 512  # tokens of T5
 TOKENIZER = t5_tokenizer(MOST)
 
 
-def encode(model: Model, prompts: Prompts, options: PromptOptions) -> Conditioning:
+def encode(model: CheckpointModel, prompts: Prompts, options: PromptOptions) -> Conditioning:
     """T5's hidden states (B,T,D) with its mask, of which the first y (B,1) are read: a text and one padding.
 
     lodestone-rock/flow train_chroma.py.

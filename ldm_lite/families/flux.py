@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional as F
 
-from ldm_lite.checkpoint.model import Model
+from ldm_lite.checkpoint.model import CheckpointModel
 from ldm_lite.checkpoint.transformers import chosen
 from ldm_lite.conditioning.plain import t5_states, t5_tokenizer
 from ldm_lite.conditioning.prompts import Conditioner, PromptOptions, Prompts, hidden
@@ -20,7 +20,7 @@ from ldm_lite.families.sd1 import SD1
 from ldm_lite.models.clip import CLIP_L
 from ldm_lite.models.flux import RELEASED, FluxSpec
 from ldm_lite.models.t5 import T5_XXL
-from ldm_lite.zoo.family import KL_F8_16, Family, Flow, Hint, Recipe
+from ldm_lite.zoo.family import KL_F8_16, FamilyRow, Flow, Hint, Recipe
 
 MASK = 64  # channels of Fill's mask: the 8x8 pixels of a latent position
 INPUTS = ("img_in", "diffusion_model_img_in", "lora_unet_img_in", "transformer_x_embedder")  # names of the first layer
@@ -32,7 +32,7 @@ def variant(spec: FluxSpec) -> object:
     return spec.guidance, {0: "", spec.out_channels: "image", spec.out_channels + MASK: "mask"}.get(beside, beside)
 
 
-def widened(family: Family, unet: Tensors, loras: Sequence[Any]) -> tuple[Family, Tensors]:
+def widened(family: FamilyRow, unet: Tensors, loras: Sequence[Any]) -> tuple[FamilyRow, Tensors]:
     """Return the family and the weights that control LoRAs change; the same ones for any other LoRA.
 
     Depth and Canny read an image's latents beside the noised ones.  The network gets inputs for them, with weights of
@@ -108,7 +108,7 @@ ROWS = {
 row = partial(chosen, ROWS, FluxSpec.from_shapes, variant=variant)
 
 
-def encode(model: Model, prompts: Prompts, options: PromptOptions) -> Conditioning:
+def encode(model: CheckpointModel, prompts: Prompts, options: PromptOptions) -> Conditioning:
     """T5's hidden states (B,512,D) as context, padding included; y is CLIP's pooled output, without projection.
 
     schnell was trained with 256 tokens.  black-forest-labs/flux conditioner.py.
@@ -117,7 +117,7 @@ def encode(model: Model, prompts: Prompts, options: PromptOptions) -> Conditioni
     return {"context": t5_states(model, prompts, most_tokens(model)), "y": pooled}
 
 
-def most_tokens(model: Model) -> int:
+def most_tokens(model: CheckpointModel) -> int:
     """Return the number of T5's tokens."""
     return 512 if model.family.distilled else 256
 

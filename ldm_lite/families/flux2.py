@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from PIL import Image
 
-from ldm_lite.checkpoint.model import Model
+from ldm_lite.checkpoint.model import CheckpointModel
 from ldm_lite.checkpoint.transformers import chosen
 from ldm_lite.conditioning.plain import num_tokens
 from ldm_lite.conditioning.prompts import Conditioner, PromptOptions, Prompts
@@ -81,7 +81,7 @@ def spec_of(unet: Shapes) -> Flux2Spec:
 row = partial(chosen, ROWS, spec_of)
 
 
-def encode(model: Model, prompts: Prompts, options: PromptOptions) -> Conditioning:
+def encode(model: CheckpointModel, prompts: Prompts, options: PromptOptions) -> Conditioning:
     """Three of Qwen3's states (B,512,D) of a chat, with its mask; the network reads the padding too."""
     assert model.tokenizer is not None
     assert model.text_encoder is not None

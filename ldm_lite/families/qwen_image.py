@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from ldm_lite.checkpoint.model import Model
+from ldm_lite.checkpoint.model import CheckpointModel
 from ldm_lite.checkpoint.transformers import chosen
 from ldm_lite.conditioning.plain import num_tokens
 from ldm_lite.conditioning.prompts import Conditioner, PromptOptions, Prompts
@@ -21,7 +21,7 @@ from ldm_lite.models.qwen25_vl import QWEN25_VL_7B
 from ldm_lite.models.qwen_image import RELEASED, QwenImageSpec
 from ldm_lite.models.wan_vae import WAN_VAE
 from ldm_lite.text.qwen3 import Qwen3Tokenizer
-from ldm_lite.zoo.family import Family, Flow, Hint, Recipe, References
+from ldm_lite.zoo.family import FamilyRow, Flow, Hint, Recipe, References
 
 UNIT = 32  # of the sides of a reference
 MOST_RATIO = 100  # of its sides
@@ -95,7 +95,7 @@ ROWS = {
 }
 
 
-def row(unet: Shapes, metadata: Mapping[str, str]) -> Family:
+def row(unet: Shapes, metadata: Mapping[str, str]) -> FamilyRow:
     """Return the row of a file, with the spec of its network.  Raises ValueError for other networks."""
 
     def spec_of(unet: Shapes) -> QwenImageSpec:
@@ -118,21 +118,21 @@ DESCRIBE_EDIT = (
 )
 
 
-def tokenizer(model: Model, system: str = DESCRIBE, images: Sequence[tuple[str, int]] = ()) -> Qwen3Tokenizer:
+def tokenizer(model: CheckpointModel, system: str = DESCRIBE, images: Sequence[tuple[str, int]] = ()) -> Qwen3Tokenizer:
     """The tokenizer with the family's template, which says first what to do with a text."""
     assert isinstance(model.tokenizer, Qwen3Tokenizer)
     longest = replace(model.tokenizer, system=system, images=tuple(images))
     return replace(longest, length=longest.num_before + MOST)
 
 
-def length(model: Model, prompt: str | None) -> int:
+def length(model: CheckpointModel, prompt: str | None) -> int:
     """Return the number of tokens of a prompt that the network reads."""
     images = () if model.family.references is None else (("", 1),)  # line ends after one are tokens of their own
     reader = tokenizer(model, images=images)
     return num_tokens(reader, prompt) - reader.num_before
 
 
-def encode(model: Model, prompts: Prompts, options: PromptOptions) -> Conditioning:
+def encode(model: CheckpointModel, prompts: Prompts, options: PromptOptions) -> Conditioning:
     """Qwen2.5's last hidden states (B,T,D) of a chat, from the text or its images on, of which the first y (B,1) count.
 
     diffusers pipeline_qwenimage.py, and those of Edit, which the makers release.
@@ -151,7 +151,7 @@ def encode(model: Model, prompts: Prompts, options: PromptOptions) -> Conditioni
     return {**text, "full": torch.ones(len(prompts))} if alike else text
 
 
-def seen(model: Model, references: Sequence[Image.Image]) -> list[Tensor]:
+def seen(model: CheckpointModel, references: Sequence[Image.Image]) -> list[Tensor]:
     """Return the references as the language model sees them, each (3,H,W) in [0,1]."""
     images = []
     for image in references:
@@ -163,14 +163,14 @@ def seen(model: Model, references: Sequence[Image.Image]) -> list[Tensor]:
     return images
 
 
-def told(model: Model, images: Sequence[Tensor]) -> list[tuple[str, int]]:
+def told(model: CheckpointModel, images: Sequence[Tensor]) -> list[tuple[str, int]]:
     """Return what the text says of images, and the number of tokens of each."""
     names = (f"Picture {number}: " * is_numbered(model) for number in range(1, len(images) + 1))
     sides = [[pixels // model.text_encoder.spec.vision.side for pixels in image.shape[1:]] for image in images]
     return [(name, rows * columns) for name, (rows, columns) in zip(names, sides, strict=True)]
 
 
-def is_numbered(model: Model) -> bool:
+def is_numbered(model: CheckpointModel) -> bool:
     """Whether images have names in the text, as they do from 2509 on."""
     return model.family.references is not None and model.family.references.most is None
 

@@ -3,12 +3,12 @@
 from dataclasses import replace
 
 from ldm_lite.models.clip import CLIP_L
-from ldm_lite.models.unet import UNetSpec
-from ldm_lite.zoo.family import KL_F8, Family, Preserving, Recipe
+from ldm_lite.models.unet import LDMUNetSpec
+from ldm_lite.zoo.family import KL_F8, FamilyRow, Preserving, Recipe
 
-SD1 = Family(
+SD1 = FamilyRow(
     title="Stable Diffusion 1.x",
-    unet=UNetSpec(
+    unet=LDMUNetSpec(
         in_channels=4,
         out_channels=4,
         model_channels=320,

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import torch
 
-from ldm_lite.checkpoint.model import Model
+from ldm_lite.checkpoint.model import CheckpointModel
 from ldm_lite.conditioning.prompts import Conditioner, PromptOptions, Prompts, clip
 from ldm_lite.core.denoise import Conditioning
 from ldm_lite.core.files import Tensors
 from ldm_lite.core.layers import sinusoids
-from ldm_lite.diffusion.schedule import Prediction, cosine_betas
+from ldm_lite.diffusion.schedule import AnyPrediction, cosine_betas
 from ldm_lite.families.sd1 import RECIPES, SD1, VAE_FILE
 from ldm_lite.models.open_clip import OPEN_CLIP_H
 from ldm_lite.zoo.family import Hint
@@ -17,7 +17,7 @@ from ldm_lite.zoo.family import Hint
 V_DEVIATION = 0.09
 
 
-def predicts(unet: Tensors) -> tuple[Prediction, str]:
+def predicts(unet: Tensors) -> tuple[AnyPrediction, str]:
     """Return what a UNet predicts, eps or v, by its weights, and the reason, in words.
 
     The bias of the last transformer's first norm spreads wider in networks trained with v prediction.  ComfyUI decides
@@ -26,7 +26,7 @@ def predicts(unet: Tensors) -> tuple[Prediction, str]:
     norms = [key for key in unet if key.startswith("output_blocks.") and key.endswith("blocks.0.norm1.bias")]
     key = max(norms, key=lambda key: int(key.split(".")[1]))
     deviation = float(unet[key].float().std(correction=0))
-    prediction: Prediction = "v" if deviation > V_DEVIATION else "eps"
+    prediction: AnyPrediction = "v" if deviation > V_DEVIATION else "eps"
     sign = ">" if prediction == "v" else "<="
     return prediction, f"by its weights: {key} deviates by {deviation:.3f} {sign} {V_DEVIATION}"
 
@@ -80,7 +80,7 @@ ROWS = {
 # ---- unCLIP ---------------------------------------------------------------------------------------------------------
 
 
-def encode_image(model: Model, prompts: Prompts, options: PromptOptions) -> Conditioning:
+def encode_image(model: CheckpointModel, prompts: Prompts, options: PromptOptions) -> Conditioning:
     """An image's embedding, noised, and the noise level as y; zeros for the negative.
 
     The noise is the same for all images.  With embedding statistics, it is added to the standardised embedding.
@@ -110,7 +110,7 @@ def encode_image(model: Model, prompts: Prompts, options: PromptOptions) -> Cond
     return {**clip(model, prompts, options), "y": (y * (not options.negative)).repeat(len(prompts), 1)}
 
 
-def encode_image_l(model: Model, prompts: Prompts, options: PromptOptions) -> Conditioning:
+def encode_image_l(model: CheckpointModel, prompts: Prompts, options: PromptOptions) -> Conditioning:
     """With CLIP-L embeddings; the checkpoint lacks the statistics that it was trained with."""
     if options.extra.image_statistics is None and options.extra.noise_level:
         raise ValueError(

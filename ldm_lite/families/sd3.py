@@ -6,7 +6,7 @@ from functools import partial
 import torch
 from torch.nn import functional as F
 
-from ldm_lite.checkpoint.model import Model
+from ldm_lite.checkpoint.model import CheckpointModel
 from ldm_lite.checkpoint.transformers import chosen, extra_channels
 from ldm_lite.conditioning.plain import num_tokens, t5_states, t5_tokenizer
 from ldm_lite.conditioning.prompts import Conditioner, PromptOptions, Prompts, hidden
@@ -73,7 +73,7 @@ MOST = 256  # of T5
 TOKENIZER = t5_tokenizer(MOST)
 
 
-def encode(model: Model, prompts: Prompts, options: PromptOptions) -> Conditioning:
+def encode(model: CheckpointModel, prompts: Prompts, options: PromptOptions) -> Conditioning:
     """CLIP-L's and bigG's hidden states by channel, zeros up to T5's width, then T5's tokens.
 
     T5 has at least 77 tokens, at most 256; without T5 they are 77 zeros.  y is both pooled outputs, of which only

@@ -5,8 +5,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ldm_lite.checkpoint.model import Model
-from ldm_lite.conditioning.prompts import Conditioner, PromptOptions, Prompts, hidden, size_of
+from ldm_lite.checkpoint.model import CheckpointModel
+from ldm_lite.conditioning.prompts import Conditioner, PromptOptions, Prompts, hidden, image_size
 from ldm_lite.core.denoise import Conditioning
 from ldm_lite.core.layers import sinusoids
 from ldm_lite.families.sd1 import RECIPES, SD1
@@ -89,7 +89,7 @@ ROWS = {
 # ---- text and sizes -------------------------------------------------------------------------------------------------
 
 
-def with_both_encoders(model: Model, prompts: Prompts, options: PromptOptions) -> Conditioning:
+def with_both_encoders(model: CheckpointModel, prompts: Prompts, options: PromptOptions) -> Conditioning:
     """Both encoders' hidden states, concatenated by channel; y is bigG's pooled output followed by the sizes.
 
     Sizes are height first: (original, top and left of the crop, target).  Without a prompt, context and pooled output
@@ -98,13 +98,13 @@ def with_both_encoders(model: Model, prompts: Prompts, options: PromptOptions) -
     context, _ = hidden(model, model.text_encoder, model.tokenizer, prompts, options)
     context_2, pooled = hidden(model, model.text_encoder_2, second_tokenizer(model), prompts, options, pool=True)
     context = torch.cat([context, context_2], dim=2)
-    target = size_of(model, options) if options.extra.target_size is None else options.extra.target_size
+    target = image_size(model, options) if options.extra.target_size is None else options.extra.target_size
     has_text = torch.tensor([prompt is not None for prompt in prompts], device=context.device)
     y = with_numbers(pooled * has_text[:, None], torch.tensor((*_cut(model, options), *target)))
     return {"context": context * has_text[:, None, None], "y": y}
 
 
-def of_refiner(model: Model, prompts: Prompts, options: PromptOptions) -> Conditioning:
+def of_refiner(model: CheckpointModel, prompts: Prompts, options: PromptOptions) -> Conditioning:
     """BigG alone, with an aesthetic score in place of the image's size."""
     context, pooled = hidden(model, model.text_encoder, model.tokenizer, prompts, options, pool=True)
     score = options.extra.negative_aesthetic_score if options.negative else options.extra.aesthetic_score
@@ -113,15 +113,15 @@ def of_refiner(model: Model, prompts: Prompts, options: PromptOptions) -> Condit
     return {"context": context, "y": with_numbers(pooled, torch.tensor((*_cut(model, options), score)))}
 
 
-def second_tokenizer(model: Model) -> OpenCLIPTokenizer:
+def second_tokenizer(model: CheckpointModel) -> OpenCLIPTokenizer:
     """Return the tokenizer of a model's second text encoder, with the names of embeddings."""
     assert model.tokenizer is not None
     return OpenCLIPTokenizer(model.family.text_encoders[1].length, added=model.tokenizer.added)
 
 
-def _cut(model: Model, options: PromptOptions) -> tuple[int, int, int, int]:
+def _cut(model: CheckpointModel, options: PromptOptions) -> tuple[int, int, int, int]:
     """Return height and width of the original image, top and left of the crop."""
-    original = size_of(model, options) if options.extra.original_size is None else options.extra.original_size
+    original = image_size(model, options) if options.extra.original_size is None else options.extra.original_size
     return (*original, *(options.extra.crop_top_left or (0, 0)))
 
 

@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 
-from ldm_lite.checkpoint.model import Model
+from ldm_lite.checkpoint.model import CheckpointModel
 from ldm_lite.checkpoint.transformers import chosen
 from ldm_lite.conditioning.plain import num_tokens
 from ldm_lite.conditioning.prompts import Conditioner, PromptOptions, Prompts
@@ -49,7 +49,7 @@ ROWS = {
 row = partial(chosen, ROWS, ZImageSpec.from_shapes)
 
 
-def encode(model: Model, prompts: Prompts, options: PromptOptions) -> Conditioning:
+def encode(model: CheckpointModel, prompts: Prompts, options: PromptOptions) -> Conditioning:
     """Qwen3's second to last hidden states (B,T,D) of a chat, without a mask; y (B,1) is its number of tokens.
 
     T is a multiple of 32, at most 512.  Tongyi-MAI/Z-Image pipeline.py.

@@ -20,7 +20,7 @@ from ldm_lite.core.features import Feature, option
 from ldm_lite.diffusion.adaptive import AdaptivePlan
 from ldm_lite.diffusion.guidance import check_classifier_free, stateless
 from ldm_lite.diffusion.schedule import number
-from ldm_lite.tasks.job import Job
+from ldm_lite.tasks.job import TaskJob
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,12 @@ class AdaptiveProjectedGuidance(Feature):
         reads=lambda text: read_projection(text),
     )
 
-    def change_job(self, job: Job) -> Job:
+    def change_job(self, job: TaskJob) -> TaskJob:
         """Raises ValueError for an adaptive sampler."""
         if isinstance(job.plan, AdaptivePlan):
             raise ValueError("DPM adaptive tries steps again, which `apg` would remember: take another sampler")
 
-        def wrap(source: InputSource, job: Job) -> InputSource:
+        def wrap(source: InputSource, job: TaskJob) -> InputSource:
             check_classifier_free(job, "apg")
             combine = self.reading("apg").begin(job.model.device)
             return lambda call: source(call).combined_by(combine)

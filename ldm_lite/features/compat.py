@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from ldm_lite.checkpoint.model import Model
+from ldm_lite.checkpoint.model import CheckpointModel
 from ldm_lite.core.denoise import Draw
 from ldm_lite.core.features import Feature
 from ldm_lite.core.job import Item
@@ -26,7 +26,7 @@ from ldm_lite.diffusion.plan import Plan
 from ldm_lite.diffusion.spacings import original
 from ldm_lite.models.open_clip import OPEN_CLIP_H
 from ldm_lite.tasks.image_inputs import FromImage
-from ldm_lite.tasks.job import Job
+from ldm_lite.tasks.job import TaskJob
 
 log = logging.getLogger("ldm_lite")
 
@@ -65,7 +65,7 @@ class Compat(Feature):
             raise ValueError(f"got eta {options.eta}, but {sampler} has none: leave it out")
         return options
 
-    def change_options(self, model: Model, options: Any) -> tuple[Model, Any]:
+    def change_options(self, model: CheckpointModel, options: Any) -> tuple[CheckpointModel, Any]:
         """Set the defaults and the steps of the original script."""
         if model.schedule.is_flow:
             title = model.family.title
@@ -86,7 +86,7 @@ class Compat(Feature):
         key = resolve(options.sampler)[0]
         return model, dataclasses.replace(options, spacing=dpm_solver if key == "dpmpp_2m" else original)
 
-    def change_job(self, job: Job) -> Job:
+    def change_job(self, job: TaskJob) -> TaskJob:
         """Draw all noise from one generator; an image's latents are sampled once for all batches."""
         plan = job.plan
         if plan is not None and job.options.plan is None:
@@ -104,7 +104,7 @@ class Compat(Feature):
         elif job.options.fixed_code:
             code = SharedNoise(generator, size, job.shape)()
 
-        def noise_source(job: Job, items: Sequence[Item]) -> Draw:
+        def noise_source(job: TaskJob, items: Sequence[Item]) -> Draw:
             draw = SharedNoise(generator, len(items), job.shape)
             return draw if code is None else first_then(lambda: code[: len(items)], draw)
 

@@ -17,7 +17,7 @@ from ldm_lite.models.controlnet import ControlNet
 from ldm_lite.models.t2i_adapter import T2IAdapter
 from ldm_lite.runtime.seamless import axes_of, seamless
 from ldm_lite.tasks.cost import Cost
-from ldm_lite.tasks.job import Job
+from ldm_lite.tasks.job import TaskJob
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Controls(Feature):
         self.state["loaded"] = load_controls(model, self.controls, self.clip_vision)
         return model, options
 
-    def change_job(self, job: Job) -> Job:
+    def change_job(self, job: TaskJob) -> TaskJob:
         """Prepare the controls for images of the job's size, once."""
         if not self.state["loaded"] or job.plan is None:
             return job
@@ -96,12 +96,12 @@ class Controls(Feature):
         loaded = [self._as_unet(control, job) for control in self.state["loaded"]]
         active = ActiveControls(job.model, loaded, job.plan, (factor * w, factor * h))
 
-        def wrap(source: InputSource, job: Job) -> InputSource:
+        def wrap(source: InputSource, job: TaskJob) -> InputSource:
             return active.wrapped(source)
 
         return dataclasses.replace(job, wrappers=(*job.wrappers, wrap))
 
-    def _as_unet(self, loaded: LoadedControl, job: Job) -> LoadedControl:
+    def _as_unet(self, loaded: LoadedControl, job: TaskJob) -> LoadedControl:
         """Return a control whose network is seamless as the job's UNet is; that of the plain UNet is loaded once."""
         axes = axes_of(job.model.unet)
         if axes is None or not isinstance(loaded.network, ControlNet | T2IAdapter):

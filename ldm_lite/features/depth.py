@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from ldm_lite.core.features import Feature, option
 from ldm_lite.image import depth_latent, open_depth, read_image, to_image, to_pixels, to_rgb
-from ldm_lite.tasks.job import Job
+from ldm_lite.tasks.job import TaskJob
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Depth(Feature):
         self.state["image"] = image
         return model, options
 
-    def change_job(self, job: Job) -> Job:
+    def change_job(self, job: TaskJob) -> TaskJob:
         """Bring the map to the size of the latents: (1,1,h,w), or the latents of the picture (FLUX.1)."""
         image, (_, h, w) = self.state["image"], job.shape
         if job.model.family.task == "depth":

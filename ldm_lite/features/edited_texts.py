@@ -15,7 +15,7 @@ from ldm_lite.core.job import Item
 from ldm_lite.diffusion.guidance import Guidance, InTurns, composed, reads_step_alone
 from ldm_lite.diffusion.names import resolve
 from ldm_lite.diffusion.webui import calls_per_step
-from ldm_lite.tasks.job import Job
+from ldm_lite.tasks.job import TaskJob
 from ldm_lite.tasks.texts import PromptEncoder
 from ldm_lite.text.schedule import Calls, Part, Until, parts_of, until_of
 
@@ -27,19 +27,19 @@ class EditedPrompts(Feature):
     stage: ClassVar = "text"
     uses: ClassVar = ("prompt_syntax", "regions")
 
-    def change_job(self, job: Job) -> Job:
+    def change_job(self, job: TaskJob) -> TaskJob:
         """Replace what encodes the prompts, and what tells which of them share a batch."""
         texts = self.once(job.texts, functools.partial(edited, job))
         return replace(job, texts=texts, key=texts.key)
 
 
-def edited(job: Job, texts: PromptEncoder) -> EditedTexts:
+def edited(job: TaskJob, texts: PromptEncoder) -> EditedTexts:
     """Return what encodes the same prompts, edited."""
     known = {option.name: getattr(texts, option.name) for option in fields(texts) if option.init}
     return EditedTexts(**known, calls=calls_of(job))
 
 
-def calls_of(job: Job) -> Calls:
+def calls_of(job: TaskJob) -> Calls:
     """Return the calls of the network that prompts count: as in A1111 those of all steps, whatever the strength."""
     options, plan = job.options, job.plan
     if plan is None or options.plan is not None:

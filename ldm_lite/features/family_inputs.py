@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ldm_lite.checkpoint.model import Model
+from ldm_lite.checkpoint.model import CheckpointModel
 from ldm_lite.conditioning.inputs import with_files
 from ldm_lite.conditioning.prompts import check_used
 from ldm_lite.core.features import Feature
@@ -29,5 +29,5 @@ class FamilyInputs(Feature):
     def change_options(self, model: Any, options: Any) -> tuple[Any, Any]:
         """Read files.  Raises ValueError if the model, and its refiner, use none of an option."""
         options = with_files(options)
-        check_used([model, *(value for value in vars(options).values() if isinstance(value, Model))], options)
+        check_used([model, *(value for value in vars(options).values() if isinstance(value, CheckpointModel))], options)
         return model, options

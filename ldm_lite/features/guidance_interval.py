@@ -11,7 +11,7 @@ from ldm_lite.core.denoise import Call, Inputs, InputSource, weighted
 from ldm_lite.core.features import Feature, option
 from ldm_lite.diffusion.guidance import check_guided, gated
 from ldm_lite.diffusion.plan import Plan
-from ldm_lite.tasks.job import Job
+from ldm_lite.tasks.job import TaskJob
 
 
 @dataclass(frozen=True)
@@ -36,14 +36,14 @@ class GuidanceInterval(Feature):
         interval: Interval = self.reading("guidance_interval")
         return interval
 
-    def change_job(self, job: Job) -> Job:
+    def change_job(self, job: TaskJob) -> TaskJob:
         """Log an interval without a step."""
         if job.plan is not None and not any(self.interval.steps(job.plan)):
             steps = job.plan.num_steps
             self.log(logging.WARNING, f"none of {steps} steps is within `guidance_interval`: there is no guidance")
         return dataclasses.replace(job, guiding=(*job.guiding, self._within))
 
-    def _within(self, source: InputSource, job: Job) -> InputSource:
+    def _within(self, source: InputSource, job: TaskJob) -> InputSource:
         assert job.plan is not None
         check_guided(job, "guidance_interval")
         active, last = self.interval.steps(job.plan), gated(source, 0)

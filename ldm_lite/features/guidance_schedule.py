@@ -10,7 +10,7 @@ from ldm_lite.core.denoise import Call, Inputs, InputSource
 from ldm_lite.core.features import Feature, option
 from ldm_lite.diffusion.guidance import check_classifier_free
 from ldm_lite.diffusion.schedule import number
-from ldm_lite.tasks.job import Job
+from ldm_lite.tasks.job import TaskJob
 
 
 @dataclass(frozen=True)
@@ -29,10 +29,10 @@ class GuidanceSchedule(Feature):
         reads=lambda text: scheduled(text, 1.0, 1),
     )
 
-    def change_job(self, job: Job) -> Job:
+    def change_job(self, job: TaskJob) -> TaskJob:
         """Change the scale of each call."""
 
-        def wrap(source: InputSource, job: Job) -> InputSource:
+        def wrap(source: InputSource, job: TaskJob) -> InputSource:
             assert job.plan is not None
             scale = check_classifier_free(job, "guidance_schedule")
             scale_at = scheduled(self.guidance_schedule or "", scale, job.plan.num_steps)

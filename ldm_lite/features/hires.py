@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ldm_lite.checkpoint.hub import check_there
-from ldm_lite.checkpoint.model import Model
+from ldm_lite.checkpoint.model import CheckpointModel
 from ldm_lite.core.features import Feature, option
 from ldm_lite.diffusion.names import resolve
 from ldm_lite.diffusion.plan import Plan
@@ -27,7 +27,7 @@ from ldm_lite.image import PIXEL_UPSCALERS, to_array, to_pixels
 from ldm_lite.tasks.cost import Cost
 from ldm_lite.tasks.enlarge import Upscaler
 from ldm_lite.tasks.image_inputs import FromImage
-from ldm_lite.tasks.job import Job, plan_of
+from ldm_lite.tasks.job import TaskJob, plan_of_options
 
 Shape = tuple[int, int, int]  # (C,h,w) of latents
 UPSCALERS = {  # of latents: A1111's names -> mode and antialias of torch's interpolate
@@ -124,7 +124,7 @@ class Hires(Feature):
         second = (self.hires or 1.0, self.hires_steps)
         return dataclasses.replace(cost, texts=(*cost.texts, *texts), passes=(*cost.passes, second))
 
-    def change_job(self, job: Job) -> Job:
+    def change_job(self, job: TaskJob) -> TaskJob:
         """Let the second pass follow.  Raises ValueError, OSError for what does not fit it."""
         factor = job.model.vae.spec.factor
         assert self.hires is not None
@@ -153,12 +153,12 @@ class Hires(Feature):
         }
         second = dataclasses.replace(second, settings=settings)
 
-        def follow(latents: Tensor) -> Job:
+        def follow(latents: Tensor) -> TaskJob:
             return dataclasses.replace(second, first_latents=FromImage(enlarge(latents), start))
 
         return dataclasses.replace(job, follow=follow)
 
-    def _second_plan(self, job: Job, shape: Shape) -> tuple[Any, Plan]:
+    def _second_plan(self, job: TaskJob, shape: Shape) -> tuple[Any, Plan]:
         """Return the options of the second pass, and its plan for latents of a shape: the end of a finer schedule.
 
         So all of its steps run.  Raises ValueError for a schedule that would be too fine.
@@ -174,7 +174,7 @@ class Hires(Feature):
             raise ValueError(
                 f"got {steps} steps at `hires_strength` {strength:g}, the last of {whole}, expected at most 1000"
             )
-        return options, plan_of(job.model.sized(shape), options, last=steps, steps=whole)
+        return options, plan_of_options(job.model.sized(shape), options, last=steps, steps=whole)
 
 
 def upscaler_of(name: str, explicit: set[str]) -> str:
@@ -193,7 +193,9 @@ def sampler_of(settings: Mapping[str, str]) -> str:
     return " ".join(["webui", settings["Hires sampler"], settings.get("Hires schedule type", "")]).strip()
 
 
-def _enlargement(job: Job, hires: Hires, size: tuple[int, int], shape: Shape) -> tuple[str, Callable[[Tensor], Tensor]]:
+def _enlargement(
+    job: TaskJob, hires: Hires, size: tuple[int, int], shape: Shape
+) -> tuple[str, Callable[[Tensor], Tensor]]:
     """Return what enlarges the latents of the first pass to a shape, images to a size (width, height), and its name.
 
     Raises ValueError, OSError for a file that is no ESRGAN network.
@@ -214,7 +216,9 @@ def _in_latents(name: str, shape: Shape, latents: Tensor) -> Tensor:
     return F.interpolate(latents, size=shape[1:], mode=mode, antialias=antialias)
 
 
-def _in_pixels(model: Model, upscaler: Upscaler | str, size: tuple[int, int], shape: Shape, latents: Tensor) -> Tensor:
+def _in_pixels(
+    model: CheckpointModel, upscaler: Upscaler | str, size: tuple[int, int], shape: Shape, latents: Tensor
+) -> Tensor:
     factor = model.vae.spec.factor
     encoded = []
     for pixels in model.decode_pixels(latents):

@@ -24,7 +24,7 @@ from ldm_lite.diffusion.noise import (
     slerp,
 )
 from ldm_lite.diffusion.plan import TimedPlan
-from ldm_lite.tasks.job import Job
+from ldm_lite.tasks.job import TaskJob
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Noise(Feature):
             raise ValueError(f"{program} has no variation seeds and no ENSD: take `noise=a1111`, or leave them out")
         return options
 
-    def change_job(self, job: Job) -> Job:
+    def change_job(self, job: TaskJob) -> TaskJob:
         """Draw the noise of a program.  Raises ValueError for a Brownian tree and a sampler that has none."""
         options = job.options
         program = options.noise if isinstance(options.noise, str) else "own"
@@ -84,7 +84,7 @@ class Noise(Feature):
 
         drawn_before = job.noise_source  # that of the seeds, or compat's
 
-        def noise_source(job: Job, items: Sequence[Item]) -> Draw:
+        def noise_source(job: TaskJob, items: Sequence[Item]) -> Draw:
             if program == "own" and not options.variation_strength and not options.ensd:
                 draw = drawn_before(job, items)
             else:

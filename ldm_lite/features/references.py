@@ -12,7 +12,7 @@ from ldm_lite.core.features import Feature, option
 from ldm_lite.image import to_pixels
 from ldm_lite.tasks.cost import Cost
 from ldm_lite.tasks.image_inputs import open_source, side_unit, sources
-from ldm_lite.tasks.job import Job
+from ldm_lite.tasks.job import TaskJob
 from ldm_lite.tasks.texts import PromptEncoder
 
 
@@ -56,7 +56,7 @@ class References(Feature):
             options = dataclasses.replace(options, width=width, height=height)
         return model, options
 
-    def change_job(self, job: Job) -> Job:
+    def change_job(self, job: TaskJob) -> TaskJob:
         """Add the latents, each (1,C,h,w) of its own size."""
         pixels = [to_pixels(image)[None] for image in self.state["images"]]
         encoded = self.once(

@@ -12,7 +12,7 @@ from torch import Tensor
 from ldm_lite.adapters.textual_inversion import with_embeddings
 from ldm_lite.checkpoint.hub import check_there
 from ldm_lite.checkpoint.loading import load_model
-from ldm_lite.checkpoint.model import Model
+from ldm_lite.checkpoint.model import CheckpointModel
 from ldm_lite.cli.options import LoadOptions
 from ldm_lite.core.denoise import Call, Constraint, Draw, Inputs, InputSource, State, run_plan
 from ldm_lite.core.features import Feature, option
@@ -21,7 +21,7 @@ from ldm_lite.diffusion.adaptive import AdaptivePlan
 from ldm_lite.diffusion.plan import Plan
 from ldm_lite.diffusion.schedule import number
 from ldm_lite.runtime.precision import short_name
-from ldm_lite.tasks.job import Job
+from ldm_lite.tasks.job import TaskJob
 
 
 @dataclass(frozen=True)
@@ -49,15 +49,15 @@ class Refiner(Feature):
 
     def check_files(self) -> None:
         """Raises OSError for a checkpoint that is not there."""
-        if not isinstance(self.refiner, Model):
+        if not isinstance(self.refiner, CheckpointModel):
             check_there(self.refiner)
 
     def change_options(self, model: Any, options: Any) -> tuple[Any, Any]:
         """Load the refiner.  Raises ValueError for one that cannot go on with the model's latents."""
         refiner = self.refiner
-        if not isinstance(refiner, Model):
+        if not isinstance(refiner, CheckpointModel):
             place = LoadOptions(ckpt=refiner, device=str(model.device), dtype=short_name(model.dtype))
-            refiner = load_model(place, Model)
+            refiner = load_model(place, CheckpointModel)
         if embeddings := getattr(options, "embedding", ()):
             refiner = with_embeddings(refiner, embeddings)
         if refiner.family.prediction != model.family.prediction:
@@ -68,7 +68,7 @@ class Refiner(Feature):
         self.state["model"] = refiner
         return model, dataclasses.replace(options, refiner=refiner)
 
-    def change_job(self, job: Job) -> Job:
+    def change_job(self, job: TaskJob) -> TaskJob:
         """Switch to the refiner, outside of all that changes the inputs of the model."""
         if job.plan is None:
             return job
@@ -81,7 +81,7 @@ class Refiner(Feature):
         texts = dataclasses.replace(job.texts, model=refiner, cond=None, uncond=None, is_refiner=True)
         input_source, wrappers = job.input_source, job.wrappers
 
-        def encode_for_both(job: Job, items: Sequence[Item]) -> InputSource:
+        def encode_for_both(job: TaskJob, items: Sequence[Item]) -> InputSource:
             source = input_source(job, items)
             for wrap in wrappers:
                 source = wrap(source, job)
@@ -91,7 +91,7 @@ class Refiner(Feature):
         def solve(x: Tensor, plan: Plan, inputs_of: InputSource, draw: Draw, constrain: Constraint) -> Iterator[State]:
             """Run the plan; one of the two models is on the device."""
             with contextlib.ExitStack() as phase:
-                running: Model | None = None
+                running: CheckpointModel | None = None
 
                 def on_device(call: Call) -> Inputs:
                     nonlocal running

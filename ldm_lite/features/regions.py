@@ -24,7 +24,7 @@ from ldm_lite.diffusion.guidance import Guidance, classifier_free, composed
 from ldm_lite.diffusion.schedule import number
 from ldm_lite.features.edited_texts import EditedTexts
 from ldm_lite.tasks.cost import Cost
-from ldm_lite.tasks.job import Job
+from ldm_lite.tasks.job import TaskJob
 
 Box = tuple[float, float, float, float]  # left, top, right, bottom, in [0,1] of the image
 WHOLE: Box = (0.0, 0.0, 1.0, 1.0)
@@ -55,7 +55,7 @@ class Regions(Feature):
         """Return a cost whose prompts have parts."""
         return dataclasses.replace(cost, joins_parts=True)
 
-    def change_job(self, job: Job) -> Job:
+    def change_job(self, job: TaskJob) -> TaskJob:
         """Let parts have regions.  Raises ValueError, before anything is encoded, for others than there are regions."""
         assert isinstance(job.texts, EditedTexts), "EditedPrompts comes before"
         texts = self.once(job.texts, lambda texts: dataclasses.replace(texts, compose=self._compose))
@@ -70,7 +70,9 @@ class Regions(Feature):
             shares(self.boxes, weights, job.shape[1:])
         return dataclasses.replace(job, texts=texts)
 
-    def _compose(self, job: Job, conds: Sequence[Parts], weights: Sequence[float], uncond: Parts | None) -> Guidance:
+    def _compose(
+        self, job: TaskJob, conds: Sequence[Parts], weights: Sequence[float], uncond: Parts | None
+    ) -> Guidance:
         """EditedTexts.compose: each part where its region is."""
         if job.model.family.distilled:  # it reads the scale
             conds = [guided(job.model, cond, None, job.guidance).branches[0].conditioning for cond in conds]

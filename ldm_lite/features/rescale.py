@@ -10,7 +10,7 @@ from ldm_lite.core.denoise import Adjust, InputSource
 from ldm_lite.core.features import Feature, option
 from ldm_lite.diffusion.adjustments import keeping_norm, mimicking, rescaling
 from ldm_lite.diffusion.guidance import check_classifier_free, mapped
-from ldm_lite.tasks.job import Job
+from ldm_lite.tasks.job import TaskJob
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Rescale(Feature):
             )
         return options
 
-    def change_job(self, job: Job) -> Job:
+    def change_job(self, job: TaskJob) -> TaskJob:
         """Raises ValueError for prompts of several parts."""
         device = job.model.device
         adjust: tuple[Adjust, ...] = ()
@@ -65,7 +65,7 @@ class Rescale(Feature):
             percentile = 1.0 if self.dynamic_threshold is None else self.dynamic_threshold
             adjust = (*adjust, mimicking(self.mimic_scale, percentile, device))
 
-        def wrap(source: InputSource, job: Job) -> InputSource:
+        def wrap(source: InputSource, job: TaskJob) -> InputSource:
             if self.mimic_scale is not None:
                 check_classifier_free(job, "mimic_scale")
             return mapped(source, lambda inputs: inputs._replace(adjust=(*inputs.adjust, *adjust)))

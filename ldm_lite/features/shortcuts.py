@@ -13,7 +13,7 @@ from ldm_lite.diffusion.schedule import number
 from ldm_lite.runtime.compile import is_compiled
 from ldm_lite.runtime.shortened import Run
 from ldm_lite.runtime.shortened import Shortcuts as Settings
-from ldm_lite.tasks.job import Job
+from ldm_lite.tasks.job import TaskJob
 
 log = logging.getLogger("ldm_lite")
 
@@ -60,7 +60,7 @@ class Shortcuts(Feature):
             log.warning("T-GATE runs uncompiled steps: `compile` has no effect with it")
         return model, options
 
-    def change_job(self, job: Job) -> Job:
+    def change_job(self, job: TaskJob) -> TaskJob:
         """Log a `gate_step` that is not reached."""
         gate, plan = self.settings.gate, job.plan
         if plan is None:
@@ -69,14 +69,14 @@ class Shortcuts(Feature):
             steps = plan.num_steps
             self.log(logging.WARNING, f"`gate_step` {gate} is not reached in {steps} steps: it has no effect")
 
-        def wrap(source: InputSource, job: Job) -> InputSource:
+        def wrap(source: InputSource, job: TaskJob) -> InputSource:
             assert job.plan is not None
             return Run(job.model.unet, self.settings, job.plan).wrapped(source)
 
         job = dataclasses.replace(job, wrappers=(*job.wrappers, wrap))
         return job if gate is None else dataclasses.replace(job, guiding=(*job.guiding, self._gated))
 
-    def _gated(self, source: InputSource, job: Job) -> InputSource:
+    def _gated(self, source: InputSource, job: TaskJob) -> InputSource:
         """Raises ValueError if the text changes after it has been read for the last time."""
         assert job.plan is not None
         assert self.settings.gate is not None

@@ -12,7 +12,7 @@ from ldm_lite.core.declare import SCALES
 from ldm_lite.core.denoise import Branch, Call, Inputs, InputSource, weighted
 from ldm_lite.core.features import Feature, option
 from ldm_lite.diffusion.guidance import IdentityKey
-from ldm_lite.tasks.job import Job
+from ldm_lite.tasks.job import TaskJob
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class SkipLayerGuidance(Feature):
             raise ValueError(f"{model.family.title} has no skip-layer guidance: leave out `skip_layer_scale`")
         return model, options
 
-    def change_job(self, job: Job) -> Job:
+    def change_job(self, job: TaskJob) -> TaskJob:
         """Raises ValueError for prompts of several parts."""
         skip, scale = job.model.family.skip_layers, self.skip_layer_scale
         assert skip is not None
@@ -47,7 +47,7 @@ class SkipLayerGuidance(Feature):
         steps = job.plan.num_steps
         between, on_device = (skip.start * steps, skip.end * steps), blocks.to(job.model.device)
 
-        def wrap(source: InputSource, job: Job) -> InputSource:
+        def wrap(source: InputSource, job: TaskJob) -> InputSource:
             return skipping(source, on_device, scale, between)
 
         return dataclasses.replace(job, wrappers=(*job.wrappers, wrap))

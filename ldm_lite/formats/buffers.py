@@ -15,13 +15,13 @@ from torch import Tensor
 from ldm_lite.checkpoint.loading import MERGED
 from ldm_lite.checkpoint.reader import read_weight
 from ldm_lite.core.files import Tensors
-from ldm_lite.diffusion.schedule import Array, Schedule
+from ldm_lite.diffusion.schedule import Array, NoiseSchedule
 from ldm_lite.runtime.precision import short_name
-from ldm_lite.zoo.family import Family
+from ldm_lite.zoo.family import FamilyRow
 
 # From coarse to fine: a buffer whose values all exist in one of these may have been rounded to it, whatever its dtype.
 COARSE = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz)
-DTYPES = (*COARSE, torch.bfloat16, torch.float16)
+_DTYPES = (*COARSE, torch.bfloat16, torch.float16)
 
 
 def is_rounded(stored: Tensor, exact: NDArray[Any], dtype: torch.dtype, tolerance: float = 0.0) -> bool:
@@ -33,7 +33,7 @@ def is_rounded(stored: Tensor, exact: NDArray[Any], dtype: torch.dtype, toleranc
     return bool((off <= np.maximum(unit, tolerance * np.abs(exact))).all())
 
 
-def stored_schedule(file: Tensors, expected: Schedule) -> Array | None:
+def stored_schedule(file: Tensors, expected: NoiseSchedule) -> Array | None:
     """Return alpha_bar (1000,) of the noise schedule in a file if it is not the family's, rounded or not; else None.
 
     Of `betas` and `alphas_cumprod`, the one that differs counts.  Raises ValueError for buffers that are no schedule,
@@ -47,7 +47,7 @@ def stored_schedule(file: Tensors, expected: Schedule) -> Array | None:
         if tuple(stored.shape) != exact.shape:
             raise ValueError(f"{where} have the shape {tuple(stored.shape)}, expected {exact.shape}")
         plain = stored.double()
-        dtype = next((dtype for dtype in DTYPES if torch.equal(plain.to(dtype).double(), plain)), stored.dtype)
+        dtype = next((dtype for dtype in _DTYPES if torch.equal(plain.to(dtype).double(), plain)), stored.dtype)
         values = plain.numpy()
         if any(is_rounded(stored, known, dtype, MERGED) for known in (exact, *others)):
             continue
@@ -56,14 +56,14 @@ def stored_schedule(file: Tensors, expected: Schedule) -> Array | None:
         if others:
             raise ValueError(f"{where} and betas are of two different noise schedules")
         try:
-            schedule = Schedule(values, "v") if name == "alphas_cumprod" else Schedule.from_betas(values, "v")
+            schedule = NoiseSchedule(values, "v") if name == "alphas_cumprod" else NoiseSchedule.from_betas(values, "v")
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
         others.append(schedule.alpha_bar)
     return others[0] if others else None
 
 
-def scaled(family: Family, file: Tensors) -> Family:
+def scaled(family: FamilyRow, file: Tensors) -> FamilyRow:
     """Return the family with the scale factor in its file, if it has one: training measured it.
 
     Raises ValueError for one that cannot be, or is too coarse, and if it is needed and lacking.

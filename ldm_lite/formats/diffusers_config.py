@@ -65,7 +65,7 @@ CHECKED: dict[str, dict[str, Values]] = {
     "siglip": {"hidden_act": ("gelu_pytorch_tanh",), "layer_norm_eps": (1e-6,)},
 }
 # A key that only this kind of network has, in the format of diffusers or transformers.  The first match wins.
-KINDS = {
+CONFIG_KINDS = {
     "controlnet_cond_embedding.conv_in.weight": "control",
     "time_embedding.linear_1.weight": "unet",
     "decoder.mid_block.resnets.0.norm1.gamma": "wan_vae",
@@ -83,7 +83,7 @@ def read_network(place: str, config: Config, shapes: Shapes) -> dict[str, str]:
 
     Raises ValueError for a setting that is not supported, naming it.
     """
-    kind = next((kind for key, kind in KINDS.items() if key in shapes), None)
+    kind = next((kind for key, kind in CONFIG_KINDS.items() if key in shapes), None)
     if kind is None:
         return {}
     if kind == "text" or kind == "vision":

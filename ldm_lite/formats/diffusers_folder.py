@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ldm_lite.checkpoint import hub
-from ldm_lite.checkpoint.reader import KINDS, joined, metadata_of, open_checkpoint, places_in, prefix, split
+from ldm_lite.checkpoint.reader import NETWORK_KINDS, joined, metadata_of, open_checkpoint, parts_of, places_in, prefix
 from ldm_lite.cli.files import read_object
 from ldm_lite.core.files import Tensors
 from ldm_lite.formats.diffusers_config import check_pipeline, check_tokenizer, read_network
@@ -27,10 +27,12 @@ BESIDE = (
 )
 TOKENIZER = ("special_tokens_map.json", "tokenizer_config.json")
 # Keys of text encoders that read plain text, which are those that are no CLIP.
-PLAIN_TEXTS = {place + kind.probe for kind in KINDS if kind.spec and "CLIP" not in kind.spec for place in kind.prefixes}
+PLAIN_TEXTS = {
+    place + kind.probe for kind in NETWORK_KINDS if kind.spec and "CLIP" not in kind.spec for place in kind.prefixes
+}
 IGNORED = ("safety_checker", "image_encoder", "depth_estimator", "image_normalizer")
 # Of files with weights, and of indices of their shards.
-WEIGHTS = re.compile(r"(diffusion_pytorch_model|model|pytorch_model)(\.fp16)?\.(safetensors|bin)")
+_WEIGHTS = re.compile(r"(diffusion_pytorch_model|model|pytorch_model)(\.fp16)?\.(safetensors|bin)")
 INDEX = re.compile(r"[\w.-]*\.index[\w.-]*\.json")
 PLAIN = re.compile(r"[\w-]+(\.safetensors|\.bin)?(\.index\.json)?")
 
@@ -105,7 +107,7 @@ def _open_pipeline(folder: Path, roles: Sequence[str]) -> Tensors:
         if name.startswith("text_encoder") and not PLAIN_TEXTS & network.shapes.keys():
             open_clip = name == "text_encoder_2" or (linear and "text_encoder_2" not in roles)
             network = _text_encoder(folder, name, network, open_clip)
-        parts = split(network)
+        parts = parts_of(network)
         part = parts.get("text_encoder" if name.startswith("text_encoder") else role)
         if part is None:
             raise ValueError(f"{folder / name}: holds no {name.replace('_', ' ')}, only {', '.join(parts)}")
@@ -153,7 +155,7 @@ def _weights(names: Collection[str]) -> str | None:
         variant = 0 if PLAIN.fullmatch(name) else 1 if "fp16" in name else 2
         return ".safetensors" not in name, variant, name.endswith(".json"), name
 
-    return min((name for name in names if WEIGHTS.fullmatch(name) or INDEX.fullmatch(name)), key=rank, default=None)
+    return min((name for name in names if _WEIGHTS.fullmatch(name) or INDEX.fullmatch(name)), key=rank, default=None)
 
 
 def _open_shards(folder: Path, index: str) -> Tensors:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ldm_lite.core.files import Tensors
-from ldm_lite.core.layers import Shapes, size
+from ldm_lite.core.layers import Shapes, checked_shape
 from ldm_lite.formats.diffusers_names import (
     APPROXIMATOR,
     OUTSIDE,
@@ -138,7 +138,7 @@ def _substitute(patterns: Sequence[tuple[str, str]], key: str) -> str:
 PREFIXES = ("", "model.diffusion_model.", "diffusion_model.")
 
 
-def modules_of(keys: Collection[str]) -> dict[str, Parts] | None:
+def parts_by_module(keys: Collection[str]) -> dict[str, Parts] | None:
     """Return the parts of each module of a file in the format of diffusers; None if it is of another network."""
 
     def count(name: str) -> int:
@@ -165,7 +165,7 @@ def stored_keys(shapes: Shapes) -> dict[str, tuple[tuple[str, ...], bool]] | Non
     None if the file is of another network.  Unknown keys keep their names.
     """
     for before in PREFIXES:
-        modules = modules_of({key.removeprefix(before) for key in shapes if key.startswith(before)})
+        modules = parts_by_module({key.removeprefix(before) for key in shapes if key.startswith(before)})
         if modules is not None:
             break
     else:
@@ -256,7 +256,7 @@ def _original_keys(shapes: Shapes, open_clip: bool | None) -> dict[str, str] | N
         return _vae_keys(shapes)
     norms = ("text_model.final_layer_norm.weight", "final_layer_norm.weight")
     norm = next((key for key in norms if key in shapes), None)
-    if norm is not None and (size(shapes, norm, 1)[0] > WIDTH_OF_CLIP_L if open_clip is None else open_clip):
+    if norm is not None and (checked_shape(shapes, norm, 1)[0] > WIDTH_OF_CLIP_L if open_clip is None else open_clip):
         return {key: _substitute(OPEN_CLIP, key) for key in shapes}
     return None
 

@@ -22,7 +22,7 @@ from torch import nn
 
 from ldm_lite.cli.files import open_file
 from ldm_lite.core.files import Tensors
-from ldm_lite.runtime.blocks import FORMATS, BlockLinear, Blocks
+from ldm_lite.runtime.blocks import GGUF_FORMATS, BlockLinear, Blocks
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -129,7 +129,7 @@ def open_gguf(path: Path) -> BlockTensors:
         {key: entry.shape for key, entry in entries.items()},
         read=lambda key: (stored(key) if is_writable else stored(key).copied()).dequantize(torch.float32),
         metadata=metadata,
-        blocks=lambda key: stored(key) if FORMATS[entries[key].format].values > 1 else None,
+        blocks=lambda key: stored(key) if GGUF_FORMATS[entries[key].format].values > 1 else None,
     )
 
 
@@ -177,11 +177,11 @@ def _table(file: BinaryIO) -> tuple[dict[str, str], dict[str, Entry]]:
     data = -(-file.tell() // alignment) * alignment
     entries: dict[str, Entry] = {}
     for key, sides, kind, offset in table:
-        form = next((name for name, form in FORMATS.items() if form.id == kind), None)
+        form = next((name for name, form in GGUF_FORMATS.items() if form.id == kind), None)
         if form is None:
             name = NOT_READ.get(kind, kind)
             raise NotImplementedError(
-                f"{key} has the format {name}, which is not read: take a file in {', '.join(FORMATS)}"
+                f"{key} has the format {name}, which is not read: take a file in {', '.join(GGUF_FORMATS)}"
             )
         if key in entries:
             raise ValueError(f"two tensors {key}")
@@ -193,7 +193,7 @@ def _table(file: BinaryIO) -> tuple[dict[str, str], dict[str, Entry]]:
 
 def _entry(key: str, form: str, sides: tuple[int, ...], original: Any, start: int) -> Entry:
     """Return a tensor's entry.  Raises ValueError for a shape that its format cannot hold."""
-    values = FORMATS[form].values
+    values = GGUF_FORMATS[form].values
     if not all(0 < side <= 2**31 for side in sides) or (sides and sides[-1] % values):
         raise ValueError(f"{key} has the shape {sides}, in blocks of {values}")
     count = math.prod(sides)
@@ -202,7 +202,7 @@ def _entry(key: str, form: str, sides: tuple[int, ...], original: Any, start: in
         shape = tuple(original) if isinstance(original, list) and len(original) <= MOST_DIMENSIONS else (0,)
         if not all(isinstance(side, int) and 0 < side <= count for side in shape) or math.prod(shape) != count:
             raise ValueError(f"{key} has {count} values, which its original shape {original} does not fit")
-    return Entry(form, shape, start, count // values * FORMATS[form].bytes)
+    return Entry(form, shape, start, count // values * GGUF_FORMATS[form].bytes)
 
 
 def _unpack(file: BinaryIO, kinds: str) -> tuple[Any, ...]:

@@ -5,10 +5,10 @@ import re
 from torch import Tensor
 
 from ldm_lite.core.files import Tensors
-from ldm_lite.core.layers import size
+from ldm_lite.core.layers import checked_shape
 from ldm_lite.models.ops import multiple
 
-PREFIX = "visual."
+_PREFIX = "visual."
 NAMES = (  # a pattern of OpenCLIP's, and transformers' name
     (r"^conv1\.", "embeddings.patch_embedding."),
     (r"^class_embedding$", "embeddings.class_embedding"),
@@ -29,17 +29,17 @@ def to_transformers(stored: Tensors) -> Tensors:
     shapes: dict[str, tuple[int, ...]] = {}
     places: dict[str, tuple[str, int | None]] = {}  # a name -> the file's, and which third of it
     for key, shape in stored.shapes.items():
-        if not key.startswith(PREFIX):
+        if not key.startswith(_PREFIX):
             shapes[key], places[key] = shape, (key, None)
             continue
-        name = key.removeprefix(PREFIX)
+        name = key.removeprefix(_PREFIX)
         for pattern, theirs in NAMES:
             name = re.sub(pattern, theirs, name)
         if name == "proj":
-            shapes["visual_projection.weight"] = size(stored.shapes, key, 2)[::-1]
+            shapes["visual_projection.weight"] = checked_shape(stored.shapes, key, 2)[::-1]
             places["visual_projection.weight"] = key, None
         elif joined := JOINED.search(name):
-            rows, *rest = size(stored.shapes, key, 2 if joined[1] == "weight" else 1)
+            rows, *rest = checked_shape(stored.shapes, key, 2 if joined[1] == "weight" else 1)
             for i, part in enumerate("qkv"):
                 own = f"vision_model.{name[: joined.start()]}.self_attn.{part}_proj.{joined[1]}"
                 shapes[own], places[own] = (multiple(rows, 3, f"the length of {key}"), *rest), (key, i)

@@ -16,7 +16,7 @@ from ldm_lite.core.files import Tensors
 SCALE = re.compile(r"^(.*\.)(?:scale_weight|weight_scale)$")
 BESIDE = re.compile(r"(?:^|\.)(?:scale_input|input_scale|comfy_quant|scaled_fp8)$")  # of no use where nothing is in fp8
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-FORMATS = ("float8_e4m3fn", "float8_e5m2")
+_FORMATS = ("float8_e4m3fn", "float8_e5m2")
 QUANTIZATION = "_quantization_metadata"
 
 
@@ -72,5 +72,5 @@ def _check_formats(tensors: Tensors) -> None:
         formats = {str(layer["format"]) for layer in found}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"its description of the quantisation is damaged ({error})") from error
-    if unknown := formats - set(FORMATS):
-        raise ValueError(f"is quantised as {', '.join(sorted(unknown))}, expected {' or '.join(FORMATS)}")
+    if unknown := formats - set(_FORMATS):
+        raise ValueError(f"is quantised as {', '.join(sorted(unknown))}, expected {' or '.join(_FORMATS)}")

@@ -12,7 +12,7 @@ from ldm_lite.core.files import Tensors
 from ldm_lite.core.torch_file import INERT, Inert, load_torch
 
 INVERSION = "string_to_param"  # vectors of a textual inversion, in a ParameterDict
-WRAPPERS = ("state_dict", "params_ema", "params")  # the last two: BasicSR
+_WRAPPERS = ("state_dict", "params_ema", "params")  # the last two: BasicSR
 MOST_DIMENSIONS = 8
 MOST_MEMBERS = 8 * 2**20  # bytes of a zip file's list of members, some 100,000
 IP_ADAPTER = ("image_proj", "ip_adapter")
@@ -82,7 +82,7 @@ def _check_members(path: Path) -> None:
 def _named(content: Any) -> dict[str, object]:
     """Return what a file holds by key, without the dictionaries around it; what has no keys by number."""
     for _ in range(8):
-        wrapped = [content[name] for name in WRAPPERS if name in content] if isinstance(content, dict) else []
+        wrapped = [content[name] for name in _WRAPPERS if name in content] if isinstance(content, dict) else []
         if not (wrapped and isinstance(wrapped[0], dict)):
             break
         content = wrapped[0]

@@ -14,7 +14,7 @@ from torch import Tensor
 from ldm_lite.cli.files import open_file
 from ldm_lite.core.files import Tensors
 
-DTYPES = {
+_DTYPES = {
     **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
     **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "BOOL": torch.bool, "U8": torch.uint8},
     **{"I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64},
@@ -29,7 +29,7 @@ def open_safetensors(path: Path) -> Tensors:
             header: dict[str, Any] = json.loads(file.read(length))
             metadata = {str(key): str(text) for key, text in header.pop("__metadata__", {}).items()}
             entries = {
-                key: (DTYPES[about["dtype"]], about["shape"], *about["data_offsets"]) for key, about in header.items()
+                key: (_DTYPES[about["dtype"]], about["shape"], *about["data_offsets"]) for key, about in header.items()
             }
             for key, (dtype, shape, start, end) in entries.items():
                 if math.prod(shape) * dtype.itemsize != end - start:

@@ -8,14 +8,14 @@ from ldm_lite.checkpoint import hub
 from ldm_lite.core.files import Tensors
 from ldm_lite.text.qwen3 import Qwen3Tokenizer
 from ldm_lite.text.t5 import T5Tokenizer
-from ldm_lite.zoo.family import Family
+from ldm_lite.zoo.family import FamilyRow
 
 T5_VOCABS = ("spiece.model", "tokenizer.json")  # the file of T5's pieces
 QWEN3_VOCABS = ("tokenizer.json", "vocab.json")  # vocab.json with merges.txt beside it
 
 
 def tokenizers_of(
-    family: Family, parts: Mapping[str, Tensors], source: str | None, vocab: str | None
+    family: FamilyRow, parts: Mapping[str, Tensors], source: str | None, vocab: str | None
 ) -> tuple[Qwen3Tokenizer | None, T5Tokenizer | None]:
     """Return the tokenizers of a family's Qwen and of its T5; None where it has none.
 

@@ -51,7 +51,7 @@ class AttentionBlock(nn.Module):
         return k, v
 
 
-class ResBlock(core.ResBlock):
+class ResamplingResBlock(core.ResBlock):
     """A residual block whose timestep may scale and shift in place of being added, and which may resample.
 
     resample "down" halves the size, "up" resizes to `size`.
@@ -84,12 +84,12 @@ class ResBlock(core.ResBlock):
         return self.skip_connection(x) + h
 
 
-class Block(core.Block):
+class ResamplingBlock(core.Block):
     """The core's Block, whose residual blocks may resample."""
 
     def forward(self, x: Tensor, emb: Tensor, context: Tensor, size: tuple[int, int] | None = None) -> Tensor:
         for layer in self:
-            if isinstance(layer, ResBlock):
+            if isinstance(layer, ResamplingResBlock):
                 x = layer(x, emb, size)
             elif isinstance(layer, AttentionBlock):
                 x = layer(x, context)
@@ -108,5 +108,5 @@ def resample_by_residuals(unet: Any, residual: Callable[[int, str], nn.Module]) 
 
     for blocks in (unet.input_blocks, unet.output_blocks):
         for i, block in enumerate(blocks):
-            blocks[i] = Block(map(replaced, block))
-    unet.middle_block = Block(unet.middle_block)
+            blocks[i] = ResamplingBlock(map(replaced, block))
+    unet.middle_block = ResamplingBlock(unet.middle_block)

@@ -14,10 +14,10 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ldm_lite.core.layers import Shapes, count, merge_heads, size, split_heads
+from ldm_lite.core.layers import Shapes, checked_shape, count_blocks, merge_heads, split_heads
 from ldm_lite.models.ops import Fitted
 
-HEADS = 8
+_HEADS = 8
 HEAD_DIM = 64  # for every width
 
 
@@ -33,9 +33,9 @@ class BERTSpec(Fitted):
     @staticmethod
     def from_shapes(shapes: Shapes) -> BERTSpec:
         """Return the spec of an encoder whose weights have these shapes.  Raises ValueError if they make no sense."""
-        vocab_size, width = size(shapes, "token_emb.weight", 2)
-        layers = count(shapes, r"attn_layers\.layers\.(\d+)\.") // 2
-        return BERTSpec(vocab_size, size(shapes, "pos_emb.emb.weight", 2)[0], width, layers)
+        vocab_size, width = checked_shape(shapes, "token_emb.weight", 2)
+        layers = count_blocks(shapes, r"attn_layers\.layers\.(\d+)\.") // 2
+        return BERTSpec(vocab_size, checked_shape(shapes, "pos_emb.emb.weight", 2)[0], width, layers)
 
 
 class PositionEmbedding(nn.Module):
@@ -49,18 +49,18 @@ class PositionEmbedding(nn.Module):
         return self.emb.weight[:num_tokens]
 
 
-class Attention(nn.Module):
+class BERTAttention(nn.Module):
     """Self-attention over all tokens (B,T,D) -> (B,T,D); q, k and v have no bias."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.to_q = nn.Linear(width, HEADS * HEAD_DIM, bias=False)
-        self.to_k = nn.Linear(width, HEADS * HEAD_DIM, bias=False)
-        self.to_v = nn.Linear(width, HEADS * HEAD_DIM, bias=False)
-        self.to_out = nn.Linear(HEADS * HEAD_DIM, width)
+        self.to_q = nn.Linear(width, _HEADS * HEAD_DIM, bias=False)
+        self.to_k = nn.Linear(width, _HEADS * HEAD_DIM, bias=False)
+        self.to_v = nn.Linear(width, _HEADS * HEAD_DIM, bias=False)
+        self.to_out = nn.Linear(_HEADS * HEAD_DIM, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (split_heads(proj(x), HEADS) for proj in (self.to_q, self.to_k, self.to_v))  # (B, H, T, C/H)
+        q, k, v = (split_heads(proj(x), _HEADS) for proj in (self.to_q, self.to_k, self.to_v))  # (B, H, T, C/H)
         return self.to_out(merge_heads(F.scaled_dot_product_attention(q, k, v)))
 
 
@@ -81,7 +81,7 @@ class BERTTextEncoder(nn.Module):
         layers = (
             nn.ModuleList([nn.LayerNorm(spec.width), kind(spec.width)])
             for _ in range(spec.layers)
-            for kind in (Attention, feed_forward)
+            for kind in (BERTAttention, feed_forward)
         )
         self.attn_layers = nn.ModuleDict({"layers": nn.ModuleList(layers)})
         self.norm = nn.LayerNorm(spec.width)

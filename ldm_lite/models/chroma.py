@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ldm_lite.core.layers import Shapes, count, sinusoids, size
-from ldm_lite.models.flux import EMBEDDER, FLUX_DEV, Flux, FluxSpec, Rows
+from ldm_lite.core.layers import Shapes, checked_shape, count_blocks, sinusoids
+from ldm_lite.models.flux import EMBEDDER, FLUX_DEV, Flux, FluxSpec, ModulationRows
 from ldm_lite.models.ops import RMSNorm, inside, mlp
 
 
@@ -35,8 +35,8 @@ class ChromaSpec(FluxSpec):
     def from_shapes(shapes: Shapes) -> ChromaSpec:
         """Return the spec of a network whose weights have these shapes.  Raises ValueError if they make no sense."""
         flux = FluxSpec.from_shapes({**shapes, "vector_in.in_layer.weight": (1, 1)})
-        width, channels = size(shapes, "distilled_guidance_layer.in_proj.weight", 2)
-        depth = count(shapes, r"distilled_guidance_layer\.layers\.(\d+)\.")
+        width, channels = checked_shape(shapes, "distilled_guidance_layer.in_proj.weight", 2)
+        depth = count_blocks(shapes, r"distilled_guidance_layer\.layers\.(\d+)\.")
         return ChromaSpec(**vars(flux), sinusoids=channels, approximator_width=width, approximator_depth=depth)
 
 
@@ -69,9 +69,9 @@ class Chroma(Flux):
         self.distilled_guidance_layer = Approximator(spec)
         self.num_modulations = 0
 
-        def rows(number: int) -> Rows:
+        def rows(number: int) -> ModulationRows:
             self.num_modulations += number
-            return Rows(self.num_modulations - number, number)
+            return ModulationRows(self.num_modulations - number, number)
 
         network: Any = self
         for block in network.single_blocks:

@@ -110,19 +110,19 @@ def embedded(table: nn.Embedding, positions: Tensor, ids: Tensor, learned: Tenso
     return x + positions[: ids.shape[1]]
 
 
-class Embeddings(core.Embeddings):
+class ExtendedEmbeddings(core.Embeddings):
     """Token ids (B,T), and vectors for ids beyond the vocabulary -> token plus position embedding (B,T,D)."""
 
     def forward(self, token_ids: Tensor, learned: Tensor | None = None) -> Tensor:
         return embedded(self.token_embedding, self.position_embedding.weight, token_ids, learned)
 
 
-class CLIPTextEncoder(SkippingEncoder, core.CLIPTextEncoder):
+class CLIPTextModel(SkippingEncoder, core.CLIPTextEncoder):
     """The text encoder of OpenAI's CLIP, with Hugging Face's key names."""
 
     def __init__(self, spec: CLIPTextSpec) -> None:
         super().__init__(spec)
-        self.embeddings = Embeddings(spec)
+        self.embeddings = ExtendedEmbeddings(spec)
         layer: Any
         for layer in self.encoder["layers"]:  # type: ignore[attr-defined]
             layer.mlp.activation = ACTIVATIONS[spec.activation]()

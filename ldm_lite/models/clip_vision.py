@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ldm_lite.core.clip import EncoderLayer
-from ldm_lite.core.layers import Shapes, count, size
+from ldm_lite.core.layers import Shapes, checked_shape, count_blocks
 from ldm_lite.models.clip import ACTIVATIONS
 from ldm_lite.models.ops import multiple
 
@@ -37,22 +37,22 @@ class CLIPVisionSpec:
     @staticmethod
     def from_shapes(shapes: Shapes) -> CLIPVisionSpec:
         """Return the spec of an encoder with weights of these shapes.  Raises ValueError if they make no sense."""
-        width, _, patch, _ = size(shapes, "embeddings.patch_embedding.weight", 4)
+        width, _, patch, _ = checked_shape(shapes, "embeddings.patch_embedding.weight", 4)
         openai = width <= 1024  # ViT-B and L; wider ones are OpenCLIP's ViT-H, g and bigG
         projected = "visual_projection.weight" in shapes
         return CLIPVisionSpec(
-            size=patch * math.isqrt(size(shapes, "embeddings.position_embedding.weight", 2)[0] - 1),
+            size=patch * math.isqrt(checked_shape(shapes, "embeddings.position_embedding.weight", 2)[0] - 1),
             patch=patch,
             width=width,
-            mlp_width=size(shapes, "encoder.layers.0.mlp.fc1.weight", 2)[0],
-            layers=count(shapes, r"encoder\.layers\.(\d+)\."),
+            mlp_width=checked_shape(shapes, "encoder.layers.0.mlp.fc1.weight", 2)[0],
+            layers=count_blocks(shapes, r"encoder\.layers\.(\d+)\."),
             heads=multiple(width, 64, "the width") if openai else 16,
             activation="quick_gelu" if openai else "gelu",
-            projection=size(shapes, "visual_projection.weight", 2)[0] if projected else None,
+            projection=checked_shape(shapes, "visual_projection.weight", 2)[0] if projected else None,
         )
 
 
-class Embeddings(nn.Module):
+class PatchEmbeddings(nn.Module):
     """Pixels (B,3,S,S) -> the patches, row-major, after a class token if there is one, with positions (B,N,D)."""
 
     def __init__(self, spec: Any, class_token: bool) -> None:
@@ -68,7 +68,7 @@ class Embeddings(nn.Module):
         return x + self.position_embedding.weight
 
 
-class Encoder(nn.Module):
+class VisionEncoder(nn.Module):
     """The layers of an image encoder, with the sizes of its spec: those of the text encoder, not causal."""
 
     def __init__(self, spec: Any, activation: str, eps: float = 1e-5) -> None:
@@ -87,9 +87,9 @@ class CLIPVisionEncoder(nn.Module):
     def __init__(self, spec: CLIPVisionSpec) -> None:
         super().__init__()
         self.spec = spec
-        self.embeddings = Embeddings(spec, class_token=True)
+        self.embeddings = PatchEmbeddings(spec, class_token=True)
         self.pre_layrnorm = nn.LayerNorm(spec.width)  # sic
-        self.encoder = Encoder(spec, spec.activation)
+        self.encoder = VisionEncoder(spec, spec.activation)
         self.post_layernorm = nn.LayerNorm(spec.width)  # of the pooled output
         self.visual_projection = None if spec.projection is None else nn.Linear(spec.width, spec.projection, bias=False)
 

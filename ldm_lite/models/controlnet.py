@@ -13,21 +13,21 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from ldm_lite.core.layers import Shapes, size
-from ldm_lite.models.unet import UNet, UNetSpec
+from ldm_lite.core.layers import Shapes, checked_shape
+from ldm_lite.models.unet import LDMUNet, LDMUNetSpec
 
 HINT_CHANNELS = (3, 16, 16, 32, 32, 96, 96, 256)  # of the image, and after each convolution but the last
 HINT_STRIDES = (1, 1, 2, 1, 2, 1, 2, 1)
 
 
-class ControlNet(UNet):
+class ControlNet(LDMUNet):
     """Noised latents, a timestep, a text and an embedded image -> tensors to add to the UNet's skips and middle.
 
     spec has the widths and residual blocks of its UNet, but may have fewer transformers and no vector; out_channels is
     not used.
     """
 
-    def __init__(self, spec: UNetSpec) -> None:
+    def __init__(self, spec: LDMUNetSpec) -> None:
         super().__init__(spec)
         del self.output_blocks, self.out
         layers: list[nn.Module] = []
@@ -57,12 +57,14 @@ class ControlNet(UNet):
         return tuple(conv(output) for conv, output in zip(convs, outputs, strict=True))
 
 
-def infer_spec(shapes: Shapes) -> UNetSpec:
-    """Return the spec of a ControlNet whose weights have these shapes, without heads, as UNetSpec.from_shapes.
+def infer_spec(shapes: Shapes) -> LDMUNetSpec:
+    """Return the spec of a ControlNet whose weights have these shapes, without heads, as LDMUNetSpec.from_shapes.
 
     Raises ValueError if a tensor that every ControlNet has is missing or makes no sense.
     """
-    return UNetSpec.from_shapes({**shapes, "out.2.weight": size(shapes, "input_blocks.0.0.weight", 4)[1:2] * 4})
+    return LDMUNetSpec.from_shapes(
+        {**shapes, "out.2.weight": checked_shape(shapes, "input_blocks.0.0.weight", 4)[1:2] * 4}
+    )
 
 
 def guess_scales(num: int) -> list[float]:

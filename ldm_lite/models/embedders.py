@@ -12,7 +12,7 @@ from typing import ClassVar
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ldm_lite.core.layers import Shapes, size
+from ldm_lite.core.layers import Shapes, checked_shape
 from ldm_lite.models.ops import Fitted
 
 
@@ -29,7 +29,7 @@ class ClassSpec(Fitted):
     @staticmethod
     def from_shapes(shapes: Shapes) -> ClassSpec:
         """Return the spec of an embedder with weights of these shapes.  Raises ValueError if they make no sense."""
-        num_classes, width = size(shapes, "embedding.weight", 2)
+        num_classes, width = checked_shape(shapes, "embedding.weight", 2)
         return ClassSpec(num_classes, width)
 
     @property
@@ -51,7 +51,7 @@ class LabelMapSpec(Fitted):
     @staticmethod
     def from_shapes(shapes: Shapes) -> LabelMapSpec:
         """Return the spec of a rescaler with weights of these shapes.  Raises ValueError if they make no sense."""
-        channels, num_labels = size(shapes, "channel_mapper.weight", 4)[:2]
+        channels, num_labels = checked_shape(shapes, "channel_mapper.weight", 4)[:2]
         return LabelMapSpec(num_labels, channels)
 
 

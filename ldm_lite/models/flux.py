@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ldm_lite.core.layers import AttentionFn, Shapes, count, sdpa, sinusoids, size, split_heads
+from ldm_lite.core.layers import AttentionFn, Shapes, checked_shape, count_blocks, sdpa, sinusoids, split_heads
 from ldm_lite.models.ops import (
     LastLayer,
     RMSNorm,
@@ -59,18 +59,20 @@ class FluxSpec(TransformerSpec):
     @staticmethod
     def from_shapes(shapes: Shapes) -> FluxSpec:
         """Return the spec of a network whose weights have these shapes.  Raises ValueError if they make no sense."""
-        width, in_channels = size(shapes, "img_in.weight", 2)
-        head_dim = size(shapes, "double_blocks.0.img_attn.norm.key_norm.scale", 1)[0]
+        width, in_channels = checked_shape(shapes, "img_in.weight", 2)
+        head_dim = checked_shape(shapes, "double_blocks.0.img_attn.norm.key_norm.scale", 1)[0]
         return FluxSpec(
             in_channels=multiple(in_channels, 4, "the width of an image token"),
-            out_channels=multiple(size(shapes, "final_layer.linear.weight", 2)[0], 4, "the width of an output token"),
-            context_dim=size(shapes, "txt_in.weight", 2)[1],
-            vector_dim=size(shapes, "vector_in.in_layer.weight", 2)[1],
+            out_channels=multiple(
+                checked_shape(shapes, "final_layer.linear.weight", 2)[0], 4, "the width of an output token"
+            ),
+            context_dim=checked_shape(shapes, "txt_in.weight", 2)[1],
+            vector_dim=checked_shape(shapes, "vector_in.in_layer.weight", 2)[1],
             width=width,
             heads=multiple(width, head_dim, "the width"),
-            mlp_width=size(shapes, "double_blocks.0.img_mlp.0.weight", 2)[0],
-            depth=count(shapes, r"double_blocks\.(\d+)\."),
-            single_depth=count(shapes, r"single_blocks\.(\d+)\."),
+            mlp_width=checked_shape(shapes, "double_blocks.0.img_mlp.0.weight", 2)[0],
+            depth=count_blocks(shapes, r"double_blocks\.(\d+)\."),
+            single_depth=count_blocks(shapes, r"single_blocks\.(\d+)\."),
             guidance="guidance_in.in_layer.weight" in shapes,
         )
 
@@ -94,7 +96,7 @@ class QKNorm(nn.Module):
         return self.query_norm(q), self.key_norm(k)
 
 
-class SelfAttention(nn.Module):
+class FluxSelfAttention(nn.Module):
     """One stream's layers around the joint attention."""
 
     def __init__(self, width: int, heads: int, bias: bool) -> None:
@@ -122,7 +124,7 @@ class Modulation(nn.Module):
         return self.lin(vec)[:, None, :].chunk(3 * self.branches, dim=2)
 
 
-class Rows(nn.Module):
+class ModulationRows(nn.Module):
     """In place of Modulation.lin: some rows of all modulations (B,M,D), which vec has then -> (B, number * D)."""
 
     def __init__(self, first: int, number: int) -> None:
@@ -160,10 +162,10 @@ class DoubleStreamBlock(nn.Module):
         self.head_dim = spec.width // spec.heads
         self.attention: AttentionFn = sdpa
         self.img_mod = Modulation(spec.width, branches=2)
-        self.img_attn = SelfAttention(spec.width, spec.heads, not spec.is_gated)
+        self.img_attn = FluxSelfAttention(spec.width, spec.heads, not spec.is_gated)
         self.img_mlp = token_mlp(spec)
         self.txt_mod = Modulation(spec.width, branches=2)
-        self.txt_attn = SelfAttention(spec.width, spec.heads, not spec.is_gated)
+        self.txt_attn = FluxSelfAttention(spec.width, spec.heads, not spec.is_gated)
         self.txt_mlp = token_mlp(spec)
 
     def forward(

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ldm_lite.core.layers import Shapes, count, sinusoids, size
+from ldm_lite.core.layers import Shapes, checked_shape, count_blocks, sinusoids
 from ldm_lite.core.vae import AutoencoderKL, VAESpec
-from ldm_lite.models.flux import SINUSOIDS, Flux, FluxSpec, Modulation, Rows
+from ldm_lite.models.flux import SINUSOIDS, Flux, FluxSpec, Modulation, ModulationRows
 from ldm_lite.models.ops import multiple
 
 APART = 10  # what the numbers of images are multiplied by
@@ -42,19 +42,19 @@ class Flux2Spec(FluxSpec):
     @staticmethod
     def from_shapes(shapes: Shapes) -> Flux2Spec:
         """Return the spec of a network whose weights have these shapes.  Raises ValueError if they make no sense."""
-        width, in_channels = size(shapes, "img_in.weight", 2)
-        head_dim = size(shapes, "double_blocks.0.img_attn.norm.key_norm.scale", 1)[0]
+        width, in_channels = checked_shape(shapes, "img_in.weight", 2)
+        head_dim = checked_shape(shapes, "double_blocks.0.img_attn.norm.key_norm.scale", 1)[0]
         multiple(head_dim, 8, "the width of a head")
         return Flux2Spec(
             in_channels=in_channels,
-            out_channels=size(shapes, "final_layer.linear.weight", 2)[0],
-            context_dim=size(shapes, "txt_in.weight", 2)[1],
+            out_channels=checked_shape(shapes, "final_layer.linear.weight", 2)[0],
+            context_dim=checked_shape(shapes, "txt_in.weight", 2)[1],
             vector_dim=0,
             width=width,
             heads=multiple(width, head_dim, "the width"),
-            mlp_width=size(shapes, "double_blocks.0.img_mlp.2.weight", 2)[1],
-            depth=count(shapes, r"double_blocks\.(\d+)\."),
-            single_depth=count(shapes, r"single_blocks\.(\d+)\."),
+            mlp_width=checked_shape(shapes, "double_blocks.0.img_mlp.2.weight", 2)[1],
+            depth=count_blocks(shapes, r"double_blocks\.(\d+)\."),
+            single_depth=count_blocks(shapes, r"single_blocks\.(\d+)\."),
             guidance="guidance_in.in_layer.weight" in shapes,
         )
 
@@ -85,10 +85,10 @@ class Flux2(Flux):
         self.single_stream_modulation = Shared(spec.width, branches=1)
         network: Any = self
         for block in network.double_blocks:
-            block.img_mod.lin, block.txt_mod.lin = Rows(0, 6), Rows(6, 6)
+            block.img_mod.lin, block.txt_mod.lin = ModulationRows(0, 6), ModulationRows(6, 6)
         for block in network.single_blocks:
-            block.modulation.lin = Rows(12, 3)
-        network.final_layer.adaLN_modulation[0] = Rows(15, 1)  # the time itself
+            block.modulation.lin = ModulationRows(12, 3)
+        network.final_layer.adaLN_modulation[0] = ModulationRows(15, 1)  # the time itself
 
     def forward(  # type: ignore[override]
         self, x: Tensor, t: Tensor, context: Tensor, y: None = None, **references: Tensor

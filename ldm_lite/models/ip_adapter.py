@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ldm_lite.core.layers import Shapes, count, merge_heads, size, split_heads
+from ldm_lite.core.layers import Shapes, checked_shape, count_blocks, merge_heads, split_heads
 from ldm_lite.core.unet import Attention, BasicTransformerBlock
 from ldm_lite.models.clip_vision import CLIPVisionEncoder
 from ldm_lite.models.ops import mlp, multiple
-from ldm_lite.models.unet import UNet
+from ldm_lite.models.unet import LDMUNet
 
 HEAD = 64  # channels of a resampler's head
 KeysValues = tuple[Tensor, Tensor]  # (B,T,C) each
@@ -47,22 +47,24 @@ class IPAdapterSpec:
     def from_shapes(shapes: Shapes) -> IPAdapterSpec:
         """Return the spec of an adapter whose weights have these shapes.  Raises ValueError if they make no sense."""
         if "image_proj.latents" in shapes:
-            _, num_tokens, width = size(shapes, "image_proj.latents", 3)
+            _, num_tokens, width = checked_shape(shapes, "image_proj.latents", 3)
             return IPAdapterSpec(
                 kind="resampler",
-                image_width=size(shapes, "image_proj.proj_in.weight", 2)[1],
-                context_dim=size(shapes, "image_proj.proj_out.weight", 2)[0],
+                image_width=checked_shape(shapes, "image_proj.proj_in.weight", 2)[1],
+                context_dim=checked_shape(shapes, "image_proj.proj_out.weight", 2)[0],
                 num_tokens=num_tokens,
                 width=width,
-                mlp_width=size(shapes, "image_proj.layers.0.1.1.weight", 2)[0],
-                depth=count(shapes, r"image_proj\.layers\.(\d+)\."),
-                heads=multiple(size(shapes, "image_proj.layers.0.0.to_q.weight", 2)[0], HEAD, "the resampler's width"),
+                mlp_width=checked_shape(shapes, "image_proj.layers.0.1.1.weight", 2)[0],
+                depth=count_blocks(shapes, r"image_proj\.layers\.(\d+)\."),
+                heads=multiple(
+                    checked_shape(shapes, "image_proj.layers.0.0.to_q.weight", 2)[0], HEAD, "the resampler's width"
+                ),
             )
         if "image_proj.proj.3.weight" in shapes:
-            context_dim, image_width = size(shapes, "image_proj.proj.2.weight", 2)
+            context_dim, image_width = checked_shape(shapes, "image_proj.proj.2.weight", 2)
             return IPAdapterSpec("mlp", image_width, context_dim, 0, 0, 0, 0, 0)
-        (context_dim,) = size(shapes, "image_proj.norm.weight", 1)
-        rows, image_width = size(shapes, "image_proj.proj.weight", 2)
+        (context_dim,) = checked_shape(shapes, "image_proj.norm.weight", 1)
+        rows, image_width = checked_shape(shapes, "image_proj.proj.weight", 2)
         num_tokens = multiple(rows, context_dim, "the width of all tokens")
         return IPAdapterSpec("linear", image_width, context_dim, num_tokens, 0, 0, 0, 0)
 
@@ -150,7 +152,7 @@ class KeysAndValues(nn.Module):
 class IPAdapter(nn.Module):
     """What an image encoder says of an image -> keys and values for each cross-attention of a UNet."""
 
-    def __init__(self, spec: IPAdapterSpec, unet: UNet) -> None:
+    def __init__(self, spec: IPAdapterSpec, unet: LDMUNet) -> None:
         super().__init__()
         self.spec = spec
         self.image_proj = PROJECTIONS[spec.kind](spec)

@@ -21,7 +21,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ldm_lite.core.layers import AttentionFn, Shapes, count, merge_heads, sdpa, sinusoids, size, split_heads
+from ldm_lite.core.layers import (
+    AttentionFn,
+    Shapes,
+    checked_shape,
+    count_blocks,
+    merge_heads,
+    sdpa,
+    sinusoids,
+    split_heads,
+)
 from ldm_lite.models.ops import (
     LastLayer,
     RMSNorm,
@@ -58,19 +67,21 @@ class MMDiTSpec(TransformerSpec):
     @staticmethod
     def from_shapes(shapes: Shapes) -> MMDiTSpec:
         """Return the spec of a network whose weights have these shapes.  Raises ValueError if they make no sense."""
-        width, in_channels = size(shapes, "x_embedder.proj.weight", 4)[:2]
+        width, in_channels = checked_shape(shapes, "x_embedder.proj.weight", 4)[:2]
         multiple(width, HEAD_DIM, "the width")
         return MMDiTSpec(
             in_channels=in_channels,
-            out_channels=multiple(size(shapes, "final_layer.linear.weight", 2)[0], 4, "the width of an output token"),
-            context_dim=size(shapes, "context_embedder.weight", 2)[1],
-            vector_dim=size(shapes, "y_embedder.mlp.0.weight", 2)[1],
+            out_channels=multiple(
+                checked_shape(shapes, "final_layer.linear.weight", 2)[0], 4, "the width of an output token"
+            ),
+            context_dim=checked_shape(shapes, "context_embedder.weight", 2)[1],
+            vector_dim=checked_shape(shapes, "y_embedder.mlp.0.weight", 2)[1],
             width=width,
-            mlp_width=size(shapes, "joint_blocks.0.x_block.mlp.fc1.weight", 2)[0],
-            depth=count(shapes, r"joint_blocks\.(\d+)\."),
-            side=math.isqrt(size(shapes, "pos_embed", 3)[1]),
+            mlp_width=checked_shape(shapes, "joint_blocks.0.x_block.mlp.fc1.weight", 2)[0],
+            depth=count_blocks(shapes, r"joint_blocks\.(\d+)\."),
+            side=math.isqrt(checked_shape(shapes, "pos_embed", 3)[1]),
             qk_norm="joint_blocks.0.x_block.attn.ln_q.weight" in shapes,
-            dual_depth=count(shapes, r"joint_blocks\.(\d+)\.x_block\.attn2\."),
+            dual_depth=count_blocks(shapes, r"joint_blocks\.(\d+)\.x_block\.attn2\."),
         )
 
     @property
@@ -79,7 +90,7 @@ class MMDiTSpec(TransformerSpec):
         return self.width // HEAD_DIM
 
 
-class SelfAttention(nn.Module):
+class MMDiTSelfAttention(nn.Module):
     """The layers around an attention, which the block computes: `qkv` before it, `proj` after it."""
 
     def __init__(self, spec: MMDiTSpec, has_proj: bool = True) -> None:
@@ -96,7 +107,7 @@ class SelfAttention(nn.Module):
         return self.ln_q(q), self.ln_k(k), v
 
 
-class ImageAttention(SelfAttention):
+class ImageAttention(MMDiTSelfAttention):
     """The second attention of 3.5 medium, of the image's tokens alone (B,N,D) -> (B,N,D)."""
 
     def __init__(self, spec: MMDiTSpec) -> None:
@@ -115,7 +126,7 @@ class DismantledBlock(nn.Module):
         super().__init__()
         self.is_last, self.dual = is_last, dual
         self.chunks = 2 if is_last else 9 if dual else 6
-        self.attn = SelfAttention(spec, has_proj=not is_last)
+        self.attn = MMDiTSelfAttention(spec, has_proj=not is_last)
         if dual:
             self.attn2 = ImageAttention(spec)
         if not is_last:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ldm_lite.core.layers import Shapes, count, merge_heads, size, split_heads
+from ldm_lite.core.layers import Shapes, checked_shape, count_blocks, merge_heads, split_heads
 from ldm_lite.models.clip import SkippingEncoder, embedded
 from ldm_lite.models.ops import Fitted, mlp
 
@@ -40,13 +40,13 @@ class OpenCLIPTextSpec(Fitted):
     @staticmethod
     def from_shapes(shapes: Shapes) -> OpenCLIPTextSpec:
         """Return the spec of an encoder with weights of these shapes.  Raises ValueError if they make no sense."""
-        vocab_size, width = size(shapes, "token_embedding.weight", 2)
+        vocab_size, width = checked_shape(shapes, "token_embedding.weight", 2)
         return OpenCLIPTextSpec(
             vocab_size=vocab_size,
-            length=size(shapes, "positional_embedding", 2)[0],
+            length=checked_shape(shapes, "positional_embedding", 2)[0],
             width=width,
-            mlp_width=size(shapes, "transformer.resblocks.0.mlp.c_fc.weight", 2)[0],
-            layers=count(shapes, r"transformer\.resblocks\.(\d+)\."),
+            mlp_width=checked_shape(shapes, "transformer.resblocks.0.mlp.c_fc.weight", 2)[0],
+            layers=count_blocks(shapes, r"transformer\.resblocks\.(\d+)\."),
             projection="text_projection" in shapes,
         )
 
@@ -56,7 +56,7 @@ class OpenCLIPTextSpec(Fitted):
         return replace(spec, skip=0) if spec.layers == self.layers - self.skip else spec
 
 
-class Attention(nn.Module):
+class OpenCLIPAttention(nn.Module):
     """Multi-head self-attention (B,T,D) -> (B,T,D), causal or not; the rows of in_proj are q, k and v in this order."""
 
     def __init__(self, width: int, heads: int, causal: bool) -> None:
@@ -83,7 +83,7 @@ class ResidualAttentionBlock(nn.Module):
     ) -> None:
         super().__init__()
         self.ln_1 = nn.LayerNorm(width)
-        self.attn = Attention(width, heads, causal)
+        self.attn = OpenCLIPAttention(width, heads, causal)
         self.ln_2 = nn.LayerNorm(width)
         self.mlp = mlp(width, mlp_width, width, activation, ("c_fc", "activation", "c_proj"))
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ldm_lite.core.layers import Shapes, count, merge_heads, size, split_heads
+from ldm_lite.core.layers import Shapes, checked_shape, count_blocks, merge_heads, split_heads
 from ldm_lite.models.clip_vision import MEAN, STD
 from ldm_lite.models.ops import Fitted, GatedMLP, RMSNorm, axial_rotation, mlp, multiple, wide
 from ldm_lite.models.qwen3 import QWEN25_7B, THETA, Qwen3, Qwen25Spec, rotate_halves
@@ -58,13 +58,13 @@ class VisionSpec(Fitted):
     @staticmethod
     def from_shapes(shapes: Shapes) -> VisionSpec:
         """Return the spec of a network whose weights have these shapes.  Raises ValueError if they make no sense."""
-        width, _, _, patch, _ = size(shapes, "patch_embed.proj.weight", 5)
+        width, _, _, patch, _ = checked_shape(shapes, "patch_embed.proj.weight", 5)
         return VisionSpec(
             patch=patch,
             width=width,
-            mlp_width=size(shapes, "blocks.0.mlp.gate_proj.weight", 2)[0],
-            layers=count(shapes, r"blocks\.(\d+)\."),
-            output_width=size(shapes, "merger.mlp.2.weight", 2)[0],
+            mlp_width=checked_shape(shapes, "blocks.0.mlp.gate_proj.weight", 2)[0],
+            layers=count_blocks(shapes, r"blocks\.(\d+)\."),
+            output_width=checked_shape(shapes, "merger.mlp.2.weight", 2)[0],
         )
 
 
@@ -87,7 +87,7 @@ def places(spec: VisionSpec, h: int, w: int, like: Tensor) -> Places:
     return Places(axial_rotation(ids, (axis, axis), VISION_THETA, like.dtype), windows.clamp(min=0), windows >= 0)
 
 
-class Attention(nn.Module):
+class VisionAttention(nn.Module):
     """Attention (1,N,D) -> (1,N,D) of each patch to those of its window, or of the image."""
 
     def __init__(self, spec: VisionSpec, full_attention: bool) -> None:
@@ -109,13 +109,13 @@ class Attention(nn.Module):
         return self.proj(in_place)
 
 
-class Block(nn.Module):
+class VisionBlock(nn.Module):
     """Attention and MLP with residual connections (1,N,D), which stay in float32."""
 
     def __init__(self, spec: VisionSpec, full_attention: bool) -> None:
         super().__init__()
         self.norm1, self.norm2 = RMSNorm(spec.width), RMSNorm(spec.width)
-        self.attn = Attention(spec, full_attention)
+        self.attn = VisionAttention(spec, full_attention)
         self.mlp = GatedMLP(spec.width, spec.mlp_width, "gate_proj", "up_proj", "down_proj", bias=True)
 
     def forward(self, x: Tensor, at: Places) -> Tensor:
@@ -146,7 +146,9 @@ class Vision(nn.Module):
         self.spec = spec
         kernel = (FRAMES, spec.patch, spec.patch)
         self.patch_embed = nn.Sequential(OrderedDict(proj=nn.Conv3d(3, spec.width, kernel, kernel, bias=False)))
-        self.blocks = nn.ModuleList(Block(spec, full_attention=i in spec.full_attention) for i in range(spec.layers))
+        self.blocks = nn.ModuleList(
+            VisionBlock(spec, full_attention=i in spec.full_attention) for i in range(spec.layers)
+        )
         self.merger = Merger(spec)
 
     def forward(self, pixels: Tensor) -> Tensor:

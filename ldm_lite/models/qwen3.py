@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ldm_lite.core.layers import Shapes, count, merge_heads, size, split_heads
+from ldm_lite.core.layers import Shapes, checked_shape, count_blocks, merge_heads, split_heads
 from ldm_lite.models.ops import Fitted, GatedMLP, RMSNorm, axial_rotation, multiple, wide
 
 THETA = 1e6  # the slowest rotation turns by 1/THETA a position
@@ -40,21 +40,21 @@ class Qwen3Spec(Fitted):
     @staticmethod
     def from_shapes(shapes: Shapes) -> Qwen3Spec:
         """Return the spec of a model whose weights have these shapes.  Raises ValueError if they make no sense."""
-        return Qwen3Spec(**Qwen3Spec.sizes(shapes, size(shapes, "layers.0.self_attn.q_norm.weight", 1)[0]))
+        return Qwen3Spec(**Qwen3Spec.sizes(shapes, checked_shape(shapes, "layers.0.self_attn.q_norm.weight", 1)[0]))
 
     @staticmethod
     def sizes(shapes: Shapes, head_dim: int) -> dict[str, Any]:
         """Return what shapes tell, if a head has so many channels."""
-        vocab_size, width = size(shapes, "embed_tokens.weight", 2)
-        queries, keys = (size(shapes, f"layers.0.self_attn.{name}_proj.weight", 2)[0] for name in "qk")
+        vocab_size, width = checked_shape(shapes, "embed_tokens.weight", 2)
+        queries, keys = (checked_shape(shapes, f"layers.0.self_attn.{name}_proj.weight", 2)[0] for name in "qk")
         kv_heads = multiple(keys, head_dim, "the width of the keys")
         heads = multiple(queries, head_dim, "the width of the queries")
         multiple(heads, kv_heads, "the number of heads")
         return {
             "vocab_size": vocab_size,
             "width": width,
-            "mlp_width": size(shapes, "layers.0.mlp.gate_proj.weight", 2)[0],
-            "layers": count(shapes, r"layers\.(\d+)\."),
+            "mlp_width": checked_shape(shapes, "layers.0.mlp.gate_proj.weight", 2)[0],
+            "layers": count_blocks(shapes, r"layers\.(\d+)\."),
             "heads": heads,
             "kv_heads": kv_heads,
             "head_dim": head_dim,
@@ -88,7 +88,7 @@ def rotate_halves(x: Tensor, rotation: Tensor) -> Tensor:
     return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1).to(x.dtype)
 
 
-class SelfAttention(nn.Module):
+class Qwen3SelfAttention(nn.Module):
     """Attention (B,T,D) -> (B,T,D) of each token to those before it and itself."""
 
     def __init__(self, spec: Qwen3Spec) -> None:
@@ -116,7 +116,7 @@ class Layer(nn.Module):
 
     def __init__(self, spec: Qwen3Spec) -> None:
         super().__init__()
-        self.self_attn = SelfAttention(spec)
+        self.self_attn = Qwen3SelfAttention(spec)
         self.mlp = GatedMLP(spec.width, spec.mlp_width, "gate_proj", "up_proj", "down_proj")
         self.input_layernorm = RMSNorm(spec.width)
         self.post_attention_layernorm = RMSNorm(spec.width)

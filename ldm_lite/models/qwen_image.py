@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ldm_lite.core.layers import AttentionFn, Shapes, count, sdpa, sinusoids, size, split_heads
+from ldm_lite.core.layers import AttentionFn, Shapes, checked_shape, count_blocks, sdpa, sinusoids, split_heads
 from ldm_lite.models.ops import (
     RMSNorm,
     TransformerSpec,
@@ -41,7 +41,9 @@ from ldm_lite.models.ops import (
 
 SINUSOIDS = 256
 THETA = 10000.0  # the slowest rotation turns by 1/THETA a position
-CLEAN = "__index_timestep_zero__"  # the key by which ComfyUI's files of Edit 2511 tell that references are at time 0
+REFERENCES_AT_ZERO = (
+    "__index_timestep_zero__"  # the key by which ComfyUI's files of Edit 2511 tell that references are at time 0
+)
 
 
 @dataclass(frozen=True)
@@ -62,17 +64,17 @@ class QwenImageSpec(TransformerSpec):
     @staticmethod
     def from_shapes(shapes: Shapes) -> QwenImageSpec:
         """Return the spec of a network whose weights have these shapes.  Raises ValueError if they make no sense."""
-        width, in_channels = size(shapes, "img_in.weight", 2)
-        head_dim = size(shapes, "transformer_blocks.0.attn.norm_q.weight", 1)[0]
+        width, in_channels = checked_shape(shapes, "img_in.weight", 2)
+        head_dim = checked_shape(shapes, "transformer_blocks.0.attn.norm_q.weight", 1)[0]
         return QwenImageSpec(
             in_channels=multiple(in_channels, 4, "the width of an image token"),
-            out_channels=multiple(size(shapes, "proj_out.weight", 2)[0], 4, "the width of an output token"),
-            context_dim=size(shapes, "txt_in.weight", 2)[1],
+            out_channels=multiple(checked_shape(shapes, "proj_out.weight", 2)[0], 4, "the width of an output token"),
+            context_dim=checked_shape(shapes, "txt_in.weight", 2)[1],
             width=width,
             heads=multiple(width, head_dim, "the width"),
-            mlp_width=size(shapes, "transformer_blocks.0.img_mlp.net.2.weight", 2)[1],
-            depth=count(shapes, r"transformer_blocks\.(\d+)\."),
-            clean_references=CLEAN in shapes,
+            mlp_width=checked_shape(shapes, "transformer_blocks.0.img_mlp.net.2.weight", 2)[1],
+            depth=count_blocks(shapes, r"transformer_blocks\.(\d+)\."),
+            clean_references=REFERENCES_AT_ZERO in shapes,
         )
 
     @property
@@ -116,7 +118,7 @@ def token_mlp(spec: QwenImageSpec) -> nn.Sequential:
     return nn.Sequential(OrderedDict(net=net))
 
 
-class Block(nn.Module):
+class QwenImageBlock(nn.Module):
     """Text and image attend to both; then each has its MLP."""
 
     def __init__(self, spec: QwenImageSpec) -> None:
@@ -171,7 +173,7 @@ class QwenImage(nn.Module):
         self.txt_norm = RMSNorm(spec.context_dim)
         self.img_in = nn.Linear(spec.patch**2 * spec.in_channels, spec.width)
         self.txt_in = nn.Linear(spec.context_dim, spec.width)
-        self.transformer_blocks = nn.ModuleList(Block(spec) for _ in range(spec.depth))
+        self.transformer_blocks = nn.ModuleList(QwenImageBlock(spec) for _ in range(spec.depth))
         self.norm_out = nn.Sequential(OrderedDict(linear=nn.Linear(spec.width, 2 * spec.width)))
         self.proj_out = nn.Linear(spec.width, spec.patch**2 * spec.out_channels)
 

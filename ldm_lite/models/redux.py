@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ldm_lite.core.layers import Shapes, count, size
-from ldm_lite.models.clip_vision import Embeddings, Encoder
+from ldm_lite.core.layers import Shapes, checked_shape, count_blocks
+from ldm_lite.models.clip_vision import PatchEmbeddings, VisionEncoder
 from ldm_lite.models.ops import multiple
 
 EPS = 1e-6  # of the norms
@@ -33,14 +33,14 @@ class SiglipSpec:
     @staticmethod
     def from_shapes(shapes: Shapes) -> SiglipSpec:
         """Return the spec of an encoder with weights of these shapes.  Raises ValueError if they make no sense."""
-        width, _, patch, _ = size(shapes, "embeddings.patch_embedding.weight", 4)
-        side = patch * math.isqrt(size(shapes, "embeddings.position_embedding.weight", 2)[0])
+        width, _, patch, _ = checked_shape(shapes, "embeddings.patch_embedding.weight", 4)
+        side = patch * math.isqrt(checked_shape(shapes, "embeddings.position_embedding.weight", 2)[0])
         return SiglipSpec(
             size=384 if side == 378 else side,  # of patch14-384, whose last 6 pixels are in no patch
             patch=patch,
             width=width,
-            mlp_width=size(shapes, "encoder.layers.0.mlp.fc1.weight", 2)[0],
-            layers=count(shapes, r"encoder\.layers\.(\d+)\."),
+            mlp_width=checked_shape(shapes, "encoder.layers.0.mlp.fc1.weight", 2)[0],
+            layers=count_blocks(shapes, r"encoder\.layers\.(\d+)\."),
             heads=16 if width == 1152 else multiple(width, 64, "the width"),  # So400m; base and large
         )
 
@@ -51,8 +51,8 @@ class SiglipVisionEncoder(nn.Module):
     def __init__(self, spec: SiglipSpec) -> None:
         super().__init__()
         self.spec = spec
-        self.embeddings = Embeddings(spec, class_token=False)
-        self.encoder = Encoder(spec, "gelu_tanh", eps=EPS)
+        self.embeddings = PatchEmbeddings(spec, class_token=False)
+        self.encoder = VisionEncoder(spec, "gelu_tanh", eps=EPS)
         self.post_layernorm = nn.LayerNorm(spec.width, EPS)
 
     def forward(self, image: Tensor) -> Tensor:
@@ -74,8 +74,8 @@ class ReduxSpec:
     @staticmethod
     def from_shapes(shapes: Shapes) -> ReduxSpec:
         """Return the spec of weights of these shapes.  Raises ValueError if they make no sense."""
-        hidden_width, width = size(shapes, "redux_up.weight", 2)
-        return ReduxSpec(width, hidden_width, size(shapes, "redux_down.weight", 2)[0])
+        hidden_width, width = checked_shape(shapes, "redux_up.weight", 2)
+        return ReduxSpec(width, hidden_width, checked_shape(shapes, "redux_down.weight", 2)[0])
 
 
 class Redux(nn.Module):

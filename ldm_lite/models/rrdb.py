@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ldm_lite.core.layers import Shapes, count, size
+from ldm_lite.core.layers import Shapes, checked_shape, count_blocks
 
 FOLDS = {3: 1, 12: 2, 48: 4}  # channels of the first convolution -> pixels folded into one, along each side
 
@@ -36,12 +36,12 @@ class RRDBSpec:
     @staticmethod
     def from_shapes(shapes: Shapes) -> RRDBSpec:
         """Return the spec of a network whose weights have these shapes.  Raises ValueError if they make no sense."""
-        width, channels = size(shapes, "conv_first.weight", 4)[:2]
-        out = size(shapes, "conv_last.weight", 4)[0]
+        width, channels = checked_shape(shapes, "conv_first.weight", 4)[:2]
+        out = checked_shape(shapes, "conv_last.weight", 4)[0]
         if channels not in FOLDS or out != 3:
             raise ValueError(f"reads {channels} channels and makes {out}, expected an upscaler of RGB images")
-        grown = size(shapes, "body.0.rdb1.conv1.weight", 4)[0]
-        return RRDBSpec(FOLDS[channels], width, grown, count(shapes, r"body\.(\d+)\."))
+        grown = checked_shape(shapes, "body.0.rdb1.conv1.weight", 4)[0]
+        return RRDBSpec(FOLDS[channels], width, grown, count_blocks(shapes, r"body\.(\d+)\."))
 
     @property
     def factor(self) -> int:

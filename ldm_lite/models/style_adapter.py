@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ldm_lite.core.clip import QuickGELU
-from ldm_lite.core.layers import Shapes, count, size
+from ldm_lite.core.layers import Shapes, checked_shape, count_blocks
 from ldm_lite.models.open_clip import ResidualAttentionBlock
 from ldm_lite.models.ops import multiple
 
@@ -30,10 +30,10 @@ class StyleAdapterSpec:
     @staticmethod
     def from_shapes(shapes: Shapes) -> StyleAdapterSpec:
         """Return the spec of an adapter whose weights have these shapes.  Raises ValueError if they make no sense."""
-        _, num_tokens, width = size(shapes, "style_embedding", 3)
-        layers = count(shapes, r"transformer_layes\.(\d+)\.")
+        _, num_tokens, width = checked_shape(shapes, "style_embedding", 3)
+        layers = count_blocks(shapes, r"transformer_layes\.(\d+)\.")
         multiple(width, 8, "the width")  # of 8 heads
-        return StyleAdapterSpec(num_tokens, width, size(shapes, "proj", 2)[1], layers, heads=8)
+        return StyleAdapterSpec(num_tokens, width, checked_shape(shapes, "proj", 2)[1], layers, heads=8)
 
 
 class StyleAdapter(nn.Module):

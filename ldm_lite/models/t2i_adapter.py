@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ldm_lite.core.layers import Shapes, count, size
+from ldm_lite.core.layers import Shapes, checked_shape, count_blocks
 from ldm_lite.models.ops import multiple
 
 
@@ -33,15 +33,17 @@ class AdapterSpec:
 
         Raises ValueError if a tensor that every adapter has is missing or makes no sense.
         """
-        light, num_blocks = "body.0.in_conv.weight" in shapes, count(shapes, r"body\.(\d+)\.")
-        unshuffled = size(shapes, "body.0.in_conv.weight" if light else "conv_in.weight", 4)[1]
+        light, num_blocks = "body.0.in_conv.weight" in shapes, count_blocks(shapes, r"body\.(\d+)\.")
+        unshuffled = checked_shape(shapes, "body.0.in_conv.weight" if light else "conv_in.weight", 4)[1]
         factor = 16 if unshuffled % 256 == 0 else 8
         if light:
-            channels = [size(shapes, f"body.{i}.out_conv.weight", 4)[0] for i in range(num_blocks)]
-            num_res_blocks = count(shapes, r"body\.0\.body\.(\d+)\.")
+            channels = [checked_shape(shapes, f"body.{i}.out_conv.weight", 4)[0] for i in range(num_blocks)]
+            num_res_blocks = count_blocks(shapes, r"body\.0\.body\.(\d+)\.")
         else:
             num_res_blocks = max(1, num_blocks // (num_levels + (factor == 16)))
-            channels = [size(shapes, f"body.{i}.block1.weight", 4)[0] for i in range(0, num_blocks, num_res_blocks)]
+            channels = [
+                checked_shape(shapes, f"body.{i}.block1.weight", 4)[0] for i in range(0, num_blocks, num_res_blocks)
+            ]
         return AdapterSpec(
             multiple(unshuffled, factor**2, "the input's width"), factor, tuple(channels), num_res_blocks, light
         )

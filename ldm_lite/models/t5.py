@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ldm_lite.core.layers import Shapes, count, merge_heads, size, split_heads
+from ldm_lite.core.layers import Shapes, checked_shape, count_blocks, merge_heads, split_heads
 from ldm_lite.models.ops import Fitted, RMSNorm, multiple, unit_rms
 
 
@@ -37,16 +37,18 @@ class T5Spec(Fitted):
     @staticmethod
     def from_shapes(shapes: Shapes) -> T5Spec:
         """Return the spec of an encoder whose weights have these shapes.  Raises ValueError if they make no sense."""
-        vocab_size, width = size(shapes, "shared.weight", 2)
+        vocab_size, width = checked_shape(shapes, "shared.weight", 2)
         first = "encoder.block.0.layer"
-        buckets, heads = size(shapes, f"{first}.0.SelfAttention.relative_attention_bias.weight", 2)
+        buckets, heads = checked_shape(shapes, f"{first}.0.SelfAttention.relative_attention_bias.weight", 2)
         return T5Spec(
             vocab_size=vocab_size,
             width=width,
-            mlp_width=size(shapes, f"{first}.1.DenseReluDense.wi_0.weight", 2)[0],
-            layers=count(shapes, r"encoder\.block\.(\d+)\."),
+            mlp_width=checked_shape(shapes, f"{first}.1.DenseReluDense.wi_0.weight", 2)[0],
+            layers=count_blocks(shapes, r"encoder\.block\.(\d+)\."),
             heads=heads,
-            head_dim=multiple(size(shapes, f"{first}.0.SelfAttention.q.weight", 2)[0], heads, "the width of attention"),
+            head_dim=multiple(
+                checked_shape(shapes, f"{first}.0.SelfAttention.q.weight", 2)[0], heads, "the width of attention"
+            ),
             buckets=buckets,
         )
 
@@ -76,7 +78,7 @@ def relative_buckets(length: int, buckets: int, max_distance: int) -> Tensor:
     return torch.where(distance < single, distance, far) + (relative > 0) * half
 
 
-class SelfAttention(nn.Module):
+class T5SelfAttention(nn.Module):
     """Self-attention (B,T,D) -> (B,T,D) with unscaled scores, in float32."""
 
     def __init__(self, spec: T5Spec, has_bias: bool) -> None:
@@ -125,12 +127,12 @@ class DenseReluDense(nn.Module):
         return self.wo(gate * value)
 
 
-class Block(nn.Module):
+class T5Block(nn.Module):
     """Attention and feed-forward with residual connections (B,T,D), which stay in float32."""
 
     def __init__(self, spec: T5Spec, has_bias: bool) -> None:
         super().__init__()
-        attention = {"SelfAttention": SelfAttention(spec, has_bias), "layer_norm": RoundedRMSNorm(spec.width)}
+        attention = {"SelfAttention": T5SelfAttention(spec, has_bias), "layer_norm": RoundedRMSNorm(spec.width)}
         feed_forward = {"DenseReluDense": DenseReluDense(spec), "layer_norm": RoundedRMSNorm(spec.width)}
         self.layer = nn.ModuleList([nn.ModuleDict(attention), nn.ModuleDict(feed_forward)])
 
@@ -142,12 +144,12 @@ class Block(nn.Module):
         return x + feed_forward["DenseReluDense"](feed_forward["layer_norm"](x)), bias
 
 
-class Encoder(nn.Module):
+class T5Layers(nn.Module):
     """The stack of blocks; the first holds the position bias for all."""
 
     def __init__(self, spec: T5Spec) -> None:
         super().__init__()
-        self.block = nn.ModuleList(Block(spec, has_bias=i == 0) for i in range(spec.layers))
+        self.block = nn.ModuleList(T5Block(spec, has_bias=i == 0) for i in range(spec.layers))
         self.final_layer_norm = RoundedRMSNorm(spec.width)
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
@@ -164,7 +166,7 @@ class T5Encoder(nn.Module):
         super().__init__()
         self.spec = spec
         self.shared = nn.Embedding(spec.vocab_size, spec.width)
-        self.encoder = Encoder(spec)
+        self.encoder = T5Layers(spec)
 
     def forward(self, token_ids: Tensor, mask: Tensor | None = None) -> Tensor:
         """Token ids (B,T) -> (B,T,D) in the weights' dtype, padding included.

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ldm_lite.core.layers import Shapes, size
+from ldm_lite.core.layers import Shapes, checked_shape
 
 POOLS = ("encoder.11.pool.0.weight", "decoder.3.pool.0.weight")
 PROBES = ("encoder.1.conv.0.weight", "decoder.1.weight")  # keys that only an encoder and a decoder of this kind have
@@ -38,7 +38,7 @@ class TAESDSpec:
         encoder, decoder = (probe in shapes for probe in PROBES)
         key, dimension = ("decoder.1.weight", 1) if decoder else ("encoder.14.weight", 0)
         pooled = any(key in shapes for key in POOLS)
-        return TAESDSpec(size(shapes, key, 4)[dimension] * (4 if pooled else 1), encoder, decoder, pooled)
+        return TAESDSpec(checked_shape(shapes, key, 4)[dimension] * (4 if pooled else 1), encoder, decoder, pooled)
 
     @property
     def factor(self) -> int:
@@ -57,7 +57,7 @@ class Clamp(nn.Module):
         return torch.tanh(z / 3) * 3
 
 
-class Block(nn.Module):
+class TAESDBlock(nn.Module):
     """Three 3x3 convolutions with a residual connection, at 64 channels; before them perhaps a bottleneck of 256."""
 
     def __init__(self, pooled: bool = False) -> None:
@@ -83,19 +83,23 @@ class TAESD(nn.Module):
         down = [
             part
             for pooled in reversed(lowest)
-            for part in (_conv(64, 64, stride=2, bias=False), *(Block(pooled) for _ in range(3)))
+            for part in (_conv(64, 64, stride=2, bias=False), *(TAESDBlock(pooled) for _ in range(3)))
         ]
         up = [
             part
             for pooled in lowest
-            for part in (*(Block(pooled) for _ in range(3)), nn.Upsample(scale_factor=2), _conv(64, 64, bias=False))
+            for part in (
+                *(TAESDBlock(pooled) for _ in range(3)),
+                nn.Upsample(scale_factor=2),
+                _conv(64, 64, bias=False),
+            )
         ]
         self.patch = 2 if spec.pooled else 1
         channels = spec.embed_dim // self.patch**2
         if spec.encoder:
-            self.encoder = nn.Sequential(_conv(3, 64), Block(), *down, _conv(64, channels))
+            self.encoder = nn.Sequential(_conv(3, 64), TAESDBlock(), *down, _conv(64, channels))
         if spec.decoder:
-            self.decoder = nn.Sequential(Clamp(), _conv(channels, 64), nn.ReLU(), *up, Block(), _conv(64, 3))
+            self.decoder = nn.Sequential(Clamp(), _conv(channels, 64), nn.ReLU(), *up, TAESDBlock(), _conv(64, 3))
 
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Pixels (B,3,H,W) in [-1,1] -> latents (B,embed_dim,H/f,W/f) in the UNet's scale, and their deviation, 0.

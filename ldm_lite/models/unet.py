@@ -22,16 +22,24 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ldm_lite.core import unet as core
-from ldm_lite.core.layers import MOST_BLOCKS, Shapes, Upsample, channels_last, count, sinusoids, size
+from ldm_lite.core.layers import MOST_BLOCKS, Shapes, Upsample, channels_last, checked_shape, count_blocks, sinusoids
 from ldm_lite.core.unet import Attention, BasicTransformerBlock, Downsample, SpatialTransformer
-from ldm_lite.models.adm import AttentionBlock, ResBlock, resample_by_residuals
+from ldm_lite.models.adm import AttentionBlock, ResamplingResBlock, resample_by_residuals
 from ldm_lite.models.ops import mlp, multiple
 
-__all__ = ["AttentionBlock", "Downsample", "ResBlock", "SpatialTransformer", "UNet", "UNetSpec", "Upsample"]
+__all__ = [
+    "AttentionBlock",
+    "Downsample",
+    "LDMUNet",
+    "LDMUNetSpec",
+    "ResamplingResBlock",
+    "SpatialTransformer",
+    "Upsample",
+]
 
 
 @dataclass(frozen=True)
-class UNetSpec:
+class LDMUNetSpec:
     """Sizes and options in which LDM UNets differ.  Tuples have one entry per level, the highest resolution first."""
 
     in_channels: int
@@ -55,13 +63,13 @@ class UNetSpec:
     patch: ClassVar[int] = 1  # sides of the latents are multiples of it
 
     @staticmethod
-    def from_shapes(shapes: Shapes) -> UNetSpec:
+    def from_shapes(shapes: Shapes) -> LDMUNetSpec:
         """Return the spec of a UNet whose weights have these shapes, with num_heads and head_dim both None.
 
         Raises ValueError if a tensor that every LDM UNet has is missing or makes no sense.
         """
-        mc, in_channels = size(shapes, "input_blocks.0.0.weight", 4)[:2]
-        num_in, num_out = (count(shapes, rf"{side}_blocks\.(\d+)\.") for side in ("input", "output"))
+        mc, in_channels = checked_shape(shapes, "input_blocks.0.0.weight", 4)[:2]
+        num_in, num_out = (count_blocks(shapes, rf"{side}_blocks\.(\d+)\.") for side in ("input", "output"))
 
         # levels end in strided convolutions, or else (seen from the deepest) in residual blocks that upsample
         ends = [i for i in range(num_in) if f"input_blocks.{i}.0.op.weight" in shapes]
@@ -75,11 +83,11 @@ class UNetSpec:
 
         # widths and attention: read at the first residual block of each level
         firsts = [1 + sum(num_res_blocks[:level]) + level for level in range(len(num_res_blocks))]
-        widths = [size(shapes, f"input_blocks.{i}.0.out_layers.0.weight", 1)[0] for i in firsts]
+        widths = [checked_shape(shapes, f"input_blocks.{i}.0.out_layers.0.weight", 1)[0] for i in firsts]
 
-        contexts = [size(shapes, key, 2)[1] for key in shapes if key.endswith("attn2.to_k.weight")]
+        contexts = [checked_shape(shapes, key, 2)[1] for key in shapes if key.endswith("attn2.to_k.weight")]
         label, label_mlp, guidance = (
-            size(shapes, f"{name}.weight", 2) if f"{name}.weight" in shapes else None
+            checked_shape(shapes, f"{name}.weight", 2) if f"{name}.weight" in shapes else None
             for name in ("label_emb", "label_emb.0.0", "cond_proj")
         )
         depths = tuple(_depth(shapes, f"input_blocks.{i}") for i in firsts)
@@ -88,9 +96,9 @@ class UNetSpec:
             raise ValueError(f"has {max(depths)} transformer blocks in one place, but {len(contexts)} in all")
         attn1 = (f"input_blocks.{i}.1.transformer_blocks.0.attn1" for i in firsts)
         projections = [[shapes.get(f"{layer}.{name}.weight", ()) for name in ("to_q", "to_k")] for layer in attn1]
-        return UNetSpec(
+        return LDMUNetSpec(
             in_channels=in_channels,
-            out_channels=size(shapes, "out.2.weight", 4)[0],
+            out_channels=checked_shape(shapes, "out.2.weight", 4)[0],
             model_channels=mc,
             channel_mult=tuple(multiple(width, mc, "the width of a level") for width in widths),
             num_res_blocks=num_res_blocks,
@@ -104,7 +112,7 @@ class UNetSpec:
             vector_dim=label_mlp[1] if label_mlp else None,
             guidance_dim=guidance[1] if guidance else None,
             num_classes=label[0] if label else None,
-            scale_shift=size(shapes, "input_blocks.1.0.emb_layers.1.weight", 2)[0] == 2 * widths[0],
+            scale_shift=checked_shape(shapes, "input_blocks.1.0.emb_layers.1.weight", 2)[0] == 2 * widths[0],
             resblock_updown=bool(ups),
         )
 
@@ -118,7 +126,7 @@ class UNetSpec:
 
 def _depth(shapes: Shapes, block: str) -> int:
     """Count the transformer blocks in an input block or the middle; 1 for an attention block."""
-    blocks = count(shapes, rf"{re.escape(block)}\.1\.transformer_blocks\.(\d+)\.")
+    blocks = count_blocks(shapes, rf"{re.escape(block)}\.1\.transformer_blocks\.(\d+)\.")
     return blocks or int(f"{block}.1.qkv.weight" in shapes)
 
 
@@ -155,15 +163,15 @@ class LinearTransformer(SpatialTransformer):
 # ---- the network ----------------------------------------------------------------------------------------------------
 
 
-class UNet(core.UNet):
+class LDMUNet(core.UNet):
     """The denoising network of a latent diffusion model: noised latents and a timestep -> its prediction.
 
     The schedule knows what is predicted (eps, v or x0).  Rombach et al. 2022, sec. 3.2.
     """
 
-    def __init__(self, spec: UNetSpec) -> None:
+    def __init__(self, spec: LDMUNetSpec) -> None:
         super().__init__(spec)  # type: ignore[arg-type]
-        self.spec: UNetSpec = spec  # type: ignore[assignment]
+        self.spec: LDMUNetSpec = spec  # type: ignore[assignment]
         width = spec.model_channels
         # The originals have no such layer; the name is from diffusers' time_embedding.cond_proj.
         self.cond_proj = None if spec.guidance_dim is None else nn.Linear(spec.guidance_dim, width, bias=False)
@@ -175,14 +183,14 @@ class UNet(core.UNet):
         if spec.resblock_updown:
             emb = 4 * width
             resample_by_residuals(
-                self, lambda channels, kind: ResBlock(channels, channels, emb, spec.scale_shift, kind)
+                self, lambda channels, kind: ResamplingResBlock(channels, channels, emb, spec.scale_shift, kind)
             )
 
     def res_block(self, in_channels: int, channels: int) -> nn.Module:
         """A residual block."""
         if not self.spec.scale_shift:
             return super().res_block(in_channels, channels)
-        return ResBlock(in_channels, channels, 4 * self.spec.model_channels, scale_shift=True)
+        return ResamplingResBlock(in_channels, channels, 4 * self.spec.model_channels, scale_shift=True)
 
     def transformers(self, channels: int, level: int | None) -> list[nn.Module]:
         """The transformer after a residual block of a level, or of the middle (None); nothing if it has none."""

@@ -19,15 +19,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ldm_lite.core import unet as core
-from ldm_lite.core.layers import AttentionFn, Shapes, merge_heads, sdpa, sinusoids, size, split_heads
-from ldm_lite.models.adm import AttentionBlock, ResBlock, resample_by_residuals
+from ldm_lite.core.layers import AttentionFn, Shapes, checked_shape, merge_heads, sdpa, sinusoids, split_heads
+from ldm_lite.models.adm import AttentionBlock, ResamplingResBlock, resample_by_residuals
 from ldm_lite.models.ops import mlp, multiple
-from ldm_lite.models.unet import UNetSpec
+from ldm_lite.models.unet import LDMUNetSpec
 
 
 @dataclass(frozen=True)
-class IFSpec(UNetSpec):
-    """Sizes in which the stages differ: those of UNetSpec, and two more.
+class IFSpec(LDMUNetSpec):
+    """Sizes in which the stages differ: those of LDMUNetSpec, and two more.
 
     A transformer_depth of 1 means attention, context_dim is T5's width, num_classes (stage II) the number of noise
     levels of the smaller image; out_channels counts the prediction and its variance.
@@ -42,9 +42,9 @@ class IFSpec(UNetSpec):
 
         Raises ValueError if a tensor that every stage has is missing or makes no sense.
         """
-        spec, second = UNetSpec.from_shapes(shapes), "aug_proj.0.weight" in shapes
-        text_dim = size(shapes, "encoder_pooling.1.positional_embedding", 2)[1]
-        known = {field.name: getattr(spec, field.name) for field in fields(UNetSpec)}
+        spec, second = LDMUNetSpec.from_shapes(shapes), "aug_proj.0.weight" in shapes
+        text_dim = checked_shape(shapes, "encoder_pooling.1.positional_embedding", 2)[1]
+        known = {field.name: getattr(spec, field.name) for field in fields(LDMUNetSpec)}
         known |= {"head_dim": 64, "context_dim": text_dim, "num_classes": 1000 if second else None}
         return IFSpec(**known, pool_heads=multiple(text_dim, 64, "the text's width"), super_resolution=second)
 
@@ -54,7 +54,7 @@ class IFSpec(UNetSpec):
         return self.model_channels * max(self.channel_mult)
 
 
-class PixelResBlock(ResBlock):
+class PixelResBlock(ResamplingResBlock):
     """ResBlock of unet.py with GELU, with the timestep as scale and shift; the sum is multiplied by `gain`."""
 
     def __init__(self, in_channels: int, out_channels: int, spec: IFSpec, resample: str | None = None) -> None:

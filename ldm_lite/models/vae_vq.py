@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ldm_lite.core.layers import Shapes, size
+from ldm_lite.core.layers import Shapes, checked_shape
 from ldm_lite.core.vae import Decoder, Encoder, VAESpec
 
 PROBE = "quantize.embedding.weight"  # a key that only these autoencoders have
@@ -33,7 +33,7 @@ class VQSpec(VAESpec):
     @staticmethod
     def from_shapes(shapes: Shapes) -> VQSpec:
         """Return the spec of an autoencoder with weights of these shapes.  Raises ValueError if they make no sense."""
-        num_codes = size(shapes, PROBE, 2)[0]
+        num_codes = checked_shape(shapes, PROBE, 2)[0]
         return VQSpec(**vars(VAESpec.from_shapes(shapes)), num_codes=num_codes)
 
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ldm_lite.core.layers import AttentionFn, Shapes, count, sdpa, sinusoids, size, split_heads
+from ldm_lite.core.layers import AttentionFn, Shapes, checked_shape, count_blocks, sdpa, sinusoids, split_heads
 from ldm_lite.models.ops import (
     GatedMLP,
     RMSNorm,
@@ -63,20 +63,22 @@ class ZImageSpec(TransformerSpec):
     @staticmethod
     def from_shapes(shapes: Shapes) -> ZImageSpec:
         """Return the spec of a network whose weights have these shapes.  Raises ValueError if they make no sense."""
-        width, in_channels = size(shapes, "x_embedder.weight", 2)
-        time_width = size(shapes, "t_embedder.mlp.0.weight", 2)[0]
-        head_dim = size(shapes, "layers.0.attention.q_norm.weight", 1)[0]
+        width, in_channels = checked_shape(shapes, "x_embedder.weight", 2)
+        time_width = checked_shape(shapes, "t_embedder.mlp.0.weight", 2)[0]
+        head_dim = checked_shape(shapes, "layers.0.attention.q_norm.weight", 1)[0]
         return ZImageSpec(
             in_channels=multiple(in_channels, 4, "the width of an image token"),
-            out_channels=multiple(size(shapes, "final_layer.linear.weight", 2)[0], 4, "the width of an output token"),
-            context_dim=size(shapes, "cap_embedder.1.weight", 2)[1],
+            out_channels=multiple(
+                checked_shape(shapes, "final_layer.linear.weight", 2)[0], 4, "the width of an output token"
+            ),
+            context_dim=checked_shape(shapes, "cap_embedder.1.weight", 2)[1],
             width=width,
             heads=multiple(width, head_dim, "the width"),
-            mlp_width=size(shapes, "layers.0.feed_forward.w1.weight", 2)[0],
+            mlp_width=checked_shape(shapes, "layers.0.feed_forward.w1.weight", 2)[0],
             time_width=time_width,
-            modulation_dim=size(shapes, "t_embedder.mlp.2.weight", 2)[0],
-            depth=count(shapes, r"layers\.(\d+)\."),
-            refiner_depth=count(shapes, r"noise_refiner\.(\d+)\."),
+            modulation_dim=checked_shape(shapes, "t_embedder.mlp.2.weight", 2)[0],
+            depth=count_blocks(shapes, r"layers\.(\d+)\."),
+            refiner_depth=count_blocks(shapes, r"noise_refiner\.(\d+)\."),
         )
 
     @property
@@ -87,7 +89,7 @@ class ZImageSpec(TransformerSpec):
         return head_dim - 2 * side, side, side
 
 
-class Attention(nn.Module):
+class ZImageAttention(nn.Module):
     """Self-attention (B,N,D) -> (B,N,D) with normalised and rotated queries and keys."""
 
     def __init__(self, spec: ZImageSpec) -> None:
@@ -107,12 +109,12 @@ class Attention(nn.Module):
         return finite_half(self.out(attend(self.attention, q, k, v, mask)))
 
 
-class Block(nn.Module):
+class ZImageBlock(nn.Module):
     """Attention and MLP between norms, and in all but the text's refiners scaled and gated by the time."""
 
     def __init__(self, spec: ZImageSpec, is_modulated: bool = True) -> None:
         super().__init__()
-        self.attention = Attention(spec)
+        self.attention = ZImageAttention(spec)
         self.feed_forward = GatedMLP(spec.width, spec.mlp_width, gate="w1", up="w3", down="w2")
         self.attention_norm1 = RMSNorm(spec.width, EPS)
         self.ffn_norm1 = RMSNorm(spec.width, EPS)
@@ -153,11 +155,11 @@ class ZImage(nn.Module):
         super().__init__()
         self.spec = spec
         self.x_embedder = nn.Linear(4 * spec.in_channels, spec.width)
-        self.noise_refiner = nn.ModuleList(Block(spec) for _ in range(spec.refiner_depth))
-        self.context_refiner = nn.ModuleList(Block(spec, is_modulated=False) for _ in range(spec.refiner_depth))
+        self.noise_refiner = nn.ModuleList(ZImageBlock(spec) for _ in range(spec.refiner_depth))
+        self.context_refiner = nn.ModuleList(ZImageBlock(spec, is_modulated=False) for _ in range(spec.refiner_depth))
         self.t_embedder = embedder(SINUSOIDS, spec.time_width, spec.modulation_dim)
         self.cap_embedder = nn.Sequential(RMSNorm(spec.context_dim, EPS), nn.Linear(spec.context_dim, spec.width))
-        self.layers = nn.ModuleList(Block(spec) for _ in range(spec.depth))
+        self.layers = nn.ModuleList(ZImageBlock(spec) for _ in range(spec.depth))
         self.final_layer = FinalLayer(spec)
         self.x_pad_token = nn.Parameter(torch.zeros(1, spec.width))
         self.cap_pad_token = nn.Parameter(torch.zeros(1, spec.width))

@@ -23,13 +23,13 @@ from ldm_lite.runtime.compile import ignore_advice
 from ldm_lite.runtime.patching import patch
 from ldm_lite.runtime.precision import short_name
 
-Inputs = tuple[Tensor | None, ...]
+ExportInputs = tuple[Tensor | None, ...]
 Key = tuple[tuple[tuple[int, ...], str] | None, ...]  # shape and dtype of each input, None for a missing one
 Runners = dict[Key, tuple[Any, dict[str, Tensor]]]  # by the inputs they are for, with the tensors that they point to
 ABOUT = "ldm_lite"  # our entry in the metadata of a compiled model
 
 
-def export(network: nn.Module, examples: Sequence[Inputs], path: Path) -> None:
+def export(network: nn.Module, examples: Sequence[ExportInputs], path: Path) -> None:
     """Compile a network for the shapes and dtypes of the examples, and write one package.
 
     Raises ValueError if this machine cannot: it needs a C++ compiler, CUDA its toolkit and Triton too.
@@ -60,7 +60,7 @@ def export(network: nn.Module, examples: Sequence[Inputs], path: Path) -> None:
         raise ValueError(f"the network cannot be compiled here ({line}): install {needs}") from error
     finally:
         for layer in layers:
-            joined.join(layer)
+            joined.join_projections(layer)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.part.pt2")
     try:
@@ -173,7 +173,7 @@ def _runners(path: Path) -> list[Any]:
         ) from error
 
 
-def _about(network: nn.Module, inputs: Inputs) -> dict[str, Any]:
+def _about(network: nn.Module, inputs: ExportInputs) -> dict[str, Any]:
     """Describe what a package and the network that runs it must have in common."""
     weights = network.state_dict()
     layout = [(name, tuple(w.shape), w.stride(), str(w.dtype)) for name, w in sorted(weights.items())]

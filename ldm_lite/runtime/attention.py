@@ -25,7 +25,7 @@ from ldm_lite.runtime.cpu import blocked
 from ldm_lite.runtime.patching import patch, patch_of, unpatch, unpatched
 from ldm_lite.runtime.precision import short_name
 
-Network = TypeVar("Network", bound=nn.Module)
+AnyNetwork = TypeVar("AnyNetwork", bound=nn.Module)
 
 
 def vanilla(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -294,7 +294,7 @@ def use_like(network: nn.Module, template: nn.Module) -> None:
             patch(layer, _mha)
 
 
-def in_float32(network: Network, device: torch.device) -> Network:
+def in_float32(network: AnyNetwork, device: torch.device) -> AnyNetwork:
     """Return a copy of a network in float32 on a device, where attention for half precision alone becomes PyTorch's."""
     whole = copy.deepcopy(network).to(device, torch.float32)
     for layer in layers(whole).values():

@@ -118,7 +118,7 @@ class Format(NamedTuple):
     dequantize: Callable[[Tensor], Tensor]
 
 
-FORMATS = {
+GGUF_FORMATS = {
     "F32": Format(0, 1, 4, lambda b: b.contiguous().view(torch.float32)),
     "F16": Format(1, 1, 2, lambda b: _half(b, 0)),
     "Q4_0": Format(2, 32, 18, lambda b: _half(b, 0) * (_nibbles(b[:, 2:]).float() - 8)),
@@ -154,7 +154,7 @@ class Blocks(NamedTuple):
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Return the tensor, on the device of the blocks; a large one, an embedding, piece by piece."""
-        form = FORMATS[self.format]
+        form = GGUF_FORMATS[self.format]
         blocks = self.data.view(-1, form.bytes)
         if len(blocks) * form.values <= ONE_KERNEL_MAX_VALUES:
             return form.dequantize(blocks).to(dtype).view(self.shape)

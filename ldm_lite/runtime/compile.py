@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from ldm_lite.core.denoise import Guided, run_row, weighted
 from ldm_lite.runtime import joined
-from ldm_lite.runtime.cuda_graphs import UNDER_WAY, Graphs, Step, as_under_way, is_stateful, tensors_of
+from ldm_lite.runtime.cuda_graphs import UNDER_WAY, Graphs, Step, as_under_way, is_stateful, tensors_in
 from ldm_lite.runtime.timing import cache_folder
 
 log = logging.getLogger("ldm_lite")
@@ -309,8 +309,8 @@ def _mark_sizes(registers: Tensor, noise: Tensor, guided: Guided, arguments: Any
     axes_of = {"concat": (0, *sides), "context": (0, 1)}  # of the other conditioning: that of images alone
     marks += [(part, axes_of.get(name, (0,))) for name, part in guided.conditioning.items()]
     marks.append((guided.weights, (-2, -1)))
-    marks += [(tensor, (0, 2, 3)) for tensor in tensors_of(arguments) if tensor.ndim == 4]  # (B or 1,C,h,w)
-    marks += [(tensor, (0,)) for tensor in tensors_of(arguments) if tensor.ndim == 3]  # (B,T,C)
+    marks += [(tensor, (0, 2, 3)) for tensor in tensors_in(arguments) if tensor.ndim == 4]  # (B or 1,C,h,w)
+    marks += [(tensor, (0,)) for tensor in tensors_in(arguments) if tensor.ndim == 3]  # (B,T,C)
     for tensor, axes in marks:
         for axis in axes:
             if tensor.shape[axis] > 1:

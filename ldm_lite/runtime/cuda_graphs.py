@@ -76,7 +76,7 @@ class Graphs:
 
     def __call__(self, model: Any, *args: Any) -> Any:
         """Replay the graph for these arguments, which is captured if there is none, or run the step without one."""
-        tensors = list(tensors_of(args))
+        tensors = list(tensors_in(args))
         device = tensors[0].device
         # A function may read tensors that are not among the arguments.
         code = code_of(model) if isinstance(model, nn.Module) else None
@@ -133,14 +133,14 @@ class Graphs:
         """Capture the step in buffers of its own, on the device's stream, which waits for the one outside and back."""
         with torch.inference_mode(False):  # inference tensors cannot be written outside inference mode
             static = mapped(args, lambda x: x.clone())
-        tensor = next(tensors_of(static))
+        tensor = next(tensors_in(static))
         device = tensor.device
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream, graph = self._streams[device], torch.cuda.CUDAGraph()
         # One graph runs at a time, and its result is copied at once, so all graphs of a device can share their memory.
         captured = (kept for graphs in self._graphs.values() for kept in graphs.values())
-        pool = next((kept.graph.pool() for kept in captured if next(tensors_of(kept.out)).device == device), None)
+        pool = next((kept.graph.pool() for kept in captured if next(tensors_in(kept.out)).device == device), None)
         stream.wait_stream(outside)
         # Around the capture too, which does not restore the stream if it fails.
         with torch.cuda.device_of(tensor), torch.cuda.stream(stream):  # type: ignore[no-untyped-call]
@@ -174,7 +174,7 @@ class Captured:
 
     def __init__(self, graph: Any, static: tuple[Any, ...], out: Any) -> None:
         self.graph, self.out = graph, out
-        self._buffers = list(tensors_of(static))
+        self._buffers = list(tensors_in(static))
         # The tensor, and its version, that each buffer holds a copy of.
         self._last_inputs: list[tuple[Any, int]] = [(lambda: None, 0)] * len(self._buffers)
         self.is_stale = False  # one of the weights is gone
@@ -253,7 +253,7 @@ def leaves_of(value: Any) -> Iterator[Any]:
         yield value
 
 
-def tensors_of(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> Iterator[Tensor]:
     """Yield the tensors in a nested value, in order."""
     return (leaf for leaf in leaves_of(value) if isinstance(leaf, Tensor))
 

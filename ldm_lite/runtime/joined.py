@@ -30,10 +30,10 @@ def use(network: nn.Module) -> None:
     """Join the weights of a network's self-attention layers.  Other layers are left as they are."""
     for block in network.modules():
         if type(block) is BasicTransformerBlock and type(block.attn1) is Attention:
-            join(block.attn1)
+            join_projections(block.attn1)
 
 
-def join(layer: Attention) -> None:
+def join_projections(layer: Attention) -> None:
     """Move the weights of a self-attention layer's queries, keys and values into one memory."""
     projections = layer.to_q, layer.to_k, layer.to_v
     weights = [projection.weight for projection in projections]

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ldm_lite.models.flux import DoubleStreamBlock
 from ldm_lite.models.mmdit import JointBlock
-from ldm_lite.models.t5 import Encoder as T5Stack
+from ldm_lite.models.t5 import T5Layers as T5Stack
 from ldm_lite.runtime.memory import MappedPages, trim_heap, weights_channels_last
 from ldm_lite.runtime.quantization import STORAGES, Quantized, dequantize, quantize
 

@@ -8,7 +8,7 @@ import torch
 log = logging.getLogger("ldm_lite")
 
 AUTO = "auto"  # a name of pick_dtype
-DTYPES = {
+NAMED_DTYPES = {
     "fp32": torch.float32,
     "fp16": torch.float16,
     "bf16": torch.bfloat16,
@@ -16,26 +16,6 @@ DTYPES = {
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
 }
-
-
-def pick_device(name: str | torch.device | None) -> torch.device:
-    """Return a device; None is CUDA if available, else Apple's GPU, else the CPU.
-
-    Raises ValueError for a device that this machine or this build of torch lacks.
-    """
-    if name is None:
-        if torch.cuda.is_available():
-            return torch.device("cuda")
-        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).splitlines()[0].split(". ")[0][:150]
-        raise ValueError(f"device {str(name)!r} is not available here ({reason}): leave it out, or take cpu") from error
-    if device.type == "meta":
-        raise ValueError("device 'meta' holds no weights: leave it out, or take cpu")
-    return device
 
 
 def pick_dtype(name: str | torch.dtype | None, device: torch.device) -> torch.dtype:
@@ -50,11 +30,11 @@ def pick_dtype(name: str | torch.dtype | None, device: torch.device) -> torch.dt
         log.info('this CPU has fast bfloat16: `dtype="auto"` uses it, faster than fp32 and slightly less exact')
     if name is None or name == AUTO:
         return torch.float16 if device.type == "cuda" else torch.float32
-    if isinstance(name, str) and name not in DTYPES:
-        raise ValueError(f"unknown dtype {name!r}: expected one of {', '.join((AUTO, *DTYPES))}")
-    dtype = DTYPES[name] if isinstance(name, str) else name
+    if isinstance(name, str) and name not in NAMED_DTYPES:
+        raise ValueError(f"unknown dtype {name!r}: expected one of {', '.join((AUTO, *NAMED_DTYPES))}")
+    dtype = NAMED_DTYPES[name] if isinstance(name, str) else name
     if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"got dtype {name!r}, expected one of {', '.join(DTYPES)}")
+        raise TypeError(f"got dtype {name!r}, expected one of {', '.join(NAMED_DTYPES)}")
     if dtype == torch.bfloat16 and device.type == "cpu" and emulates_bf16():
         log.warning("bf16 is emulated on this CPU, and slower than fp32")
     return dtype
@@ -110,4 +90,4 @@ def has_fast_bf16(device: torch.device) -> bool:
 
 def short_name(dtype: torch.dtype) -> str:
     """Return the short name of a dtype: "fp16" for torch.float16."""
-    return next((name for name, value in DTYPES.items() if value == dtype), str(dtype))
+    return next((name for name, value in NAMED_DTYPES.items() if value == dtype), str(dtype))

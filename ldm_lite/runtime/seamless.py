@@ -15,10 +15,10 @@ from ldm_lite.runtime.patching import patch, patch_of, unpatch
 
 AXES = ("x", "y", "xy")  # along which images fit together: x is left to right
 
-Network = TypeVar("Network", bound=nn.Module)
+AnyNetwork = TypeVar("AnyNetwork", bound=nn.Module)
 
 
-def seamless(network: Network, axes: str) -> Network:
+def seamless(network: AnyNetwork, axes: str) -> AnyNetwork:
     """Return a network of the same weights, whose convolutions are circular along the axes, one of AXES.
 
     It computes whole feature maps, not strips.  Raises ValueError for a network without convolutions that are padded.

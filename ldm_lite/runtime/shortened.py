@@ -28,7 +28,7 @@ from ldm_lite.diffusion.adaptive import AdaptivePlan
 from ldm_lite.diffusion.plan import Plan, rises_before
 from ldm_lite.models.controlnet import ControlledUNet
 from ldm_lite.models.ip_adapter import UNetWithImages, cross_attentions
-from ldm_lite.models.unet import UNet, plus
+from ldm_lite.models.unet import LDMUNet, plus
 from ldm_lite.runtime.compile import CompiledStep, in_two_parts
 from ldm_lite.runtime.cuda_graphs import Step
 from ldm_lite.runtime.patching import patch, patch_of, twin
@@ -140,7 +140,7 @@ class Run:
 
     def __init__(self, unet: nn.Module, shortcuts: Shortcuts, plan: Plan | None = None) -> None:
         """Raises ValueError for another network than a UNet, a branch that it does not have, and an adaptive plan."""
-        if type(unet) is not UNet:
+        if type(unet) is not LDMUNet:
             raise ValueError(f"DeepCache, T-GATE and FreeU are for UNets, not for {type(unet).__name__}")
         if isinstance(plan, AdaptivePlan):
             raise ValueError("DPM adaptive has no fixed steps for DeepCache, T-GATE or FreeU: take another sampler")

@@ -27,7 +27,7 @@ STRIP = 2**22  # numbers in a strip: 8 MiB in half precision
 NORM_STRIP = 128 * 128  # positions of a strip whose statistics are taken, at most: their error is 2e-7
 TILE = 4  # strips with their neighbouring rows are multiples of this, so that none of Winograd's tiles is cut
 
-Network = TypeVar("Network", bound=nn.Module)
+AnyNetwork = TypeVar("AnyNetwork", bound=nn.Module)
 
 
 def tile(vae: Any, storage_device: torch.device | str | None = None) -> None:
@@ -42,14 +42,14 @@ def tile(vae: Any, storage_device: torch.device | str | None = None) -> None:
         patch(vae.decoder, strips.decode)
 
 
-def tiled(vae: Network, storage_device: torch.device | str | None = None) -> Network:
+def tiled(vae: AnyNetwork, storage_device: torch.device | str | None = None) -> AnyNetwork:
     """Return a strip-by-strip version of the autoencoder with the same weights; the given one does not change.
 
     See tile, which may leave it as it is.
     """
     if not _is_kl(vae):
         return vae
-    result: Network = twin(vae)
+    result: AnyNetwork = twin(vae)
     tile(result, storage_device)
     return result
 

@@ -33,7 +33,7 @@ HEADERS = {  # the page runs its own files alone, and asks nobody else
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
-TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 LOOK = 0.1  # seconds between two looks at tickets
 MOST_SINGLE = 64  # images of a plot that are sent besides the plot
 MOST_HINT = 1024  # pixels on the long side of a hint
@@ -93,12 +93,12 @@ class HintRequest(PictureRequest):
 def mount(app: FastAPI, engine: Engine) -> None:
     """Add the API and the page, at "/", to an application."""
     app.include_router(router(engine))
-    files = {path.name: path.read_bytes() for path in sorted(PAGE.iterdir()) if path.suffix in TYPES}
+    files = {path.name: path.read_bytes() for path in sorted(PAGE.iterdir()) if path.suffix in _TYPES}
     version = hashlib.sha256(b"".join(files.values())).hexdigest()[:16]  # in the addresses: browsers keep these files
     index = files.pop("index.html").replace(b'"page/', f'"page/{version}/'.encode())
 
     def sent(name: str, content: bytes, kept: str) -> Response:
-        return Response(content, headers=HEADERS | {"Cache-Control": kept}, media_type=TYPES[Path(name).suffix])
+        return Response(content, headers=HEADERS | {"Cache-Control": kept}, media_type=_TYPES[Path(name).suffix])
 
     @app.get("/", include_in_schema=False)
     async def page() -> Response:
@@ -176,7 +176,7 @@ def router(engine: Engine) -> APIRouter:
 
 def _submit(engine: Engine, asked: ImagesRequest, given_up: threading.Event) -> tuple[form.Work, list[Ticket]]:
     """Queue what a form asks for, all or nothing."""
-    work, tickets, most = form.read(asked.model_dump(), engine), list[Ticket](), engine.limits.max_work
+    work, tickets, most = form.read_form(asked.model_dump(), engine), list[Ticket](), engine.limits.max_work
     try:
         for wanted in work.requests:
             tickets.append(engine.submit(*wanted))

@@ -145,7 +145,7 @@ class Work(NamedTuple):
         return self.x is not None or self.y is not None
 
 
-def read(values: Mapping[str, Any], engine: Engine) -> Work:
+def read_form(values: Mapping[str, Any], engine: Engine) -> Work:
     """Read a form: its values by name, as api.ImagesRequest has them.  Raises Refused, which names the field."""
     task = values["task"]
     for name in values:

@@ -30,7 +30,7 @@ from ldm_lite.cli.pictures import text_of, write_picture
 from ldm_lite.image import decode_image, to_rgb, upright
 from ldm_lite.serve.queue import CANCELLED, CLIENT, Engine, Full, Stopping, Ticket, report
 
-Kind = TypeVar("Kind", bound="Body")
+BodyKind = TypeVar("BodyKind", bound="Body")
 T = TypeVar("T")
 MOST_MESSAGE = 500  # characters
 MOST_READ = 16  # times the pixels that may be made may be read
@@ -221,10 +221,10 @@ async def reading(request: Request, function: Callable[..., T], *args: Any) -> T
     return await reader.in_thread(function, *args)
 
 
-async def read_json(request: Request, kind: type[Kind]) -> Kind:
+async def read_json(request: Request, kind: type[BodyKind]) -> BodyKind:
     """Read a request's JSON object.  Raises Refused (422 for anything else; 408, 413, 503), Full, Stopping."""
 
-    def parse(body: bytes) -> Kind:
+    def parse(body: bytes) -> BodyKind:
         if sum(body.count(mark) for mark in (b",", b"[", b"{")) > MOST_MARKS:
             raise Refused(422, f"the request has more than {MOST_MARKS} commas and brackets")
         try:
@@ -237,7 +237,7 @@ async def read_json(request: Request, kind: type[Kind]) -> Kind:
     return await reader.read(request, parse)
 
 
-def validated(kind: type[Kind], content: Any) -> Kind:
+def validated(kind: type[BodyKind], content: Any) -> BodyKind:
     """Return a request as its kind.  Raises Refused (422), which names the first field that is wrong, not its value."""
     _check_bounds(content)
     try:

@@ -20,7 +20,7 @@ from ldm_lite.core.layers import Shapes
 from ldm_lite.serve.options import ServeOptions
 
 SUFFIXES = (".safetensors", ".ckpt", ".pt", ".pth", ".bin")
-KINDS = {  # as messages say
+_KINDS = {  # as messages say
     "models": "model",
     "loras": "LoRA",
     "controlnets": "ControlNet",
@@ -31,7 +31,7 @@ MOST_LORAS = 32  # of a request
 Loras = tuple[tuple[str, toolkit.LoraWeight], ...]  # (name, weight)
 
 
-class Facts(NamedTuple):
+class ModelFacts(NamedTuple):
     """What is known of a model before it is loaded again."""
 
     side: int  # pixels of its images
@@ -47,7 +47,7 @@ class Library:
     def __init__(self, load: LoadOptions, options: ServeOptions) -> None:
         """Load the default model, load.ckpt.  Raises ValueError, OSError."""
         self._load, self._options = load, options
-        for kind in KINDS:
+        for kind in _KINDS:
             folder = getattr(options, kind)
             if folder is not None and not Path(folder).is_dir():
                 raise ValueError(f"got `{kind}` {folder!r}, expected a folder")
@@ -59,7 +59,7 @@ class Library:
         self._upscaler: tuple[Path, Upscaler] | None = None
         self._upscaling = threading.Lock()
         self.given_up: Callable[[], bool] = lambda: False  # whether nobody waits for what runs
-        self._facts: dict[str, Facts] = {}
+        self._facts: dict[str, ModelFacts] = {}
         self._broken: dict[Path, tuple[int, str]] = {}  # files that could not be loaded: when they were changed, why
         self.together: Pipeline | None = None  # the model, if its batches are exact
         self._open(load)
@@ -78,7 +78,7 @@ class Library:
         model = self._model
         return model if name == self.loaded else None
 
-    def facts(self, name: str | None) -> Facts:
+    def facts(self, name: str | None) -> ModelFacts:
         """Return what is known of a model: of one that never was loaded, what the default has."""
         return self._facts.get(name or self.default) or self._facts[self.default]
 
@@ -95,7 +95,7 @@ class Library:
         return [self.default, *(name for name in self.files("models") if name != self.default)]
 
     def files(self, kind: str) -> dict[str, Path]:
-        """Return the files of one of KINDS by name: the path in the folder, without the suffix."""
+        """Return the files of one of _KINDS by name: the path in the folder, without the suffix."""
         if (folder := getattr(self._options, kind)) is None:
             return {}
         root = Path(folder)
@@ -103,13 +103,13 @@ class Library:
         return {path.relative_to(root).with_suffix("").as_posix(): path for path in paths}
 
     def file(self, kind: str, name: str) -> Path:
-        """Return a file of one of KINDS.  Raises ValueError for a name that there is not."""
+        """Return a file of one of _KINDS.  Raises ValueError for a name that there is not."""
         files = self.files(kind)
         name = self.plain(name, files)
         if name not in files:
             known = [self.default, *files] if kind == "models" else list(files)
             wanted = "one of " + ", ".join(known) if known else "none"
-            raise ValueError(f"unknown {KINDS[kind]} {name!r:.80}: expected {wanted}")
+            raise ValueError(f"unknown {_KINDS[kind]} {name!r:.80}: expected {wanted}")
         return files[name]
 
     @staticmethod
@@ -232,7 +232,7 @@ class Library:
         encoders: tuple[Any, ...] = model.text_encoders
         widths = {encoder.spec.width for encoder in encoders if hasattr(encoder, "spec")}
         tasks, references = toolkit.tasks_of(model), toolkit.reads_references(model)
-        self._facts[name] = Facts(model.family.resolution, model.family.steps, tasks, widths, references)
+        self._facts[name] = ModelFacts(model.family.resolution, model.family.steps, tasks, widths, references)
         self._model = self.together or model
 
     @property

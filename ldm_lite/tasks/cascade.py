@@ -20,19 +20,20 @@ from torch import Tensor
 from ldm_lite import generate
 from ldm_lite.checkpoint import hub
 from ldm_lite.checkpoint.loading import load_model
-from ldm_lite.checkpoint.model import Model
+from ldm_lite.checkpoint.model import CheckpointModel
 from ldm_lite.checkpoint.parts import load_t5
 from ldm_lite.cli.command_options import CascadeOptions, StageOptions
 from ldm_lite.cli.options import LoadOptions
 from ldm_lite.cli.task_options import UpscaleOptions
 from ldm_lite.conditioning.inputs import read_tensor
 from ldm_lite.core.denoise import Call, Conditioning, Draw, Inputs, InputSource
+from ldm_lite.core.pipeline import pick_device
 from ldm_lite.core.tasks import noise_of
 from ldm_lite.diffusion.adjustments import thresholding
 from ldm_lite.diffusion.guidance import classifier_free
-from ldm_lite.diffusion.names import make_plan, resolve, table_steps
+from ldm_lite.diffusion.names import named_plan, resolve, table_steps
 from ldm_lite.diffusion.schedule import Level
-from ldm_lite.runtime.precision import pick_device, pick_dtype
+from ldm_lite.runtime.precision import pick_dtype
 from ldm_lite.tasks.job import OnStep, results
 from ldm_lite.tasks.upscale import enlarge
 from ldm_lite.text.caption import clean
@@ -50,7 +51,7 @@ class CascadeImage(NamedTuple):
 
 
 def cascade(
-    stages: Sequence[Model | LoadOptions],
+    stages: Sequence[CheckpointModel | LoadOptions],
     options: CascadeOptions,
     context: Tensor,
     uncond: Tensor,
@@ -68,7 +69,7 @@ def cascade(
     rows = [row for _ in range(options.n_iter) for row in range(len(context)) for _ in range(options.batch_size)]
     images: list[Tensor] = []
     for number, stage in enumerate(stages):
-        model = load_model(stage, Model) if isinstance(stage, LoadOptions) else stage
+        model = load_model(stage, CheckpointModel) if isinstance(stage, LoadOptions) else stage
         family, is_last = model.family, number == len(stages) - 1
         fits = family.task == "cascade" and (family.unet.num_classes is not None) == (number > 0)
         if not fits and not (family.task == "upscale" and number > 0 and is_last):
@@ -111,7 +112,7 @@ def _of_stage(values: Sequence[T], number: int) -> T | None:
 
 
 def _run(
-    model: Model,
+    model: CheckpointModel,
     options: CascadeOptions,
     number: int,
     context: Tensor,
@@ -125,7 +126,7 @@ def _run(
     sampler = _of_stage(options.sampler, number) or family.sampler
     steps = _of_stage(options.steps, number) or table_steps(sampler) or family.steps
     scale = _of_stage(options.scale, number)
-    plan = make_plan(sampler, model.schedule, steps)
+    plan = named_plan(sampler, model.schedule, steps)
     shape = (3, 4**number * options.height, 4**number * options.width)
     for first in range(0, len(seeds), options.batch_size):
         some = slice(first, first + options.batch_size)
@@ -162,7 +163,9 @@ def _with_fresh_noise(level: Level, draw: Draw, source: InputSource) -> InputSou
     return inputs_of
 
 
-def _enlarged(model: Model, options: CascadeOptions, small: Sequence[Tensor], on_step: OnStep) -> Iterator[Tensor]:
+def _enlarged(
+    model: CheckpointModel, options: CascadeOptions, small: Sequence[Tensor], on_step: OnStep
+) -> Iterator[Tensor]:
     """Run the third stage: return images (3,H,W) in [-1,1] four times as large, on the CPU."""
     upscale = UpscaleOptions(
         prompt=options.prompt,

@@ -11,7 +11,7 @@ from typing import Any
 from PIL import Image
 
 from ldm_lite.checkpoint.loading import load_model
-from ldm_lite.checkpoint.model import Model
+from ldm_lite.checkpoint.model import CheckpointModel
 from ldm_lite.checkpoint.parts import is_upscaler, open_autoencoder, with_autoencoder
 from ldm_lite.cli.command_options import CascadeOptions, StageOptions
 from ldm_lite.cli.options import LoadOptions, SaveOptions, given
@@ -35,7 +35,7 @@ log = logging.getLogger("ldm_lite")
 MOST_IN_GRID = 100  # a grid needs all of its images in memory
 
 
-def previews(model: Model, source: str, show: Callable[[Image.Image], None]) -> OnStep:
+def previews(model: CheckpointModel, source: str, show: Callable[[Image.Image], None]) -> OnStep:
     """Return what shows a batch after each step: the predicted x0, or the last latents, by a small autoencoder.
 
     source is the autoencoder's file.  Raises ValueError if its latents are not the model's.
@@ -83,7 +83,7 @@ def make(options: Txt2imgOptions, load: LoadOptions, save: SaveOptions, original
     axes = xy.read_axes(type(options), {letter: getattr(save, letter) for letter in "xyz"})
     sheets = _cells(axes, options, module.count, saver) if axes else []
 
-    def check_outline(model: Model) -> None:
+    def check_outline(model: CheckpointModel) -> None:
         for name, value in (("C", model.vae.spec.embed_dim), ("f", model.vae.spec.factor)):
             if original.get(name, value) != value:
                 raise ValueError(f"got --{name} {original[name]}, but this checkpoint has {value}: leave it out")
@@ -92,7 +92,7 @@ def make(options: Txt2imgOptions, load: LoadOptions, save: SaveOptions, original
         for cell in [cell for sheet in sheets for cell in sheet] or [options]:
             _check_before_loading(module.prepare, model, cell)
 
-    model = load_model(load, Model, check_outline)
+    model = load_model(load, CheckpointModel, check_outline)
     if axes:
         return _plot(axes, module.prepare, sheets, model, saver)
     start, in_grid, text, count_made = time.perf_counter(), [], "", 0
@@ -122,7 +122,7 @@ def make(options: Txt2imgOptions, load: LoadOptions, save: SaveOptions, original
     _log_end(count_made, start)
 
 
-def _check_before_loading(prepare: Callable[..., Task], model: Model, options: Any) -> None:
+def _check_before_loading(prepare: Callable[..., Task], model: CheckpointModel, options: Any) -> None:
     """Raise what is wrong with a task's options and files, by the outline of a model: before weights are read.
 
     Features that load networks of other files are left out: only whether these are there is checked.
@@ -158,9 +158,9 @@ def _cells(
 
 def _plot(
     axes: Mapping[str, xy.Axis],
-    prepare: Callable[[Model, Any], Task],
+    prepare: Callable[[CheckpointModel, Any], Task],
     sheets: list[list[Any]],
-    model: Model,
+    model: CheckpointModel,
     saver: Saver,
 ) -> None:
     """Save the images of an X/Y plot, and the plot; one for each value of Z."""

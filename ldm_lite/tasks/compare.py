@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from ldm_lite.checkpoint.loading import load_model
-from ldm_lite.checkpoint.model import Model
+from ldm_lite.checkpoint.model import CheckpointModel
 from ldm_lite.checkpoint.reader import on_meta
 from ldm_lite.cli.command_options import CompareOptions
 from ldm_lite.cli.files import read_json
@@ -38,16 +38,16 @@ from ldm_lite.cli.task_options import Txt2imgOptions
 from ldm_lite.cli.writing import write_whole
 from ldm_lite.core.denoise import Branch, Call, Constraint, Draw, Inputs, InputSource, join, running, unconstrained
 from ldm_lite.core.job import Item, Latents, start
-from ldm_lite.core.job import run as run_batches
+from ldm_lite.core.job import run_batches as run_batches
 from ldm_lite.core.plan import NUM_REGISTERS, Plan, Row
 from ldm_lite.diffusion.adaptive import AdaptivePlan
-from ldm_lite.diffusion.names import SAMPLERS, make_plan, resolve
+from ldm_lite.diffusion.names import SAMPLERS, named_plan, resolve
 from ldm_lite.diffusion.schedule import SPACINGS
 from ldm_lite.families.sd1 import SD1
-from ldm_lite.models.unet import UNet, UNetSpec
+from ldm_lite.models.unet import LDMUNet, LDMUNetSpec
 from ldm_lite.runtime.shortened import Run, Shortcuts
 from ldm_lite.tasks import txt2img
-from ldm_lite.tasks.job import Job
+from ldm_lite.tasks.job import TaskJob
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -89,14 +89,14 @@ def named(samplers: Sequence[str]) -> list[str]:
     return [resolve(name)[0] for name in samplers] or list(SAMPLERS)
 
 
-def cases(model: Model, samplers: Sequence[str] = ()) -> list[Case]:
+def cases(model: CheckpointModel, samplers: Sequence[str] = ()) -> list[Case]:
     """Return the curves: samplers with a fixed number of calls (of those named), then tricks."""
     chosen = named(samplers)
-    fixed = [name for name in chosen if not isinstance(make_plan(name, model.schedule, 20), AdaptivePlan)]
+    fixed = [name for name in chosen if not isinstance(named_plan(name, model.schedule, 20), AdaptivePlan)]
     return [*(Case(name, name) for name in fixed), *(trick for trick in TRICKS if trick.sampler in chosen)]
 
 
-def job_of(model: Model, options: Txt2imgOptions, case: Case, steps: int) -> Job:
+def job_of(model: CheckpointModel, options: Txt2imgOptions, case: Case, steps: int) -> TaskJob:
     """Return the job of a case for the prompts, seeds, scale and spacing of options, as one batch.
 
     It starts from the noise of its first level, whatever the sampler does.
@@ -112,18 +112,18 @@ def job_of(model: Model, options: Txt2imgOptions, case: Case, steps: int) -> Job
     return dataclasses.replace(part.make(), items=part.items, first_latents=first_latents)
 
 
-def latents(job: Job) -> Tensor:
+def latents(job: TaskJob) -> Tensor:
     """Return the last latents (B,C,h,w) of a job of one batch, float64."""
     return next(event for event in run_batches(job) if isinstance(event, Latents)).latents.double()
 
 
-def txt2img_options(model: Model, options: CompareOptions) -> Txt2imgOptions:
+def txt2img_options(model: CheckpointModel, options: CompareOptions) -> Txt2imgOptions:
     """Return what all runs have in common."""
     scale = model.family.scale if options.scale is None else options.scale
     return Txt2imgOptions(options.prompt, negative_prompt="", scale=scale, spacing=options.spacing, seed=options.seed)
 
 
-def against(model: Model, asked: Txt2imgOptions, steps: int) -> Callable[[Job], float]:
+def against(model: CheckpointModel, asked: Txt2imgOptions, steps: int) -> Callable[[TaskJob], float]:
     """Return what tells the relative error of a job's last latents against a run of Heun's method."""
     converged = latents(job_of(model, asked, Case("", "heun"), steps))
     return lambda job: float((latents(job) - converged).norm() / converged.norm())
@@ -144,12 +144,12 @@ class Comparison:
     errors: dict[int, float]  # by the number of steps; empty if the sampler adds noise or solves another equation
 
 
-def compare(model: Model, options: CompareOptions) -> list[Comparison]:
+def compare(model: CheckpointModel, options: CompareOptions) -> list[Comparison]:
     """Run every sampler at every number of steps.  Raises ValueError for unknown names."""
     asked, rows = txt2img_options(model, options), []
     error_of = against(model, asked, options.reference)
     for name in named(options.samplers):
-        plan = make_plan(name, model.schedule, 20)
+        plan = named_plan(name, model.schedule, 20)
         # With noise there is no single solution, and LCM solves another equation.
         counts = () if plan.adds_noise.any() else options.steps
         errors = {steps: error_of(job_of(model, asked, Case(name, name), steps)) for steps in counts}
@@ -171,7 +171,7 @@ def table(rows: Sequence[Comparison], steps: Sequence[int]) -> str:
     return "\n".join(line.rstrip() for line in padded)
 
 
-def chart(model: Model, rows: Sequence[Comparison], options: CompareOptions) -> "Figure":
+def chart(model: CheckpointModel, rows: Sequence[Comparison], options: CompareOptions) -> "Figure":
     """Draw the noise levels of each spacing and the error of each sampler over steps.  Needs matplotlib."""
     from matplotlib.figure import Figure
 
@@ -202,9 +202,9 @@ def chart(model: Model, rows: Sequence[Comparison], options: CompareOptions) -> 
 class Cost:
     """The multiplications of a run of a UNet, in calls of the whole network on one branch."""
 
-    def __init__(self, spec: UNetSpec, side: int) -> None:
+    def __init__(self, spec: LDMUNetSpec, side: int) -> None:
         with on_meta():
-            self._unet = UNet(spec)
+            self._unet = LDMUNet(spec)
         self._x = torch.empty(NUM_REGISTERS, 1, spec.in_channels, side, side, device="meta")
         self._text: dict[str, Tensor] = {}
         if spec.context_dim is not None:
@@ -238,13 +238,13 @@ class Cost:
         return int(counter.get_total_flops())
 
 
-def measure(model: Model, options: CompareOptions, path: Path | None) -> dict[str, Any]:
+def measure(model: CheckpointModel, options: CompareOptions, path: Path | None) -> dict[str, Any]:
     """Return all points, in the file too, if there is one: those that it holds are not run again.
 
     Samplers that add noise converge to no image: their points have a cost and no error.  Raises ValueError for a file
     of another comparison, and without guidance.
     """
-    if not isinstance(model.family.unet, UNetSpec) or model.family.unet.vector_dim or model.family.unet.num_classes:
+    if not isinstance(model.family.unet, LDMUNetSpec) or model.family.unet.vector_dim or model.family.unet.num_classes:
         raise ValueError(f"`compare` is for UNets that read text alone, not for {model.family.title}")
     side, asked = model.family.resolution, txt2img_options(model, options)
     if asked.scale == 1:
@@ -254,7 +254,7 @@ def measure(model: Model, options: CompareOptions, path: Path | None) -> dict[st
     kept: dict[str, Any] = {**about, "points": {}} if path is None else read(path, about)
     shape = model.latent_shape(side, side)
     costs = {"calls": Cost(model.family.unet, shape[-1]), "sd1": Cost(SD1.unet, 64)}
-    error_of: Callable[[Job], float] | None = None
+    error_of: Callable[[TaskJob], float] | None = None
     for case in cases(model, options.samplers):
         for steps in options.steps:
             key = f"{case.name}/{steps}"
@@ -345,11 +345,11 @@ def compare_samplers(options: CompareOptions, load: LoadOptions) -> None:
         log.warning("no chart without matplotlib: pip install matplotlib")
     saver = Saver(SaveOptions(out=options.out), "samplers")
 
-    def check(model: Model) -> None:
+    def check(model: CheckpointModel) -> None:
         for count in () if options.compare else (*options.steps, options.reference):
-            make_plan("heun", model.schedule, count, spacing=options.spacing)
+            named_plan("heun", model.schedule, count, spacing=options.spacing)
 
-    model = load_model(load, Model, check)
+    model = load_model(load, CheckpointModel, check)
     if options.compare:
         points = measure(model, options, None if options.results is None else Path(options.results))
         print(cost_table(list(points["points"].values())))

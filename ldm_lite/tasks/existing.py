@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ldm_lite.checkpoint.digest import sampled
-from ldm_lite.checkpoint.model import Model
+from ldm_lite.checkpoint.model import CheckpointModel
 from ldm_lite.cli.files import open_file
 from ldm_lite.core.job import Item
 from ldm_lite.tasks.job import Part, Task, guidance_of
@@ -32,7 +32,7 @@ class Existing:
     def __init__(self, task: Task, in_folder: Counter[str]) -> None:
         """in_folder counts the keys in the folder."""
         self._model, self._task = task.model, task
-        models = [task.model, *(value for value in vars(task.options).values() if isinstance(value, Model))]
+        models = [task.model, *(value for value in vars(task.options).values() if isinstance(value, CheckpointModel))]
         self._digest = _digest(*_settings(task), *map(_weights, models))
         self._left, self.skipped = Counter(in_folder), 0
 
@@ -91,7 +91,7 @@ def _settings(task: Task) -> Sequence[object]:
     return [{name: contents(value) for name, value in values.items()}, steps, resolved]
 
 
-def _weights(model: Model) -> str:
+def _weights(model: CheckpointModel) -> str:
     """Digest the names, shapes, types and some values of all weights: a merged LoRA changes them too.
 
     Textual inversions count by the names that prompts have for them, and by all their vectors.

@@ -9,17 +9,17 @@ from pathlib import Path
 import torch
 
 from ldm_lite.checkpoint.loading import load_model
-from ldm_lite.checkpoint.model import Model
+from ldm_lite.checkpoint.model import CheckpointModel
 from ldm_lite.cli.command_options import ExportOptions
 from ldm_lite.cli.options import LoadOptions
 from ldm_lite.conditioning.prompts import PromptOptions, encode_prompts, guided
 from ldm_lite.runtime import aot
-from ldm_lite.runtime.aot import Inputs
+from ldm_lite.runtime.aot import ExportInputs
 
 log = logging.getLogger("ldm_lite")
 
 
-def _example(model: Model, width: int, height: int, batch: int, chunks: int) -> Inputs:
+def _example(model: CheckpointModel, width: int, height: int, batch: int, chunks: int) -> ExportInputs:
     """Inputs of the UNet as the denoising loop gives them: latents, timesteps, context, vectors or classes."""
     channels, h, w = model.latent_shape(height, width)
     prompts = encode_prompts(model, [""] * batch, PromptOptions(num_chunks=chunks))
@@ -49,11 +49,11 @@ def export_unet(options: ExportOptions, load: LoadOptions) -> None:
             f"got `sizes` {options.sizes}, expected WIDTHxHEIGHT separated by commas, as 512x512,768x512"
         ) from error
 
-    def check(model: Model) -> None:
+    def check(model: CheckpointModel) -> None:
         for width, height in told:
             model.latent_shape(height, width)
 
-    model = load_model(load, Model, check)
+    model = load_model(load, CheckpointModel, check)
     start = time.perf_counter()
     sizes = told or [(model.family.resolution, model.family.resolution)]
     rows = [batch * options.branches for batch in options.batches]

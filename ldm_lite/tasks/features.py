@@ -11,14 +11,14 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
-from ldm_lite.checkpoint.model import Model
+from ldm_lite.checkpoint.model import CheckpointModel
 from ldm_lite.cli.declared import declared, differ, with_values
 from ldm_lite.cli.options import changed
 from ldm_lite.cli.task_options import Txt2imgOptions
 from ldm_lite.core.features import STAGES, Feature, check_together
 from ldm_lite.core.files import imported
 
-Options = TypeVar("Options", bound=Txt2imgOptions)
+TaskOptions = TypeVar("TaskOptions", bound=Txt2imgOptions)
 
 
 def used(options: Txt2imgOptions) -> Iterator[Feature]:
@@ -32,7 +32,7 @@ def used(options: Txt2imgOptions) -> Iterator[Feature]:
 # ---- before a model is loaded ---------------------------------------------------------------------------------------
 
 
-def check_features(options: Options) -> tuple[Options, list[Feature]]:
+def check_features(options: TaskOptions) -> tuple[TaskOptions, list[Feature]]:
     """Return the options as the features that they use read them, and these features.
 
     Raises ValueError for options that are wrong whatever the model, or exclude each other; OSError for files.
@@ -66,7 +66,7 @@ def check_files(options: Txt2imgOptions) -> None:
             feature.check_files()
 
 
-def without_loading(options: Options) -> Options:
+def without_loading(options: TaskOptions) -> TaskOptions:
     """Return options without those of features that load networks, and without what only these may use."""
     names = {row.name for feature in used(options) if feature.loads for row in dataclasses.fields(feature)}
     rows = dataclasses.fields(options)  # a model that an option loads is among those that `used_by` names
@@ -75,7 +75,7 @@ def without_loading(options: Options) -> Options:
     return changed(options, **defaults, features=tuple(own for own in options.features if not own.loads))
 
 
-def with_networks(options: Options, networks: dict[str, Any]) -> Options:
+def with_networks(options: TaskOptions, networks: dict[str, Any]) -> TaskOptions:
     """Return options whose features keep the networks that they load in a dictionary, for runs that follow."""
     for feature in used(options):
         if hasattr(feature, "with_networks"):
@@ -86,7 +86,9 @@ def with_networks(options: Options, networks: dict[str, Any]) -> Options:
 # ---- with a model ---------------------------------------------------------------------------------------------------
 
 
-def change_options(model: Model, options: Options, features: list[Feature]) -> tuple[Model, Options, list[Feature]]:
+def change_options(
+    model: CheckpointModel, options: TaskOptions, features: list[Feature]
+) -> tuple[CheckpointModel, TaskOptions, list[Feature]]:
     """Return model and options as the features change them, and these features with those that the family brings.
 
     They are in the order of application: by stage; within one, the package's by the names of their files, then the

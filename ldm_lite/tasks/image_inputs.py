@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from ldm_lite.checkpoint.model import Model
+from ldm_lite.checkpoint.model import CheckpointModel
 from ldm_lite.cli.task_options import ImageOptions
 from ldm_lite.core.denoise import Constraint, Draw, unconstrained
 from ldm_lite.core.job import Item
@@ -23,7 +23,7 @@ from ldm_lite.diffusion.schedule import CLEAN, Level
 from ldm_lite.diffusion.spacings import original
 from ldm_lite.image import SUFFIXES, list_images, pad, read_image, to_image, to_pixels, to_rgb
 from ldm_lite.models.open_clip import OPEN_CLIP_H
-from ldm_lite.tasks.job import Job, plan_of
+from ldm_lite.tasks.job import TaskJob, plan_of_options
 
 log = logging.getLogger("ldm_lite")
 
@@ -74,7 +74,7 @@ def open_source(source: Source, plain: bool = False) -> NamedImage:
     return NamedImage("image", convert(to_image(source)))
 
 
-def size_of(model: Model, options: ImageOptions, source: NamedImage) -> tuple[int, int]:
+def target_size(model: CheckpointModel, options: ImageOptions, source: NamedImage) -> tuple[int, int]:
     """Return the (width, height) in pixels to resize an image to: that of the options, or its own.
 
     Its own size is reduced, with a message, to twice the model's training size at most; the original scripts round it
@@ -110,7 +110,7 @@ def size_of(model: Model, options: ImageOptions, source: NamedImage) -> tuple[in
     return width, height
 
 
-def padded(model: Model, image: Image.Image) -> Tensor:
+def padded(model: CheckpointModel, image: Image.Image) -> Tensor:
     """Convert an image of its final size to pixels (3,H,W), padded with its edges to sides the autoencoder takes."""
     return pad(to_pixels(image), side_unit(model))
 
@@ -120,7 +120,7 @@ def load_img(image: Image.Image) -> Tensor:
     return 2 * (torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 255) - 1
 
 
-def side_unit(model: Model) -> int:
+def side_unit(model: CheckpointModel) -> int:
     """What the sides of an image in pixels are multiples of."""
     return model.vae.spec.factor * model.family.unet.patch
 
@@ -133,7 +133,7 @@ class Start(NamedTuple):
     skipped: int  # steps before it
 
 
-def begin(model: Model, options: ImageOptions, strength: float) -> Start:
+def begin(model: CheckpointModel, options: ImageOptions, strength: float) -> Start:
     """Return the steps that a strength in [0,1] leaves, and the noise level to start from.
 
     Raises ValueError for options that do not fit.
@@ -143,7 +143,7 @@ def begin(model: Model, options: ImageOptions, strength: float) -> Start:
     steps = model.family.steps if options.steps is None else options.steps
     steps = steps if options.plan is None else options.plan.num_steps
     whole, last = share(steps, strength, options.exact_steps)
-    plan = plan_of(model, options, last=last, steps=whole)
+    plan = plan_of_options(model, options, last=last, steps=whole)
     if strength == 0:
         log.info("strength 0: no UNet call, only the autoencoder")
         return Start(None, CLEAN, 0)
@@ -154,7 +154,9 @@ def begin(model: Model, options: ImageOptions, strength: float) -> Start:
     return Start(plan, Level(float(plan.t[0]), float(plan.level[0, 0]), float(plan.level[0, 1])), whole - last)
 
 
-def begin_at(model: Model, options: ImageOptions, strength: float, latent_shape: tuple[int, int, int]) -> Start | None:
+def begin_at(
+    model: CheckpointModel, options: ImageOptions, strength: float, latent_shape: tuple[int, int, int]
+) -> Start | None:
     """Return the start of an image of a latent shape, if it differs from that of other sizes."""
     sized = model.sized(latent_shape)
     return None if sized.schedule is model.schedule else begin(sized, options, strength)
@@ -178,7 +180,7 @@ def share(steps: int, strength: float, exact: bool) -> tuple[int, int]:
     return round(whole), steps
 
 
-def _begin_as_the_original(model: Model, options: ImageOptions, strength: float) -> Start:
+def _begin_as_the_original(model: CheckpointModel, options: ImageOptions, strength: float) -> Start:
     """Start like the original, which adds noise one level above that of its first step, and fails if there is none.
 
     CompVis scripts/img2img.py: stochastic_encode and decode with the same t_enc.
@@ -187,7 +189,7 @@ def _begin_as_the_original(model: Model, options: ImageOptions, strength: float)
     last, levels = int(strength * steps), original(model.schedule, steps)
     if last > len(levels) - 2:
         raise ValueError(f"the original script fails at strength {strength:g}: take less, or leave out `compat`")
-    plan = plan_of(model, options, last=last, steps=steps) if last > 0 else None
+    plan = plan_of_options(model, options, last=last, steps=steps) if last > 0 else None
     log.info("strength %g: %d steps, %d UNet calls", strength, last, last)
     return Start(plan, levels[-last - 2], steps - last)
 
@@ -208,7 +210,7 @@ class FromImage:
     hole: Tensor | None = None  # (1,1,h,w): 1 where init is the image's first noise
     fresh: bool = False
 
-    def __call__(self, job: Job, items: Sequence[Item], draw: Draw) -> tuple[Tensor, Constraint]:
+    def __call__(self, job: TaskJob, items: Sequence[Item], draw: Draw) -> tuple[Tensor, Constraint]:
         """Return the first latents (B,C,h,w), and what puts some of them back."""
         device, init = self.init.device, self.init.expand(max(len(items), len(self.init)), -1, -1, -1)[: len(items)]
         if self.deviation is None:

@@ -8,10 +8,10 @@ from functools import partial
 
 from torch import Tensor
 
-from ldm_lite.checkpoint.model import Model
+from ldm_lite.checkpoint.model import CheckpointModel
 from ldm_lite.cli.task_options import Img2imgOptions
 from ldm_lite.core.features import Feature
-from ldm_lite.image import resize
+from ldm_lite.image import resize_image
 from ldm_lite.tasks import job
 from ldm_lite.tasks.image_inputs import (
     FromImage,
@@ -22,10 +22,10 @@ from ldm_lite.tasks.image_inputs import (
     load_img,
     open_source,
     padded,
-    size_of,
     sources,
+    target_size,
 )
-from ldm_lite.tasks.job import Job, OnStep, Part, Result, Task, check_counts, read_prompts, results
+from ldm_lite.tasks.job import OnStep, Part, Result, Task, TaskJob, check_counts, read_prompts, results
 
 log = logging.getLogger("ldm_lite")
 
@@ -38,7 +38,7 @@ KONTEXT_SIDES = ((672, 1568), (688, 1504), (720, 1456), (752, 1392), (800, 1328)
 KONTEXT = (*KONTEXT_SIDES, (1024, 1024), *((width, height) for height, width in KONTEXT_SIDES))  # of flux/util.py
 
 
-def img2img(model: Model, options: Img2imgOptions, on_step: OnStep | None = None) -> Iterator[Result]:
+def img2img(model: CheckpointModel, options: Img2imgOptions, on_step: OnStep | None = None) -> Iterator[Result]:
     """Run all prompts on each image; yield each result as soon as it is decoded.  Leaving the loop stops the job.
 
     A result has the size of the resized image, whatever multiples of pixels the model takes.  Strength 0 only encodes
@@ -53,7 +53,7 @@ def count(options: Img2imgOptions) -> int:
     return len(sources(options.init_img, "init_img")) * len(read_prompts(options)) * options.repeats
 
 
-def prepare(model: Model, options: Img2imgOptions) -> Task:
+def prepare(model: CheckpointModel, options: Img2imgOptions) -> Task:
     """Return the task, whose images are read one by one.  Raises ValueError as img2img does."""
     task = job.prepare(model, options, "img2img", check)
     model, changed = task.model, task.options
@@ -100,7 +100,7 @@ def kontext_size(size: tuple[int, int]) -> tuple[int, int]:
     return min(KONTEXT, key=lambda side: abs(side[0] / side[1] - size[0] / size[1]))
 
 
-def _job(task: Task, source: Source, strength: float, start: Start) -> Job:
+def _job(task: Task, source: Source, strength: float, start: Start) -> TaskJob:
     """Return the job of the images that start from one."""
     model, options = task.model, task.options
     assert isinstance(options, Img2imgOptions)
@@ -111,8 +111,8 @@ def _job(task: Task, source: Source, strength: float, start: Start) -> Job:
         size = kontext_size(image.size)
         log.info("%s: is resized to %d x %d, a training size of Kontext; `width` and `height` set another", name, *size)
     else:
-        size = size_of(model, options, named)
-    image = resize(image, size, "stretch" if options.compat else options.resize)
+        size = target_size(model, options, named)
+    image = resize_image(image, size, "stretch" if options.compat else options.resize)
     pixels = load_img(image) if options.compat else padded(model, image)
     mean, deviation = model.scaled_distribution(pixels[None])
     shape = model.latent_shape(*pixels.shape[1:])

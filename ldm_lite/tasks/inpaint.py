@@ -14,20 +14,20 @@ from PIL import Image, ImageChops, ImageOps
 from torch import Tensor
 from torch.nn import functional as F
 
-from ldm_lite.checkpoint.model import Model
+from ldm_lite.checkpoint.model import CheckpointModel
 from ldm_lite.cli.options import MOST_PX
 from ldm_lite.cli.task_options import InpaintOptions
 from ldm_lite.core.features import Feature
 from ldm_lite.core.job import Item
 from ldm_lite.image import (
     extend,
+    feathered_weights,
     list_images,
     mask_latent,
     mask_of,
-    mask_weights,
-    open_mask,
     pad,
-    resize,
+    read_mask,
+    resize_image,
     to_pil,
     to_pixels,
 )
@@ -42,10 +42,10 @@ from ldm_lite.tasks.image_inputs import (
     open_source,
     padded,
     side_unit,
-    size_of,
     sources,
+    target_size,
 )
-from ldm_lite.tasks.job import Job, OnStep, Part, Result, Task, check_counts, plan_of, read_prompts, results
+from ldm_lite.tasks.job import OnStep, Part, Result, Task, TaskJob, check_counts, plan_of_options, read_prompts, results
 from ldm_lite.tasks.masked_area import Area, area_of, covering, fill, fitted
 
 log = logging.getLogger("ldm_lite")
@@ -53,7 +53,7 @@ log = logging.getLogger("ldm_lite")
 Pair = tuple[Source, Source | None]  # an image and its mask, which is optional with `extend`
 
 
-def inpaint(model: Model, options: InpaintOptions, on_step: OnStep | None = None) -> Iterator[Result]:
+def inpaint(model: CheckpointModel, options: InpaintOptions, on_step: OnStep | None = None) -> Iterator[Result]:
     """Run all prompts on each image; yield each result as soon as it is decoded.  Leaving the loop stops the job.
 
     Parts of a mask above middle grey are repainted.  Raises ValueError, one line, for options that do not fit.
@@ -67,7 +67,7 @@ def count(options: InpaintOptions) -> int:
     return len(pairs(options)) * len(read_prompts(options)) * options.repeats
 
 
-def prepare(model: Model, options: InpaintOptions) -> Task:
+def prepare(model: CheckpointModel, options: InpaintOptions) -> Task:
     """Return the task, whose images are read one by one.  Raises ValueError as inpaint does."""
     task = job.prepare(model, options, "inpaint", check)
     assert isinstance(task.options, InpaintOptions)
@@ -78,7 +78,7 @@ def prepare(model: Model, options: InpaintOptions) -> Task:
     if not options.compat:
         start = begin(model, options, strength)
     elif strength == 1 and model.family.task == "txt2img":
-        start = Start(plan_of(model, options), None, 0)
+        start = Start(plan_of_options(model, options), None, 0)
     elif strength < 1:
         raise ValueError("`compat` inpaints only at strength 1: leave out `strength`, or `compat`")
     else:
@@ -150,7 +150,7 @@ def _sides(options: InpaintOptions) -> dict[str, int]:
     return sides
 
 
-def _masked_channels(model: Model, pixels: Tensor, hole: Tensor, latent_mask: Tensor) -> Tensor | None:
+def _masked_channels(model: CheckpointModel, pixels: Tensor, hole: Tensor, latent_mask: Tensor) -> Tensor | None:
     """Return the further channels (1,C',h,w) that an inpainting network reads; None for an ordinary one.
 
     Given pixels (3,H,W); hole (1,H,W) and latent_mask (1,1,h,w) are 1 where to repaint.  Stable Diffusion: the mask,
@@ -167,24 +167,24 @@ def _masked_channels(model: Model, pixels: Tensor, hole: Tensor, latent_mask: Te
     return None
 
 
-def _job(task: Task, pair: Pair, strength: float, start: Start) -> Job:
+def _job(task: Task, pair: Pair, strength: float, start: Start) -> TaskJob:
     """Return the job of the images that start from one."""
     model, options = task.model, task.options
     assert isinstance(options, InpaintOptions)
     name, whole, whole_mask = _opened(options, *pair)
     area = None
     if options.only_masked is None:
-        size = size_of(model, options, NamedImage(name, whole))
-        whole, whole_mask = resize(whole, size, options.resize), resize(whole_mask, size, options.resize)
+        size = target_size(model, options, NamedImage(name, whole))
+        whole, whole_mask = resize_image(whole, size, options.resize), resize_image(whole_mask, size, options.resize)
     if whole_mask.getbbox() is None:
         raise ValueError(f"{name}: nothing to repaint, its mask is black: white is repainted (or `invert_mask`)")
-    weights = mask_weights(whole_mask, options.feather)
+    weights = feathered_weights(whole_mask, options.feather)
     weights = torch.ones_like(weights) if options.no_paste else weights
     image, mask = whole, whole_mask
     if options.only_masked is not None:
         image, mask, area = _only_masked(model, options, whole, whole_mask)
-    log.info("%s: %.3g %% of it is repainted", name, 100 * float(mask_weights(whole_mask).mean()))
-    pixels, hole = padded(model, image), pad(mask_weights(mask), side_unit(model))
+    log.info("%s: %.3g %% of it is repainted", name, 100 * float(feathered_weights(whole_mask).mean()))
+    pixels, hole = padded(model, image), pad(feathered_weights(mask), side_unit(model))
     latent_mask = mask_latent(hole, model.vae.spec.factor)
     concat = _masked_channels(model, pixels, hole, latent_mask.to(model.device))
     shape = model.latent_shape(*pixels.shape[1:])
@@ -226,12 +226,12 @@ def _job(task: Task, pair: Pair, strength: float, start: Start) -> Job:
 
 
 def _only_masked(
-    model: Model, options: InpaintOptions, image: Image.Image, mask: Image.Image
+    model: CheckpointModel, options: InpaintOptions, image: Image.Image, mask: Image.Image
 ) -> tuple[Image.Image, Image.Image, Area]:
     """Return the part of an image around its mask, and of the mask, at the size of the options, and where it is."""
     side = model.family.resolution
     size = side if options.width is None else options.width, side if options.height is None else options.height
-    seen = Image.fromarray((mask_weights(mask, options.feather)[0].numpy() * 255).astype(np.uint8))
+    seen = Image.fromarray((feathered_weights(mask, options.feather)[0].numpy() * 255).astype(np.uint8))
     assert options.only_masked is not None
     area = area_of(seen, options.only_masked, size)
     part = fitted(mask.crop(area), size).point(lambda value: 255 * (value > 0))  # no pixel of it is lost
@@ -245,13 +245,13 @@ def _opened(
     name, image = open_source(source)
     mask = Image.new("L", image.size)
     if mask_source is not None:
-        drawn = open_mask(mask_source) if isinstance(mask_source, (str, os.PathLike)) else mask_of(mask_source)
+        drawn = read_mask(mask_source) if isinstance(mask_source, (str, os.PathLike)) else mask_of(mask_source)
         if abs(drawn.width / drawn.height * image.height / image.width - 1) > 0.01:
             raise ValueError(
                 f"{name} has {image.width} x {image.height} pixels, but its mask {drawn.width} x {drawn.height}: "
                 "make a mask with the image's aspect ratio"
             )
-        drawn = resize(drawn, image.size, "stretch")
+        drawn = resize_image(drawn, image.size, "stretch")
         mask = ImageOps.invert(drawn) if options.invert_mask else drawn
     if sides := _sides(options):
         image, new = extend(image, sides)

@@ -22,19 +22,18 @@ from PIL import Image
 from torch import Tensor
 
 from ldm_lite import generate
-from ldm_lite.checkpoint.model import Model
+from ldm_lite.checkpoint.model import CheckpointModel
 from ldm_lite.cli.pictures import TEXT, Picture, save_whole
 from ldm_lite.cli.task_options import Txt2imgOptions
 from ldm_lite.cli.version import __version__
 from ldm_lite.conditioning.prompts import conditioner_of
 from ldm_lite.core.denoise import Constraint, Draw, InputSource, State
 from ldm_lite.core.features import Feature, changed_job
-from ldm_lite.core.job import Item
-from ldm_lite.core.job import Job as CoreJob
-from ldm_lite.core.job import run as run_batches
+from ldm_lite.core.job import Item, Job
+from ldm_lite.core.job import run_batches as run_batches
 from ldm_lite.core.tasks import from_noise, seeded_noise
 from ldm_lite.diffusion.guidance import as_conditioning, cfg_plus_plus, checked_scale
-from ldm_lite.diffusion.names import make_plan, resolve
+from ldm_lite.diffusion.names import named_plan, resolve
 from ldm_lite.diffusion.plan import Plan
 from ldm_lite.image import to_array, to_pil
 from ldm_lite.tasks.features import change_options, check_features
@@ -46,7 +45,7 @@ from ldm_lite.text.tokenizer import check_length
 
 log = logging.getLogger("ldm_lite")
 
-Options = TypeVar("Options", bound=Txt2imgOptions)
+TaskOptions = TypeVar("TaskOptions", bound=Txt2imgOptions)
 OnStep = Callable[[State], object]
 Wrapper = Callable[[InputSource, Any], InputSource]  # (inputs, job) -> inputs
 
@@ -67,7 +66,7 @@ TASKS = {  # a family's task -> the functions that can do it
 }
 
 
-def check(options: Options) -> tuple[Options, list[Feature]]:
+def check(options: TaskOptions) -> tuple[TaskOptions, list[Feature]]:
     """Return the options as their features read them, with these features.
 
     Raises ValueError and TypeError for options that are wrong whatever the model.
@@ -91,7 +90,7 @@ def check(options: Options) -> tuple[Options, list[Feature]]:
     return options, features
 
 
-def prepare(model: Model, options: Txt2imgOptions, task: str, check: Any = check) -> Task:
+def prepare(model: CheckpointModel, options: Txt2imgOptions, task: str, check: Any = check) -> Task:
     """Return a task whose options are checked, by itself and by its features, and changed for the model.
 
     Raises ValueError for options that do not fit, OSError for files.
@@ -123,7 +122,7 @@ def check_counts(task: Task, num_images: int = 1) -> None:
         raise ValueError(f"got {len(options.seed)} seeds for {count} images, expected one, or one for each")
 
 
-def read_prompts(options: Txt2imgOptions, model: Model | None = None) -> list[str]:
+def read_prompts(options: Txt2imgOptions, model: CheckpointModel | None = None) -> list[str]:
     """Return the prompts of one repetition, empty ones if none is given.
 
     Raises ValueError for a text that is too long and, with a model, for a prompt missing that it needs.
@@ -152,7 +151,9 @@ def read_prompts(options: Txt2imgOptions, model: Model | None = None) -> list[st
 # ---- plans ----------------------------------------------------------------------------------------------------------
 
 
-def plan_of(model: Model, options: Txt2imgOptions, last: int | None = None, steps: int | None = None) -> Plan:
+def plan_of_options(
+    model: CheckpointModel, options: Txt2imgOptions, last: int | None = None, steps: int | None = None
+) -> Plan:
     """Return the plan of the options (default: the family's sampler and steps), or only its `last` steps."""
     if options.plan is not None:
         if last is not None and last != steps:
@@ -165,7 +166,7 @@ def plan_of(model: Model, options: Txt2imgOptions, last: int | None = None, step
     spacing = resolve(sampler)[1] if options.spacing is None else options.spacing
     if isinstance(spacing, str) and spacing.split(":")[0] == "ays":
         spacing = spacing.replace("ays", model.family.ays, 1)
-    return make_plan(sampler, model.schedule, steps, eta=options.eta, churn=options.churn, spacing=spacing, last=last)
+    return named_plan(sampler, model.schedule, steps, eta=options.eta, churn=options.churn, spacing=spacing, last=last)
 
 
 def guidance_of(task: Task, plan: Plan | None) -> float | Callable[..., Any]:
@@ -186,7 +187,7 @@ class Part(NamedTuple):
     """The images of a task that start from the same input."""
 
     items: Sequence[Item]
-    make: Callable[[], Job]  # which reads files, and encodes an image
+    make: Callable[[], TaskJob]  # which reads files, and encodes an image
     sources: tuple[Any, ...] = ()  # files, or images in memory
 
 
@@ -194,7 +195,7 @@ class Part(NamedTuple):
 class Task:
     """The options of a task, checked and changed for a model."""
 
-    model: Model
+    model: CheckpointModel
     options: Txt2imgOptions
     features: Sequence[Feature]  # in the order in which they are applied
     prompts: Sequence[str]  # of one repetition
@@ -243,11 +244,11 @@ class Task:
         without: Feature | None = None,
         settings: Mapping[str, Any] | None = None,
         **slots: Any,
-    ) -> Job:
+    ) -> TaskJob:
         """Return the job of images of a latent shape (C,h,w), changed by the features but one; others may be slots."""
         self._warn_of_size(shape)
         texts = texts or self.texts
-        job = Job(
+        job = TaskJob(
             model=self.model,
             options=replace(self.options, batch_size=self.options.images_at_a_time),
             shape=shape,
@@ -270,10 +271,10 @@ class Task:
 
 
 @dataclass(frozen=True, eq=False)
-class Job(CoreJob):
+class TaskJob(Job):
     """The core's job, of images that start from the same input, for a model of any family."""
 
-    model: Model
+    model: CheckpointModel
     options: Txt2imgOptions  # type: ignore[assignment]
     input_source: Callable[[Any, Sequence[Item]], InputSource]
     first_latents: Callable[[Any, Sequence[Item], Draw], tuple[Tensor, Constraint]]
@@ -288,7 +289,9 @@ class Job(CoreJob):
     plain: InputSource | None = None  # for these: the inputs before the first of them
     image_scale: float | None = None  # three-way guidance, for networks that follow instructions
     skipped: int = 0  # steps before those of the plan
-    follow: Callable[[Tensor], Job] | None = None  # latents of all steps (B,C,h,w) -> the job that goes on from them
+    follow: Callable[[Tensor], TaskJob] | None = (
+        None  # latents of all steps (B,C,h,w) -> the job that goes on from them
+    )
     truncated: bool = False  # 8 bits of results are cut off, not rounded
     keys: Mapping[int, str] = field(default_factory=dict)  # number of an item -> Result.key
 
@@ -331,7 +334,7 @@ def run(task: Task, existing: Any = None, decoding: bool = True) -> Iterator[Sta
             yield from run_job(replace(part.make(), items=items, keys=keys), decoding)
 
 
-def run_job(job: Job, decoding: bool = True) -> Iterator[State | Result]:
+def run_job(job: TaskJob, decoding: bool = True) -> Iterator[State | Result]:
     """Yield the states and, with `decoding`, the results of a job."""
     events: Iterator[Any] = run_batches(job)
     for feature in job.task.features:

@@ -10,9 +10,9 @@ from ldm_lite.core.denoise import Branch, unconstrained
 from ldm_lite.core.job import Started
 from ldm_lite.diffusion.adaptive import AdaptivePlan
 from ldm_lite.diffusion.guidance import Constant
-from ldm_lite.tasks.job import Job
+from ldm_lite.tasks.job import TaskJob
 
-Prepared = tuple[Job, Started]
+Prepared = tuple[TaskJob, Started]
 
 
 def are_alike(first: Prepared, second: Prepared) -> bool:
@@ -46,7 +46,7 @@ def _kind(branch: Branch) -> tuple[object, ...]:
     )
 
 
-def join(batches: Sequence[Started]) -> Started:
+def join_batches(batches: Sequence[Started]) -> Started:
     """Return one batch of all images, in order, of batches that are alike."""
     if len(batches) == 1:
         return batches[0]

@@ -12,7 +12,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
-from ldm_lite.cli.declared import declared, differ, rows_of, with_values
+from ldm_lite.cli.declared import declared, differ, option_rows, with_values
 from ldm_lite.cli.options import names_files
 from ldm_lite.cli.task_options import Txt2imgOptions
 from ldm_lite.core.declare import types_of
@@ -24,7 +24,7 @@ from ldm_lite.diffusion.schedule import number
 from ldm_lite.diffusion.webui import DISCARD, SETTINGS, from_webui
 from ldm_lite.text.parameters import Parameters
 
-Row = dataclasses.Field[Any]
+OptionRow = dataclasses.Field[Any]
 
 # ---- written --------------------------------------------------------------------------------------------------------
 
@@ -124,12 +124,12 @@ def options_of(text: Parameters, explicit: set[str]) -> tuple[dict[str, Any], li
     return values, [key for key in settings if key not in used] + networks
 
 
-def _rows(keys: set[str]) -> dict[str, tuple[Row, Any]]:
+def _rows(keys: set[str]) -> dict[str, tuple[OptionRow, Any]]:
     """Return the options that keys of a text stand for, each with its class.
 
     Features are imported for those of theirs that the text has.
     """
-    rows = rows_of(Txt2imgOptions)
+    rows = option_rows(Txt2imgOptions)
     for known in declared():
         if any({row.metadata["png"], *row.metadata["keys"]} & keys for _, row in known.rows.values()):
             kind = imported(known.place)
@@ -176,7 +176,7 @@ def _sides(size: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def _value(key: str, row: Row, kind: Any, settings: Mapping[str, str], explicit: set[str]) -> Any:
+def _value(key: str, row: OptionRow, kind: Any, settings: Mapping[str, str], explicit: set[str]) -> Any:
     """Return the value of an option that a text states.  Raises ValueError, with the key, for a wrong one."""
     if (from_text := row.metadata.get("from_text")) is not None:
         return from_text(settings, explicit)

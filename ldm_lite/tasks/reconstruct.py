@@ -11,7 +11,7 @@ from ldm_lite.checkpoint.parts import load_autoencoder
 from ldm_lite.cli.command_options import ReconstructOptions
 from ldm_lite.cli.options import SaveOptions
 from ldm_lite.cli.output import Saver
-from ldm_lite.image import open_image, pad, to_array, to_pil, to_pixels, to_rgb
+from ldm_lite.image import pad, read_rgb, to_array, to_pil, to_pixels, to_rgb
 from ldm_lite.zoo.family import Autoencoder
 
 
@@ -47,7 +47,7 @@ def reconstruct_images(options: ReconstructOptions, save: SaveOptions) -> None:
         raise ValueError("reconstruct has no steps: leave out `preview`")
     if options.image is None:
         raise ValueError("no image: name one, for instance photo.png")
-    image, saver = open_image(options.image), Saver(save, "reconstruct")
+    image, saver = read_rgb(options.image), Saver(save, "reconstruct")
     result = reconstruct(load_autoencoder(options.ckpt, device=options.device, dtype=options.dtype), image)
     if not save.skip_save:
         print(saver.sample(result.image, f"reconstruction of {options.image}"), flush=True)

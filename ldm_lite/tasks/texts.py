@@ -12,13 +12,13 @@ from typing import Any
 
 from torch import Tensor
 
-from ldm_lite.checkpoint.model import Model
+from ldm_lite.checkpoint.model import CheckpointModel
 from ldm_lite.cli.task_options import Txt2imgOptions
 from ldm_lite.conditioning.prompts import PromptOptions, count_chunks, encode_prompts, guided
 from ldm_lite.core.denoise import Conditioning as Parts
 from ldm_lite.core.denoise import InputSource
-from ldm_lite.core.job import Item, batches
-from ldm_lite.diffusion.guidance import Guidance, instructed, rows_of
+from ldm_lite.core.job import Item, in_batches
+from ldm_lite.diffusion.guidance import Guidance, conditioning_rows, instructed
 from ldm_lite.generate import check_conditioning
 
 log = logging.getLogger("ldm_lite")
@@ -33,7 +33,7 @@ class PromptEncoder:
     All prompts are padded to the longest, so that no image depends on its batch.
     """
 
-    model: Model
+    model: CheckpointModel
     prompts: Sequence[str]  # of one repetition; that of an item is at its number, counted round
     negative_prompts: Sequence[str | None]  # which the items take in turn, by their numbers
     options: Txt2imgOptions
@@ -99,7 +99,7 @@ class PromptEncoder:
         """Return the conditioning of the texts of some items, or the precomputed one in their place."""
         if (ready := self.uncond if negative else self.cond) is not None:
             count = len(self.prompts)
-            return rows_of(ready, [item.number % count for item in items], count)
+            return conditioning_rows(ready, [item.number % count for item in items], count)
         height, width = (side * self.model.vae.spec.factor for side in job.shape[1:])
         key = height, width, negative, tuple(texts)
         if key not in self._cache:
@@ -140,12 +140,12 @@ class PromptEncoder:
         """Encode the texts of batches from some items on, so that the text encoder comes to the device once."""
         later = [item for item in job.items if item.number >= items[0].number] or items
         with self.model.phase(*self.model.family.texts):
-            for batch in islice(batches(replace(job, items=later)), AHEAD):
+            for batch in islice(in_batches(replace(job, items=later)), AHEAD):
                 self.source(job, batch)
                 self._ahead.update(item.number for item in batch)
 
 
-def warn_of_unused(model: Model) -> None:
+def warn_of_unused(model: CheckpointModel) -> None:
     """Log that the negative prompt, or conditioning in its place, is not used."""
     title, scale = model.family.title, model.family.scale
     if model.family.distilled:

@@ -3,13 +3,13 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ldm_lite.checkpoint.model import Model
+from ldm_lite.checkpoint.model import CheckpointModel
 from ldm_lite.cli.task_options import Txt2imgOptions
 from ldm_lite.tasks import job
-from ldm_lite.tasks.job import OnStep, Part, Result, Task, check_counts, plan_of, read_prompts, results
+from ldm_lite.tasks.job import OnStep, Part, Result, Task, check_counts, plan_of_options, read_prompts, results
 
 
-def txt2img(model: Model, options: Txt2imgOptions, on_step: OnStep | None = None) -> Iterator[Result]:
+def txt2img(model: CheckpointModel, options: Txt2imgOptions, on_step: OnStep | None = None) -> Iterator[Result]:
     """Yield the images of the options, each as soon as it is decoded.  Leaving the loop stops the job.
 
     on_step gets the state after every denoising step.  Raises ValueError, one line, for options that do not fit.
@@ -23,12 +23,12 @@ def count(options: Txt2imgOptions) -> int:
     return len(read_prompts(options)) * options.repeats
 
 
-def prepare(model: Model, options: Txt2imgOptions) -> Task:
+def prepare(model: CheckpointModel, options: Txt2imgOptions) -> Task:
     """Return the task, whose images start from noise.  Raises ValueError as txt2img does."""
     task = job.prepare(model, options, "txt2img")
     check_counts(task)
     model, options, side = task.model, task.options, task.model.family.resolution
     shape = model.latent_shape(options.height or side, options.width or side)
-    task = replace(task, plan=plan_of(model.sized(shape), options))
+    task = replace(task, plan=plan_of_options(model.sized(shape), options))
     begun = task.job(shape, task.plan)
     return replace(task, parts=[Part(task.items(), lambda: begun)])

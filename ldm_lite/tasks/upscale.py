@@ -12,19 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ldm_lite.checkpoint.model import Model
+from ldm_lite.checkpoint.model import CheckpointModel
 from ldm_lite.cli.task_options import UpscaleOptions
 from ldm_lite.core.features import Feature
 from ldm_lite.image import to_pixels
 from ldm_lite.runtime.tiled_unet import TiledUNet
 from ldm_lite.tasks import job
 from ldm_lite.tasks.image_inputs import NamedImage, Source, open_source, sources
-from ldm_lite.tasks.job import Job, OnStep, Part, Result, Task, check_counts, plan_of, results
+from ldm_lite.tasks.job import OnStep, Part, Result, Task, TaskJob, check_counts, plan_of_options, results
 
 OWN_STREAM = 2**63  # added to an image's seed for the noise on the image, which has its own generator
 
 
-def upscale(model: Model, options: UpscaleOptions, on_step: OnStep | None = None) -> Iterator[Result]:
+def upscale(model: CheckpointModel, options: UpscaleOptions, on_step: OnStep | None = None) -> Iterator[Result]:
     """Yield each image four times as large, as soon as it is decoded.  Leaving the loop stops the job.
 
     Raises ValueError, one line, for options that do not fit.
@@ -38,7 +38,7 @@ def count(options: UpscaleOptions) -> int:
     return len(sources(options.init_img, "init_img")) * options.images_at_a_time * options.repeats
 
 
-def prepare(model: Model, options: UpscaleOptions) -> Task:
+def prepare(model: CheckpointModel, options: UpscaleOptions) -> Task:
     """Return the task, whose images are read one by one.  Raises ValueError as upscale does."""
     check(options)
     repeats, paths = options.images_at_a_time * options.repeats, sources(options.init_img, "init_img")
@@ -47,7 +47,7 @@ def prepare(model: Model, options: UpscaleOptions) -> Task:
     return enlarge(model, options, [source for source in opened for _ in range(repeats)])
 
 
-def enlarge(model: Model, options: UpscaleOptions, images: Sequence[Source]) -> Task:
+def enlarge(model: CheckpointModel, options: UpscaleOptions, images: Sequence[Source]) -> Task:
     """Return the task that enlarges images, or pixels (3,H,W) in [-1,1], four times.
 
     Image k has the seed options.seed + k, for the noise on the image too.  Images larger than options.tile run tile by
@@ -60,7 +60,7 @@ def enlarge(model: Model, options: UpscaleOptions, images: Sequence[Source]) -> 
     if levels is not None and options.noise_level >= levels:
         raise ValueError(f"got `noise_level` {options.noise_level}, expected 0 to {levels - 1} for {model.name}")
     tiled: Any = TiledUNet(task.model.unet, options.tile)
-    task = replace(task, model=task.model.with_networks(unet=tiled), plan=plan_of(task.model, single))
+    task = replace(task, model=task.model.with_networks(unet=tiled), plan=plan_of_options(task.model, single))
     # One part per image, since the noise on an image comes from its own seed.
     return replace(
         task,
@@ -84,7 +84,7 @@ def check(options: UpscaleOptions) -> tuple[UpscaleOptions, list[Feature]]:
     return options, features
 
 
-def _job(task: Task, image: Source, seed: int) -> Job:
+def _job(task: Task, image: Source, seed: int) -> TaskJob:
     """Return the job that enlarges an image."""
     model, options = task.model, task.options
     name, pixels = None, image
@@ -107,7 +107,7 @@ def _job(task: Task, image: Source, seed: int) -> Job:
     )
 
 
-def noised(model: Model, pixels: Tensor, level: int, noise: Tensor) -> Tensor:
+def noised(model: CheckpointModel, pixels: Tensor, level: int, noise: Tensor) -> Tensor:
     """Add the noise of a level to pixels in [-1,1], by the latents' schedule."""
     _, a, s = model.schedule.at(level)
     return a * pixels + s * noise

@@ -15,14 +15,14 @@ from numpy.typing import NDArray
 
 from ldm_lite.checkpoint.hub import download
 from ldm_lite.checkpoint.loading import load_model
-from ldm_lite.checkpoint.model import Model
+from ldm_lite.checkpoint.model import CheckpointModel
 from ldm_lite.cli.command_options import VerifyOptions
 from ldm_lite.cli.options import LoadOptions
 from ldm_lite.cli.task_options import Txt2imgOptions
-from ldm_lite.diffusion.names import make_plan
-from ldm_lite.diffusion.schedule import CLEAN, Level, Schedule, Spacing
+from ldm_lite.diffusion.names import named_plan
+from ldm_lite.diffusion.schedule import CLEAN, Level, NoiseSchedule, Spacing
 from ldm_lite.tasks.txt2img import txt2img
-from ldm_lite.zoo.families import FAMILIES
+from ldm_lite.zoo.families import FAMILY_ROWS
 
 ARRAYS = "diffusers/test-arrays"  # a data set on the hub, with whole images
 HORSE = "a photograph of an astronaut riding a horse"
@@ -34,7 +34,7 @@ class Vector:
     """A run and what is known of its image."""
 
     checkpoint: str  # as people call it; the file alone does not tell 1.4 from 1.5
-    family: str  # a key of FAMILIES
+    family: str  # a key of FAMILY_ROWS
     sampler: str
     steps: int
     expected: tuple[float, ...] | str  # nine values of blue in [0,1], 3x3 in rows; or a file of ARRAYS
@@ -86,7 +86,7 @@ class Check:
         return "\n".join([*lines, f"  source    {self.vector.source}"])
 
 
-def from_0(schedule: Schedule, steps: int) -> list[Level]:
+def from_0(schedule: NoiseSchedule, steps: int) -> list[Level]:
     """Timesteps (steps - 1) * (1000 // steps), ..., 0, then clean: diffusers' DDIM with its own defaults."""
     ratio = len(schedule.alpha_bar) // steps
     return [*(schedule.at(ratio * i) for i in reversed(range(steps))), CLEAN]
@@ -147,20 +147,20 @@ VECTORS = (
 )
 
 
-def vectors_for(model: Model, whole: bool) -> list[Vector]:
+def vectors_for(model: CheckpointModel, whole: bool) -> list[Vector]:
     """Return the vectors of a model's family, with whole images or without.
 
     Raises ValueError if there are none, with the checkpoints that have some.
     """
     title, prediction = model.family.title, model.schedule.prediction
-    vectors = [v for v in VECTORS if FAMILIES[v.family].title == title and v.prediction == prediction]
+    vectors = [v for v in VECTORS if FAMILY_ROWS[v.family].title == title and v.prediction == prediction]
     if not vectors:
         known = ", ".join(dict.fromkeys(vector.checkpoint for vector in VECTORS))
         raise ValueError(f"no test vectors are published for {title} with {prediction} prediction, but for: {known}")
     return [vector for vector in vectors if whole or not isinstance(vector.expected, str)]
 
 
-def check(model: Model, vector: Vector, read: Callable[[str], NDArray[np.float64]]) -> Check:
+def check(model: CheckpointModel, vector: Vector, read: Callable[[str], NDArray[np.float64]]) -> Check:
     """Run a vector's recipe and compare; `read` returns a stored image (H,W,3) in [0,1] by its file's name."""
     expected = read(vector.expected) if isinstance(vector.expected, str) else np.array(vector.expected)
     shape = (1, model.family.unet.out_channels, vector.side, vector.side)
@@ -172,7 +172,7 @@ def check(model: Model, vector: Vector, read: Callable[[str], NDArray[np.float64
     factor = model.vae.spec.factor
     options = Txt2imgOptions(
         prompt=vector.prompt,
-        plan=make_plan(vector.sampler, model.schedule, vector.steps, spacing=vector.spacing),
+        plan=named_plan(vector.sampler, model.schedule, vector.steps, spacing=vector.spacing),
         scale=vector.scale,
         noise=noise,
         seed=0,
@@ -221,7 +221,7 @@ def verdict(checks: Sequence[Check], name: str) -> str:
 
 def verify_model(options: VerifyOptions, load: LoadOptions) -> None:
     """Load in float32 unless told otherwise, run every vector, print the comparison and the verdict."""
-    model = load_model(replace(load, dtype=load.dtype or "fp32"), Model)
+    model = load_model(replace(load, dtype=load.dtype or "fp32"), CheckpointModel)
     vectors = vectors_for(model, options.whole is not None)
     chosen = [vector for vector in vectors if options.only is None or options.only in vector.checkpoint]
     if not chosen:

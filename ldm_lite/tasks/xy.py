@@ -11,7 +11,7 @@ from typing import Any
 
 from PIL import Image, ImageDraw, ImageFont
 
-from ldm_lite.cli.declared import rows_of
+from ldm_lite.cli.declared import option_rows
 from ldm_lite.cli.options import changed as with_changes
 from ldm_lite.cli.synonyms import advice
 from ldm_lite.cli.task_options import Txt2imgOptions
@@ -23,7 +23,7 @@ REPLACE = "replace"  # an axis that is no option: its first value is looked for 
 MOST_CELLS = 400
 OF_COUNTS = ("n_iter", "batch_size", "from_file", "compat")  # what makes several images of one cell
 GAP, INK, PAPER = 8, "black", "white"  # pixels, colours
-WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+_WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 # A1111's ranges: 1-5, 1-5 (+2) with a step, 0-1 [5] with a number of values.
 _RANGE = re.compile(r"(-?[\d.]+)\s*-\s*(-?[\d.]+)\s*(?:\(([+-]?[\d.]+)\)|\[(\d{1,6})\])?")
 
@@ -47,7 +47,7 @@ def _short(value: Any) -> str:
 
 def names(kind: type[Txt2imgOptions]) -> list[str]:
     """The options of a task that may be an axis: all that have a flag, and REPLACE."""
-    return [name for name, (row, _) in rows_of(kind).items() if row.metadata.get("flag")] + [REPLACE]
+    return [name for name, (row, _) in option_rows(kind).items() if row.metadata.get("flag")] + [REPLACE]
 
 
 def read_axis(kind: type[Txt2imgOptions], option: str, text: str) -> Axis:
@@ -65,7 +65,7 @@ def read_axis(kind: type[Txt2imgOptions], option: str, text: str) -> Axis:
     texts = [cell.strip() for row in rows for cell in row if cell.strip() or '"' in text]
     if not texts:
         raise ValueError(f"the axis of `{name}` has no values: give some, separated by commas")
-    row, owner = rows_of(kind).get(name, (None, kind))
+    row, owner = option_rows(kind).get(name, (None, kind))
     hint = str if row is None else typing.get_type_hints(owner)[name]
     values = [value for cell in texts for value in _values(name, typing.get_args(hint) or (hint,), cell)]
     if len(values) > MOST_CELLS:
@@ -78,9 +78,9 @@ def read_axis(kind: type[Txt2imgOptions], option: str, text: str) -> Axis:
 def _values(name: str, kinds: Sequence[Any], text: str) -> list[Any]:
     """The values of an option that a text names: several for a range."""
     if bool in kinds:
-        if text.lower() not in WORDS:
+        if text.lower() not in _WORDS:
             raise ValueError(f"got `{name}` {text[:60]!r}, expected yes or no")
-        return [WORDS[text.lower()]]
+        return [_WORDS[text.lower()]]
     if (int not in kinds and float not in kinds) or any(typing.get_origin(kind) is tuple for kind in kinds):
         return [text]
     whole = float not in kinds

@@ -11,7 +11,7 @@ from urllib.parse import unquote_plus
 from ldm_lite.text.clean import unescape
 from ldm_lite.text.tokenizer import check_length
 
-MOST_CHARACTERS = 2000  # T5 reads 77 tokens of them; some rules take quadratic time
+_MOST_CHARACTERS = 2000  # T5 reads 77 tokens of them; some rules take quadratic time
 
 _SITE = r"[a-z0-9.\-]+[.](?:com|co|ru|net|org|edu|gov|it)[\w/-]*\b/?(?!@)"
 _FILES = "png|jpg|jpeg|bmp|webp|eps|pdf|apk|mp4"
@@ -68,7 +68,7 @@ _LATE = (
 
 def clean(text: str) -> str:
     """Return the cleaned prompt for T5.  Raises ValueError for more than MOST_CHARACTERS."""
-    check_length(text, MOST_CHARACTERS)
+    check_length(text, _MOST_CHARACTERS)
     return _once(_once(text))
 
 

@@ -28,7 +28,7 @@ _UTF8 = re.compile(rb"[\xc2-\xdf][\x80-\xbf]|[\xe0-\xef][\x80-\xbf]{2}|[\xf0-\xf
 _ENCODINGS = ("latin-1", "cp1252", "cp1251", "cp1250", "cp1253", "cp1254", "cp1257", "iso8859-2", "mac-roman", "cp437")
 
 
-def fix_text(text: str) -> str:
+def fix_as_ftfy(text: str) -> str:
     """Return the text with straight quotes, without HTML entities, ligatures, full-width letters, control characters.
 
     Equals ftfy.fix_text unless ftfy is missing and would decode the text again: a warning says so.
@@ -52,8 +52,8 @@ def fix_text(text: str) -> str:
 
 
 def unescape(text: str) -> str:
-    """Return fix_text of the text without HTML entities of any kind, even &amp without a semicolon."""
-    return html.unescape(html.unescape(fix_text(text)))
+    """Return fix_as_ftfy of the text without HTML entities of any kind, even &amp without a semicolon."""
+    return html.unescape(html.unescape(fix_as_ftfy(text)))
 
 
 @functools.cache

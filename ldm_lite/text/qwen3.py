@@ -19,7 +19,7 @@ _WORDS = (
 )
 CHAT_PREFIX, CHAT_SUFFIX = "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"
 WITHOUT_THINKING = "<think>\n\n</think>\n\n"
-SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 FURTHER = (  # which follow in Qwen's vocabulary
     *("<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>", "<|box_end|>", "<|quad_start|>", "<|quad_end|>"),
     *("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"),
@@ -103,7 +103,7 @@ def _backend_of(path: Path) -> Tokenizer:
             tokenizer = _byte_level(path)
         else:
             tokenizer = Tokenizer.from_str(read_bytes(path, 2**26).decode("utf-8"))
-        if missing := [token for token in SPECIAL if tokenizer.token_to_id(token) is None]:
+        if missing := [token for token in _SPECIAL if tokenizer.token_to_id(token) is None]:
             raise ValueError(f"lacks {missing[0]}")
     except Exception as error:  # `tokenizers` raises Exception itself
         reason = str(error)[:200]
@@ -121,7 +121,7 @@ def _byte_level(path: Path) -> Tokenizer:
         (left, right) for left, _, right in (line.partition(" ") for line in lines) if right and left != "#version:"
     ]
     tokenizer = Tokenizer(BPE(vocab=vocab, merges=merges))
-    tokenizer.add_special_tokens([*SPECIAL, *FURTHER])
+    tokenizer.add_special_tokens([*_SPECIAL, *FURTHER])
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

@@ -45,7 +45,7 @@ class Calls:
 _Text = list[str | Callable[[int], str]]  # pieces, or what gives a piece for a call of the network, counted from 1
 
 
-def split(prompt: str) -> list[Part]:
+def split_at_ands(prompt: str) -> list[Part]:
     """Split a prompt at its ANDs; each part may end in its weight, `a cat :0.8`, which is 1 without."""
     parts = []
     for text in _AND.split(prompt):
@@ -75,7 +75,7 @@ def parts_of(prompt: str, syntax: str) -> list[Part]:
     """Return the parts of a prompt, which AND joins in the a1111 syntax."""
     if syntax != "a1111":
         return [Part(prompt, 1.0)]
-    parts = split(prompt)  # whose spaces around AND count for Qwen3
+    parts = split_at_ands(prompt)  # whose spaces around AND count for Qwen3
     return parts if len(parts) == 1 else [part._replace(text=part.text.strip()) for part in parts]
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ldm_lite.core.declare import MOST_CHARACTERS
 from ldm_lite.core.tokenizer import END, START, clip_bpe
-from ldm_lite.text.clean import fix_text, unescape
+from ldm_lite.text.clean import fix_as_ftfy, unescape
 
 
 def check_length(text: str, most: int = MOST_CHARACTERS) -> None:
@@ -143,7 +143,7 @@ class TextTokenizer:
 
 
 @dataclass(frozen=True)
-class CLIPTokenizer(TextTokenizer):
+class FixingCLIPTokenizer(TextTokenizer):
     """CLIP's tokenizer, padded with 49407: transformers' with ftfy, as Stable Diffusion 1 installs it."""
 
     pad_id: int = END
@@ -151,7 +151,7 @@ class CLIPTokenizer(TextTokenizer):
     before = (START,)
     after = (END,)  # CLIP's pooled output is taken at the first of these
     _backend = staticmethod(clip_bpe)
-    _fix = staticmethod(fix_text)
+    _fix = staticmethod(fix_as_ftfy)
 
     def encode(self, text: str) -> list[int]:
         """Return only a text's tokens; those of short texts are remembered: training reads captions again and again."""
@@ -172,12 +172,12 @@ SHORT = 200  # characters, of a token each at most: 100 MB for all that are reme
 
 
 @lru_cache(2**16)
-def _encoded(tokenizer: CLIPTokenizer, text: str) -> "array[int]":
+def _encoded(tokenizer: FixingCLIPTokenizer, text: str) -> "array[int]":
     return array("i", TextTokenizer.encode(tokenizer, text))
 
 
 @dataclass(frozen=True)
-class OpenCLIPTokenizer(CLIPTokenizer):
+class OpenCLIPTokenizer(FixingCLIPTokenizer):
     """OpenCLIP's tokenizer, padded with 0, which also unescapes HTML twice."""
 
     pad_id: int = 0

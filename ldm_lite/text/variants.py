@@ -48,7 +48,7 @@ class Variants:
 
 
 Template = tuple[str | Wildcard | Variants, ...]
-Options = Sequence[tuple[float, Template]]  # with their weights
+AnyOptions = Sequence[tuple[float, Template]]  # with their weights
 
 
 # ---- reading --------------------------------------------------------------------------------------------------------
@@ -114,7 +114,7 @@ def _variants(text: str, start: int, depth: int) -> tuple[Variants, int]:
     return Variants(tuple(options), min(least, count), min(most, count), between), at
 
 
-def _wildcard(options: Options) -> Wildcard | None:
+def _wildcard(options: AnyOptions) -> Wildcard | None:
     """Return the wildcard that is all there is to choose from, whose lines are the options then."""
     only = options[0][1]
     return only[0] if len(options) == 1 and len(only) == 1 and isinstance(only[0], Wildcard) else None
@@ -131,7 +131,7 @@ class Prompts:
         if folder is not None and not folder.is_dir():
             raise ValueError(f"{folder}: is not a folder: give one with files NAME.txt")
         self.folder = folder
-        self._lines: dict[str, Options] = {}
+        self._lines: dict[str, AnyOptions] = {}
         self._sizes: dict[tuple[str, int], tuple[int, int]] = {}
 
     def one(self, text: str, seed: int) -> str:
@@ -226,17 +226,17 @@ class Prompts:
                 for texts in itertools.product(*(list(self._every(option, depth + 1)) for option in taken)):
                     yield between.join(texts)
 
-    def _options(self, part: Wildcard | Variants, depth: int) -> tuple[Options, int, int, str]:
+    def _options(self, part: Wildcard | Variants, depth: int) -> tuple[AnyOptions, int, int, str]:
         if depth > MOST_DEPTH:
             raise ValueError(f"a template is nested more than {MOST_DEPTH} deep: does a wildcard contain itself?")
         if isinstance(part, Wildcard):
             return self.lines(part.name), 1, 1, ""
-        options: Options = part.options
+        options: AnyOptions = part.options
         if wildcard := _wildcard(options):
             options = self.lines(wildcard.name)
         return options, min(part.least, len(options)), min(part.most, len(options)), part.between
 
-    def lines(self, name: str) -> Options:
+    def lines(self, name: str) -> AnyOptions:
         """Return the lines of a wildcard, parsed, of weight 1.
 
         Raises ValueError if there is none, or for more than MOST_BYTES or MOST_LINES; OSError.

@@ -131,7 +131,7 @@ class LoKr(nn.Module):
         return y.movedim(-1, 1) if channels_first else y
 
 
-KINDS: dict[str, type[LowRank | LoHa | LoKr]] = {"lora": LowRank, "dora": DoRA, "loha": LoHa, "lokr": LoKr}
+ADDITIONS: dict[str, type[LowRank | LoHa | LoKr]] = {"lora": LowRank, "dora": DoRA, "loha": LoHa, "lokr": LoKr}
 
 
 def factorised(size: int, factor: int) -> tuple[int, int]:
@@ -154,7 +154,7 @@ def _times(x: Tensor, weight: Tensor) -> Tensor:
 # ---- LoRAs ----------------------------------------------------------------------------------------------------------
 
 
-class Place(NamedTuple):
+class ChangedWeight(NamedTuple):
     """A weight that is changed: of a layer, or rows of OpenCLIP's joined one of queries, keys and values."""
 
     layer: nn.Module
@@ -204,7 +204,7 @@ class LoRA(nn.Module):
         for name, place in _places(networks, conv).items():
             is_large = conv is not None and place.weight.shape[2:].numel() > 1
             size, scale = (conv or 0, float(conv or 0) if alpha is None else alpha) if is_large else (rank, self.alpha)
-            change = KINDS[kind](place.weight, size, scale, **more).to(place.weight.device)
+            change = ADDITIONS[kind](place.weight, size, scale, **more).to(place.weight.device)
             if isinstance(change, LowRank):
                 change.dropout = dropout
             self.add_module(name, change)
@@ -231,7 +231,7 @@ class AttachedLoRA(contextlib.ExitStack):
         for parameter in (p for network in networks.values() for p in network.parameters() if p.requires_grad):
             self.callback(parameter.requires_grad_)
             parameter.requires_grad_(False)
-        joined: dict[nn.Module, list[tuple[Place, nn.Module]]] = {}
+        joined: dict[nn.Module, list[tuple[ChangedWeight, nn.Module]]] = {}
         for name, place in places.items():
             if place.rows is None:
                 hook = functools.partial(self._add, place, changes[name])
@@ -242,11 +242,13 @@ class AttachedLoRA(contextlib.ExitStack):
             patch(layer, functools.partial(self._attend, parts))
             self.callback(unpatch, layer)
 
-    def _add(self, place: Place, change: nn.Module, layer: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
+    def _add(
+        self, place: ChangedWeight, change: nn.Module, layer: nn.Module, args: tuple[Tensor, ...], out: Tensor
+    ) -> Tensor:
         """Forward hook of a layer."""
         return out + self.added(place, change, args[0], out) if self.active else out
 
-    def _attend(self, parts: Sequence[tuple[Place, nn.Module]], attention: Any, x: Tensor) -> Tensor:
+    def _attend(self, parts: Sequence[tuple[ChangedWeight, nn.Module]], attention: Any, x: Tensor) -> Tensor:
         """Forward of OpenCLIP's attention with changes of its queries, keys and values."""
         qkv = F.linear(x, attention.in_proj_weight, attention.in_proj_bias)  # (B, T, 3 * D)
         if self.active:
@@ -254,7 +256,7 @@ class AttachedLoRA(contextlib.ExitStack):
             qkv = qkv + torch.cat(rows, dim=-1)
         return attention.attend(qkv)
 
-    def added(self, place: Place, change: nn.Module, x: Tensor, out: Tensor) -> Tensor:
+    def added(self, place: ChangedWeight, change: nn.Module, x: Tensor, out: Tensor) -> Tensor:
         """Return what a change adds to a layer's output."""
         if isinstance(place.layer, nn.Conv2d) and place.weight.shape[2:].numel() > 1 and isinstance(change, LowRank):
             return change.convolved(x, place.layer)
@@ -274,9 +276,9 @@ class AttachedLoRA(contextlib.ExitStack):
         self.close()
 
 
-def _places(networks: Mapping[str, nn.Module], conv: int | None) -> dict[str, Place]:
+def _places(networks: Mapping[str, nn.Module], conv: int | None) -> dict[str, ChangedWeight]:
     """Return the weights that are changed, by kohya's names, the rows of a joined one in their order."""
-    return {name: Place(layer, rows) for name, (layer, rows) in lora_layers(networks, conv is not None).items()}
+    return {name: ChangedWeight(layer, rows) for name, (layer, rows) in lora_layers(networks, conv is not None).items()}
 
 
 def load_lora(lora: LoRA, path: Path) -> None:

@@ -26,7 +26,7 @@ from ldm_lite.cli.files import open_file, read_json, read_text
 from ldm_lite.cli.writing import write_whole
 from ldm_lite.core.declare import MOST_CHARACTERS
 from ldm_lite.core.denoise import to_device
-from ldm_lite.image import MOST_BYTES, SUFFIXES, decode_image, list_images, open_image, read_image, to_rgb, upright
+from ldm_lite.image import MOST_BYTES, SUFFIXES, decode_image, list_images, read_image, read_rgb, to_rgb, upright
 
 log = logging.getLogger("ldm_lite")
 
@@ -250,7 +250,7 @@ class ImageFolder:
             return values.flip(-1) if is_mirrored else values
 
         mask = tensor(_mask(path, image.size) or alpha) if self.masked else None
-        hint = tensor(open_image(beside(path, ".hint"))) if self.hinted else None
+        hint = tensor(read_rgb(beside(path, ".hint"))) if self.hinted else None
         sizes = sizes_of(image, crop(image, self.size)[1], self.size)
         return Example(tensor(image), caption, sizes=sizes, mask=mask, hint=hint)
 

@@ -67,11 +67,11 @@ INDEX = "index.json"
 FORMAT = "ldm_lite encoded 1"
 SHARD = 1000  # examples
 ENCODED = 16  # of them at once
-KINDS = {  # of arrays: their types, and numbers of dimensions of an example
+_KINDS = {  # of arrays: their types, and numbers of dimensions of an example
     "moments": ("<f2", 3), "context": ("<f2", 2), "y": ("<f4", 1), "sizes": ("<i4", 1), "mask": ("|u1", 3),
     "hint": ("|u1", 3),
 }  # fmt: skip
-ORIGIN = "origin"  # what a run's own latents were made of
+_ORIGIN = "origin"  # what a run's own latents were made of
 MOST_LEFT_OUT = 10  # broken images of a shard, or a tenth of them
 LEFT_OUT = "left-out.json"  # which images of a shard of these could not be read, and why
 
@@ -105,7 +105,7 @@ class EncodedDataset:
         captions = _captions(path, self.written)
         if len(captions) != self.shards[shard]:
             raise ValueError(f"{path}: has {len(captions)} lines, not a shard's")
-        arrays = {name: self._tensor(f"{shard:05}", name, row) for name in KINDS if self.about.get(name) is not None}
+        arrays = {name: self._tensor(f"{shard:05}", name, row) for name in _KINDS if self.about.get(name) is not None}
         return Example(arrays.pop("moments"), captions[row], **arrays)
 
     def empty(self, name: str) -> Tensor | None:
@@ -114,7 +114,7 @@ class EncodedDataset:
 
     def _tensor(self, shard: str, name: str, row: int) -> Tensor:
         path, count = self.folder / shard / f"{name}.npy", 1 if shard == "empty" else self.shards[int(shard)]
-        values = _mapped(path, self.written, (count, *self.about[name]), KINDS[name][0])
+        values = _mapped(path, self.written, (count, *self.about[name]), _KINDS[name][0])
         tensor = torch.from_numpy(values[row].copy())
         if not bool(torch.isfinite(tensor).all()):
             raise ValueError(f"{path}: row {row} is not finite: encode it again")
@@ -130,7 +130,7 @@ def open_encoded(folder: Path) -> EncodedDataset:
     bad = [name for name in ("examples", "shard") if type(about.get(name)) is not int or about[name] < 1]
     bad += [
         name
-        for name, (_, count) in KINDS.items()
+        for name, (_, count) in _KINDS.items()
         if not (name != "moments" and about.get(name) is None)
         and not (isinstance(about.get(name), list) and len(about[name]) == count and _whole(about[name]))
     ]
@@ -143,13 +143,13 @@ def open_encoded(folder: Path) -> EncodedDataset:
     return EncodedDataset(folder, about, path.stat().st_mtime_ns)
 
 
-Row = tuple[dict[str, NDArray[Any]], str]  # the arrays of an example by name, and its caption
+ShardRow = tuple[dict[str, NDArray[Any]], str]  # the arrays of an example by name, and its caption
 
 
-def rows(captions: Sequence[str], tensors: Mapping[str, Tensor | None]) -> Iterator[Row]:
-    """Yield the examples of a batch, from its tensors (B,...) of some KINDS."""
+def rows(captions: Sequence[str], tensors: Mapping[str, Tensor | None]) -> Iterator[ShardRow]:
+    """Yield the examples of a batch, from its tensors (B,...) of some _KINDS."""
     arrays = {
-        name: values.numpy().astype(KINDS[name][0], copy=False)
+        name: values.numpy().astype(_KINDS[name][0], copy=False)
         for name, values in tensors.items()
         if values is not None
     }
@@ -157,12 +157,12 @@ def rows(captions: Sequence[str], tensors: Mapping[str, Tensor | None]) -> Itera
         yield {name: values[i] for name, values in arrays.items()}, caption
 
 
-def write_shard(folder: Path, examples: Iterable[Row], count: int) -> None:
+def write_shard(folder: Path, examples: Iterable[ShardRow], count: int) -> None:
     """Write the files of up to `count` examples, one value after the other: a full disk is an OSError then."""
 
     def begin(file: BinaryIO, name: str, shape: tuple[int, ...]) -> None:
         file.seek(0)  # numpy leaves room for any number of examples
-        header = {"descr": KINDS[name][0], "fortran_order": False, "shape": shape}
+        header = {"descr": _KINDS[name][0], "fortran_order": False, "shape": shape}
         np.lib.format.write_array_header_1_0(file, header)
 
     captions = list[str]()
@@ -190,7 +190,7 @@ def write_index(folder: Path, counts: Sequence[int], shard: int, about: Mapping[
     counts: examples of each shard: `shard`, of the last perhaps less, but for those left out.  Raises OSError.
     """
     first = next(number for number, count in enumerate(counts) if count)
-    paths = {name: folder / f"{first:05}" / f"{name}.npy" for name in KINDS}
+    paths = {name: folder / f"{first:05}" / f"{name}.npy" for name in _KINDS}
     shapes = {
         name: list(np.load(path, mmap_mode="r").shape[1:]) if path.is_file() else None for name, path in paths.items()
     }
@@ -208,7 +208,7 @@ def _whole(sizes: list[object]) -> bool:
     return all(type(size) is int and 0 < size < 2**31 for size in sizes) and math.prod(sizes) < 2**40  # type: ignore[arg-type]
 
 
-@functools.lru_cache(maxsize=len(KINDS) * OPEN_SHARDS)
+@functools.lru_cache(maxsize=len(_KINDS) * OPEN_SHARDS)
 def _mapped(path: Path, written: int, shape: tuple[int, ...], kind: str) -> NDArray[Any]:
     """Map a file of arrays into memory.  Raises ValueError, one line, for a damaged one or another shape; OSError."""
     open_file(path).close()  # a pipe would wait
@@ -379,7 +379,7 @@ def encoded(options: TrainOptions, images: Dataset, vae: nn.Module, name: str = 
     code = hashlib.sha256(repr((identity(options, images, of_file), how)).encode()).hexdigest()[:32]
     about = {"data": code, "vae": encoder_digest(vae)}
     folder, count, device = Path(options.out) / name, sum(images.shards), next(vae.parameters()).device
-    num_shards, origin, key = -(-count // SHARD), folder / ORIGIN, json.dumps(about, sort_keys=True)
+    num_shards, origin, key = -(-count // SHARD), folder / _ORIGIN, json.dumps(about, sort_keys=True)
     if distributed.rank() == 0 and not (origin.is_file() and read_text(origin) == key):
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
@@ -398,7 +398,7 @@ def encoded(options: TrainOptions, images: Dataset, vae: nn.Module, name: str = 
     read = contextlib.closing(in_order(images, all_parts, options.data_workers, left_out))
 
     @torch.no_grad()
-    def encode(number: int, batches: Iterator[Batch | None]) -> Iterator[Row]:
+    def encode(number: int, batches: Iterator[Batch | None]) -> Iterator[ShardRow]:
         for batch in itertools.islice(batches, len(batches_of[number])):
             errors = errors_of(number)
             if len(errors) > max(MOST_LEFT_OUT, len(shards[number]) / 10):
@@ -406,7 +406,7 @@ def encoded(options: TrainOptions, images: Dataset, vae: nn.Module, name: str = 
                 raise ValueError(f"{len(errors)} images are broken, which is too many, such as {example}")
             if batch is not None:
                 moments = torch.cat(moments_of(vae, batch.pixels, device), dim=1).cpu()
-                tensors = {name: getattr(batch, name) for name in KINDS if name != "moments"}
+                tensors = {name: getattr(batch, name) for name in _KINDS if name != "moments"}
                 yield from rows(batch.captions, {"moments": moments, **tensors})
 
     def errors_of(number: int) -> dict[int, str]:

@@ -24,7 +24,7 @@ from ldm_lite.cli.options import LoadOptions
 from ldm_lite.cli.writing import locked, replacing, write_whole
 from ldm_lite.core.vae import AutoencoderKL
 from ldm_lite.image import grid
-from ldm_lite.models.unet import UNet
+from ldm_lite.models.unet import LDMUNet
 from ldm_lite.networks import (
     checkpoint_content,
     control_with,
@@ -250,7 +250,7 @@ def check_model(options: TrainOptions, model: Pipeline) -> None:
         raise ValueError(f"{title}: leave out `flow_shift` and `flow_sampling`, which are for rectified flows")
     if family.unet.guidance_dim is not None and options.lora_rank is None and options.stage == "diffusion":
         raise ValueError(f"{title}: is distilled: train a LoRA of it, or the model it was distilled from")
-    if options.stage == "control" and not isinstance(model.unet, UNet):
+    if options.stage == "control" and not isinstance(model.unet, LDMUNet):
         raise ValueError(f"{title}: has no UNet that a ControlNet could steer")
     encoders: tuple[Any, ...] = model.text_encoders
     reads_text = family.task == "txt2img" and family.conditioner in ("clip", "sdxl")

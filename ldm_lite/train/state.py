@@ -161,7 +161,7 @@ class _Unpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-DTYPES = {torch.float16: "F16", torch.float32: "F32"}  # in .safetensors files
+_DTYPES = {torch.float16: "F16", torch.float32: "F32"}  # in .safetensors files
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
@@ -174,7 +174,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     end, ordered = 0, sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
     for name, tensor in ordered:
         begin, end = end, end + tensor.nbytes
-        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": [*tensor.shape], "data_offsets": [begin, end]}
+        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": [*tensor.shape], "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text = text.ljust(-(-len(text) // 8) * 8)  # so that numbers lie at multiples of their size
     with replacing(path) as part, open(part, "wb") as file:

@@ -21,10 +21,21 @@ from ldm_lite.core.family import PREFIX
 from ldm_lite.core.files import imported
 from ldm_lite.core.layers import Shapes
 from ldm_lite.core.networks import WithoutInit
-from ldm_lite.diffusion.schedule import Schedule
+from ldm_lite.diffusion.schedule import NoiseSchedule
 from ldm_lite.models.clip import ACTIVATIONS
-from ldm_lite.models.unet import UNetSpec
-from ldm_lite.zoo.family import COSINE, CURVES, IN_THE_FILE, Family, Flow, Preserving, Spec, build, infer_vae, scale_of
+from ldm_lite.models.unet import LDMUNetSpec
+from ldm_lite.zoo.family import (
+    COSINE,
+    CURVES,
+    IN_THE_FILE,
+    FamilyRow,
+    Flow,
+    Preserving,
+    Spec,
+    build_network,
+    infer_vae,
+    scale_of,
+)
 
 log = logging.getLogger("ldm_lite")
 
@@ -72,12 +83,12 @@ DENOISERS = {
 
 
 @dataclass(frozen=True, eq=False)
-class Families(Mapping[str, Family]):
+class Families(Mapping[str, FamilyRow]):
     """The rows by name."""
 
     modules: Mapping[str, Module]  # by the names of their files
 
-    def __getitem__(self, name: str) -> Family:
+    def __getitem__(self, name: str) -> FamilyRow:
         for module, (names, _) in self.modules.items():
             if name in names:
                 return imported(f"ldm_lite.families.{module}:ROWS")[name]
@@ -90,56 +101,58 @@ class Families(Mapping[str, Family]):
         return sum(len(module.rows) for module in self.modules.values())
 
 
-FAMILIES = Families({name: module for name, module in MODULES.items() if find_spec(f"ldm_lite.families.{name}")})
+FAMILY_ROWS = Families({name: module for name, module in MODULES.items() if find_spec(f"ldm_lite.families.{name}")})
 
 
 # ---- which family a file is of ---------------------------------------------------------------------------------------
 
 
-def detect_family(shapes: Mapping[str, Shapes], metadata: Mapping[str, str], sgm: bool = False) -> Family:
+def detect_family(shapes: Mapping[str, Shapes], metadata: Mapping[str, str], sgm: bool = False) -> FamilyRow:
     """Return the family of a file, from the shapes of its networks by role (keys without prefixes) and its metadata.
 
     `sgm` = the file's text encoders have the key names of generative-models.  If a UNet matches no row, complete
     metadata describe it instead.  Raises ValueError, one line, for an unknown or distilled network and for
     contradictory metadata.
     """
-    if metadata.get("family", "sd1") not in FAMILIES:
-        raise ValueError(f"the metadata name the family {metadata['family']!r}, expected one of {', '.join(FAMILIES)}")
+    if metadata.get("family", "sd1") not in FAMILY_ROWS:
+        raise ValueError(
+            f"the metadata name the family {metadata['family']!r}, expected one of {', '.join(FAMILY_ROWS)}"
+        )
     if "unet" not in shapes:
-        check_complete(shapes, FAMILIES["sd1"].specs)
+        check_complete(shapes, FAMILY_ROWS["sd1"].specs)
     if any(key in shapes["unet"] for key in DENOISERS):
         row = imported("ldm_lite.checkpoint.transformers:fitted")(shapes, metadata)
-        return with_facts(row, metadata) if row.text_encoders else row
-    unet = UNetSpec.from_shapes(shapes["unet"])
+        return with_metadata(row, metadata) if row.text_encoders else row
+    unet = LDMUNetSpec.from_shapes(shapes["unet"])
     if rows := _rows_with(unet):
         row = rows.get(metadata.get("family", "")) or _guessed(rows, metadata, sgm)
         if "ln_final.weight" in shapes.get("text_encoder", {}):
             row = _fit_open_clip(row, shapes["text_encoder"])
-        family = with_facts(row, metadata)
+        family = with_metadata(row, metadata)
     elif unet.context_dim is not None and unet.middle_depth == 0:
         raise ValueError(
             "this UNet has no attention in its middle block: it is distilled (SSD-1B, Segmind-Vega, BK-SDM or the "
             "like), which is not supported"
         )
     else:
-        family = with_facts(_described(unet, shapes, metadata), metadata)
+        family = with_metadata(_described(unet, shapes, metadata), metadata)
     return _retrained(family, metadata)
 
 
-def _rows_with(unet: UNetSpec) -> dict[str, Family]:
+def _rows_with(unet: LDMUNetSpec) -> dict[str, FamilyRow]:
     """Return the rows with this UNet by name: those of the first module that has some.
 
     Modules whose UNets read another context are not imported.
     """
-    for name, module in FAMILIES.modules.items():
+    for name, module in FAMILY_ROWS.modules.items():
         if unet.context_dim in module.contexts:
-            rows: Mapping[str, Family] = imported(f"ldm_lite.families.{name}:ROWS")
+            rows: Mapping[str, FamilyRow] = imported(f"ldm_lite.families.{name}:ROWS")
             if same := {name: row for name, row in rows.items() if _as_inferred(row.unet) == unet}:
                 return same
     return {}
 
 
-def _guessed(rows: Mapping[str, Family], metadata: Mapping[str, str], sgm: bool) -> Family:
+def _guessed(rows: Mapping[str, FamilyRow], metadata: Mapping[str, str], sgm: bool) -> FamilyRow:
     """Return the row, of several with the same UNet, that a file is of by its other signs, and log it if it is a guess.
 
     A scheduler, which any pipeline may have, is no sign of a distilled model without its size or its name.
@@ -160,7 +173,7 @@ def _guessed(rows: Mapping[str, Family], metadata: Mapping[str, str], sgm: bool)
     return rows[name]
 
 
-def _fit_open_clip(family: Family, text: Shapes) -> Family:
+def _fit_open_clip(family: FamilyRow, text: Shapes) -> FamilyRow:
     """Fit a row to a file whose OpenCLIP lacks the layers and the projection that the family does not use."""
     row: Any = family.text
     if family.conditioner == "clip" and hasattr(row, "projection"):
@@ -173,13 +186,13 @@ def _fit_open_clip(family: Family, text: Shapes) -> Family:
 
 def _as_inferred(spec: Spec) -> Spec:
     """Return a row's spec without the number of heads, as inferred from shapes, which do not tell it."""
-    return replace(spec, num_heads=None, head_dim=None) if type(spec) is UNetSpec else spec
+    return replace(spec, num_heads=None, head_dim=None) if type(spec) is LDMUNetSpec else spec
 
 
 MERGED: dict[str, Any] = {"steps": 4, "scale": 1.5}  # of a model into which a distilled one is merged
 
 
-def _retrained(family: Family, metadata: Mapping[str, str]) -> Family:
+def _retrained(family: FamilyRow, metadata: Mapping[str, str]) -> FamilyRow:
     """Return the family for which these networks were trained further: another prediction, resolution or scheduler."""
     stated = family.resolution if "resolution" in metadata else None
     if (prediction := metadata.get("prediction", metadata.get("modelspec.prediction_type"))) is not None:
@@ -195,23 +208,23 @@ def _retrained(family: Family, metadata: Mapping[str, str]) -> Family:
     return family
 
 
-def _described(unet: UNetSpec, shapes: Mapping[str, Shapes], metadata: Mapping[str, str]) -> Family:
+def _described(unet: LDMUNetSpec, shapes: Mapping[str, Shapes], metadata: Mapping[str, str]) -> FamilyRow:
     """Return the family of networks that no row has, from which the metadata tell the rest.
 
     If the metadata name a row as "family", it supplies the missing values.  Raises ValueError naming the nearest UNet
     if they tell too little.
     """
-    told = {*metadata, *(key for fact in FACTS if fact.name in metadata for key in fact.gives)}
+    told = {*metadata, *(key for fact in METADATA_FACTS if fact.name in metadata for key in fact.gives)}
     told |= {"beta_start", "beta_end"} if metadata.get("beta_schedule") == COSINE else set()
-    missing = [fact.name for fact in FACTS if fact.required and fact.name not in told]
+    missing = [fact.name for fact in METADATA_FACTS if fact.required and fact.name not in told]
     if missing and "family" not in metadata:
         name, key = nearest_unet(unet, shapes["unet"])
         raise ValueError(
             f"unknown UNet: the nearest is {name}, from which it differs at {key}; to load it, its metadata (or "
             f"`metadata=KEY=VALUE`) must give {', '.join(missing)}"
         )
-    row = FAMILIES[metadata.get("family", "sd1")]
-    if not isinstance(row.unet, UNetSpec):
+    row = FAMILY_ROWS[metadata.get("family", "sd1")]
+    if not isinstance(row.unet, LDMUNetSpec):
         raise ValueError(f"the metadata name the family {metadata['family']!r}, but this is a UNet")
     check_complete(shapes, row.specs)
     return replace(
@@ -223,16 +236,16 @@ def _described(unet: UNetSpec, shapes: Mapping[str, Shapes], metadata: Mapping[s
     )
 
 
-def nearest_unet(spec: UNetSpec, shapes: Shapes) -> tuple[str, str]:
+def nearest_unet(spec: LDMUNetSpec, shapes: Shapes) -> tuple[str, str]:
     """Return the name of the known UNet with most values of `spec`, and the first key whose shape differs from it."""
-    unets = {name: row.unet for name, row in FAMILIES.items() if type(row.unet) is UNetSpec}
+    unets = {name: row.unet for name, row in FAMILY_ROWS.items() if type(row.unet) is LDMUNetSpec}
 
     def likeness(name: str) -> int:
         return sum(vars(spec)[key] == value for key, value in vars(_as_inferred(unets[name])).items())
 
     name = max(unets, key=likeness)
     with torch.device("meta"), WithoutInit():
-        known = {key: tuple(value.shape) for key, value in build(unets[name]).state_dict().items()}
+        known = {key: tuple(value.shape) for key, value in build_network(unets[name]).state_dict().items()}
     differing = (key for key in known if shapes.get(key) != known[key])
     return name, next(differing, next((key for key in shapes if key not in known), "nothing"))
 
@@ -246,7 +259,7 @@ CONTROLS = {  # roles of what needs a checkpoint beside it
 }
 
 
-def check_complete(roles: Collection[str], required: Iterable[str], row: Family | None = None) -> None:
+def check_complete(roles: Collection[str], required: Iterable[str], row: FamilyRow | None = None) -> None:
     """Raise ValueError if one of the required roles of networks was not found.
 
     With the row of a released family it names the files that supply them.
@@ -264,7 +277,7 @@ def check_complete(roles: Collection[str], required: Iterable[str], row: Family 
 PREDICTIONS = {"epsilon": "eps", "v_prediction": "v", "sample": "x0", "eps": "eps", "v": "v", "x0": "x0"}
 
 
-def with_prediction(family: Family, name: str) -> Family:
+def with_prediction(family: FamilyRow, name: str) -> FamilyRow:
     """Return the family's variant with a prediction type: eps, v, x0, or diffusers' names for them.
 
     Raises ValueError for another name, and for a rectified flow, which has one.
@@ -278,7 +291,7 @@ def with_prediction(family: Family, name: str) -> Family:
     return replace(family, prediction=prediction, resolution=resolution, v_resolution=None)
 
 
-def with_vae(family: Family, vae: Spec, name: str) -> Family:
+def with_vae(family: FamilyRow, vae: Spec, name: str) -> FamilyRow:
     """Return the family with another autoencoder, from the file `name`.
 
     The scale and the shift of the latents stay, since autoencoder files do not store them, unless it is TAESD.
@@ -311,7 +324,7 @@ class Fact(NamedTuple):
     in_folders: bool = False  # whether only the configuration of a diffusers folder tells it
 
 
-FACTS = (
+METADATA_FACTS = (
     Fact("family"),
     Fact("title", "title"),
     Fact("prediction", of_unets=True, required=True),
@@ -340,8 +353,8 @@ FACTS = (
     *(Fact(name, in_folders=True) for name in ("flow_shifts", "flow_settings")),
     *(Fact(name, in_folders=True) for name in ("global_pool_conditions", "vision_num_heads")),
 )
-METADATA_KEYS = [fact.name for fact in FACTS if not fact.in_folders]
-FROM_FOLDERS = [fact.name for fact in FACTS if fact.in_folders]
+METADATA_KEYS = [fact.name for fact in METADATA_FACTS if not fact.in_folders]
+FROM_FOLDERS = [fact.name for fact in METADATA_FACTS if fact.in_folders]
 
 
 def check_metadata(metadata: Mapping[str, str]) -> Mapping[str, str]:
@@ -358,7 +371,7 @@ def stored_facts(metadata: Mapping[str, str]) -> dict[str, str]:
     tells besides, as those that `train` and `export` write do.
     """
     ours = {name.removeprefix(PREFIX): text for name, text in metadata.items() if name.startswith(PREFIX)}
-    signed = metadata.keys() >= {"title", "steps", "guidance"} and metadata.get("family") in FAMILIES
+    signed = metadata.keys() >= {"title", "steps", "guidance"} and metadata.get("family") in FAMILY_ROWS
     dropped = {*FROM_FOLDERS, *(() if signed else METADATA_KEYS)}
     if metadata.get("modelspec.prediction_type") in PREDICTIONS:  # a standard's name
         dropped -= {"modelspec.prediction_type"}
@@ -366,37 +379,39 @@ def stored_facts(metadata: Mapping[str, str]) -> dict[str, str]:
     return others | {name: text for name, text in ours.items() if name in (*METADATA_KEYS, "sampler", "spacing")}
 
 
-def apply_user_metadata(family: Family, fitting: Family, told: Mapping[str, str]) -> Family:
+def apply_user_metadata(family: FamilyRow, fitting: FamilyRow, told: Mapping[str, str]) -> FamilyRow:
     """Return a family with what the user tells of it, even where the row of a known UNet has values of its own.
 
     `fitting` is what the name of a family alone made of the file.  Raises ValueError if it made another one, and for
     metadata that this family does not use.
     """
-    if (name := told.get("family")) is not None and fitting.title != FAMILIES[name].title:
+    if (name := told.get("family")) is not None and fitting.title != FAMILY_ROWS[name].title:
         raise ValueError(f"got `metadata` family={name}, whose networks are others than this file's: leave it out")
-    is_unet = isinstance(family.unet, UNetSpec)
+    is_unet = isinstance(family.unet, LDMUNetSpec)
     has_facts = is_unet or bool(family.text_encoders)
-    general = {fact.name for fact in FACTS if fact.field or fact.name == "family"}
+    general = {fact.name for fact in METADATA_FACTS if fact.field or fact.name == "family"}
     used = general if has_facts else set()
-    used |= {fact.name for fact in FACTS if fact.of_unets and is_unet}
+    used |= {fact.name for fact in METADATA_FACTS if fact.of_unets and is_unet}
     for role, spec in family.texts.items():
         if hasattr(spec, "skip"):  # CLIP's and OpenCLIP's
             fact = "activation" if hasattr(spec, "activation") else "skip"
             used |= {f"{role.replace('_encoder', '')}_{what}" for what in ("num_heads", fact)}
     if unused := sorted(told.keys() - used):
         raise ValueError(f"got `metadata` {unused[0]}, which {family.title} does not use: leave it out")
-    return with_facts(family, told)
+    return with_metadata(family, told)
 
 
-def with_facts(row: Family, metadata: Mapping[str, str]) -> Family:
+def with_metadata(row: FamilyRow, metadata: Mapping[str, str]) -> FamilyRow:
     """Return a row with what the metadata say.  Raises ValueError for nonsense."""
     try:
         values: dict[str, Any] = {
-            fact.field: fact.kind(metadata[fact.name]) for fact in FACTS if fact.field and fact.name in metadata
+            fact.field: fact.kind(metadata[fact.name])
+            for fact in METADATA_FACTS
+            if fact.field and fact.name in metadata
         }
         texts = [_text_from_metadata(role, spec, metadata) for role, spec in row.texts.items()]
         family = replace(row, text_encoders=tuple(texts), **values)
-        if isinstance(row.unet, UNetSpec):
+        if isinstance(row.unet, LDMUNetSpec):
             family = replace(
                 family, unet=_unet_from_metadata(row.unet, metadata), noise=_noise_from_metadata(row.noise, metadata)
             )
@@ -421,7 +436,7 @@ def _text_from_metadata(role: str, spec: Any, metadata: Mapping[str, str]) -> An
     return replace(spec, **told)
 
 
-def _unet_from_metadata(unet: UNetSpec, metadata: Mapping[str, str]) -> UNetSpec:
+def _unet_from_metadata(unet: LDMUNetSpec, metadata: Mapping[str, str]) -> LDMUNetSpec:
     """Return a UNet's spec with the number of heads, or else the width of one, that metadata tell."""
     if "unet_num_heads" in metadata:
         return replace(unet, num_heads=int(metadata["unet_num_heads"]), head_dim=None)
@@ -432,7 +447,7 @@ def _unet_from_metadata(unet: UNetSpec, metadata: Mapping[str, str]) -> UNetSpec
 
 def _noise_from_metadata(noise: object, metadata: Mapping[str, str]) -> Preserving:
     """Return the noise process that metadata tell, from the row's, or Stable Diffusion 1's, for what they leave out."""
-    sd1: Any = FAMILIES["sd1"].noise
+    sd1: Any = FAMILY_ROWS["sd1"].noise
     like = noise if isinstance(noise, Preserving) else sd1
     curve = metadata.get("beta_schedule", like.curve)
     if (number := metadata.get("num_timesteps", "1000")) != "1000":
@@ -466,7 +481,7 @@ def _flow_from_metadata(flow: Flow, metadata: Mapping[str, str]) -> Flow:
 Check = tuple[str, object, bool, str]  # name, value, whether it is valid, valid values
 
 
-def _check(family: Family) -> None:
+def _check(family: FamilyRow) -> None:
     """Raise ValueError for numbers that no model can have."""
     factor = family.vae.factor * family.unet.patch
     is_scale = 0 < family.scale_factor < math.inf or family.scale_factor is IN_THE_FILE
@@ -482,11 +497,11 @@ def _check(family: Family) -> None:
         checks += _checks_of_text(role.replace("_encoder", ""), text)
     if isinstance(noise := family.noise, Preserving):
         if noise.values is not None:
-            Schedule.from_betas(noise.betas, family.prediction)
+            NoiseSchedule.from_betas(noise.betas, family.prediction)
         elif noise.curve != COSINE:
             rises = 0 < noise.start <= noise.end < 1
             checks.append(("beta_start", noise.start, rises, "0 < beta_start <= beta_end < 1"))
-    if isinstance(family.unet, UNetSpec):
+    if isinstance(family.unet, LDMUNetSpec):
         checks += _checks_of_heads(family.unet)
     for name, value, is_valid, wanted in checks:
         if not is_valid:
@@ -503,7 +518,7 @@ def _checks_of_text(name: str, text: Any) -> Iterator[Check]:
         yield f"{name}_activation", text.activation, is_known, f"one of {known}"
 
 
-def _checks_of_heads(unet: UNetSpec) -> Iterator[Check]:
+def _checks_of_heads(unet: LDMUNetSpec) -> Iterator[Check]:
     depths = (*unet.transformer_depth, unet.middle_depth)
     widths = [unet.model_channels * mult for mult in (*unet.channel_mult, unet.channel_mult[-1])]
     for name, heads in (("unet_num_heads", unet.num_heads), ("unet_head_dim", unet.head_dim)):
@@ -512,12 +527,14 @@ def _checks_of_heads(unet: UNetSpec) -> Iterator[Check]:
             yield name, heads, divides, f"a divisor of {width}"
 
 
-def describe(family: Family) -> dict[str, str]:
+def describe(family: FamilyRow) -> dict[str, str]:
     """Return the metadata with which detect_family() recognises a family that matches no row."""
-    rows = [name for name, row in FAMILIES.items() if _kind(row) == _kind(family)]
+    rows = [name for name, row in FAMILY_ROWS.items() if _kind(row) == _kind(family)]
     values = vars(family)
     about: dict[str, object] = {
-        "family": max(rows, key=lambda name: sum(value == values[key] for key, value in vars(FAMILIES[name]).items())),
+        "family": max(
+            rows, key=lambda name: sum(value == values[key] for key, value in vars(FAMILY_ROWS[name]).items())
+        ),
         "title": family.title,
         "prediction": family.prediction,
         "scale_factor": family.scale_factor,
@@ -526,7 +543,7 @@ def describe(family: Family) -> dict[str, str]:
         "steps": family.steps,
         "guidance": family.scale,
     }
-    if isinstance(unet := family.unet, UNetSpec) and isinstance(noise := family.noise, Preserving):
+    if isinstance(unet := family.unet, LDMUNetSpec) and isinstance(noise := family.noise, Preserving):
         about |= {"unet_num_heads": unet.num_heads, "unet_head_dim": unet.head_dim, "num_timesteps": 1000}
         about |= {"beta_schedule": noise.curve} if noise.values is None else {"trained_betas": json.dumps(noise.values)}
         if noise.values is None and noise.curve != COSINE:
@@ -542,5 +559,5 @@ def describe(family: Family) -> dict[str, str]:
     return {key: str(value) for key, value in about.items() if value not in (None, IN_THE_FILE)}
 
 
-def _kind(family: Family) -> tuple[object, ...]:
+def _kind(family: FamilyRow) -> tuple[object, ...]:
     return family.conditioner, family.task, family.sgm, type(family.text)

@@ -18,7 +18,7 @@ from ldm_lite.core.files import Tensors, imported
 from ldm_lite.core.layers import Shapes
 from ldm_lite.core.vae import VAESpec
 from ldm_lite.diffusion.flow import Clock, FlowSchedule
-from ldm_lite.diffusion.schedule import Array, Prediction, Schedule, cosine_betas, scaled_linear_betas
+from ldm_lite.diffusion.schedule import AnyPrediction, Array, NoiseSchedule, cosine_betas, scaled_linear_betas
 from ldm_lite.models.pixels import PixelSpec
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ else:
 Spec = Any  # a frozen dataclass of sizes, of one of these classes
 
 NETWORKS = {  # the class of a spec -> its network's
-    "UNetSpec": "ldm_lite.models.unet:UNet",
+    "LDMUNetSpec": "ldm_lite.models.unet:LDMUNet",
     "IFSpec": "ldm_lite.models.unet_if:UNetIF",
     "FluxSpec": "ldm_lite.models.flux:Flux",
     "ChromaSpec": "ldm_lite.models.chroma:Chroma",
@@ -47,7 +47,7 @@ NETWORKS = {  # the class of a spec -> its network's
     "VQSpec": "ldm_lite.models.vae_vq:VQModel",
     "TAESDSpec": "ldm_lite.models.taesd:TAESD",
     "PixelSpec": "ldm_lite.models.pixels:Pixels",
-    "CLIPTextSpec": "ldm_lite.models.clip:CLIPTextEncoder",
+    "CLIPTextSpec": "ldm_lite.models.clip:CLIPTextModel",
     "OpenCLIPTextSpec": "ldm_lite.models.open_clip:OpenCLIPTextEncoder",
     "T5Spec": "ldm_lite.models.t5:T5Encoder",
     "Qwen3Spec": "ldm_lite.models.qwen3:Qwen3",
@@ -68,7 +68,7 @@ KL_F8 = VAESpec(channels=128, channel_mult=(1, 2, 4, 4), num_res_blocks=2, z_cha
 KL_F8_16 = replace(KL_F8, z_channels=16, embed_dim=16, quant=False)  # of FLUX.1, Stable Diffusion 3 and Z-Image
 
 
-def build(spec: Spec) -> nn.Module:
+def build_network(spec: Spec) -> nn.Module:
     """Build the network that a spec describes, on the default device."""
     network: nn.Module = imported(NETWORKS[type(spec).__name__])(spec)
     return network
@@ -113,9 +113,9 @@ class Preserving:
             return np.linspace(self.start, self.end, 1000)
         return scaled_linear_betas(self.start, self.end)
 
-    def schedule(self, prediction: Prediction) -> Schedule:
+    def schedule(self, prediction: AnyPrediction) -> NoiseSchedule:
         """The schedule of a network with this prediction type."""
-        return Schedule.from_betas(self.betas, prediction)
+        return NoiseSchedule.from_betas(self.betas, prediction)
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class Flow:
     shift: float = 1.0
     by_size: tuple[float, float] | None = None  # log of the shift at 256 and 4096 tokens
 
-    def schedule(self, prediction: Prediction) -> Schedule:
+    def schedule(self, prediction: AnyPrediction) -> NoiseSchedule:
         """The schedule of a network with this prediction type."""
         schedule = FlowSchedule.of(self.shift, self.by_size, self.clock, prediction, self.spacing)
         return schedule.sized(4096)  # 1024 px, until the size is known
@@ -167,10 +167,10 @@ class Recipe(NamedTuple):
     steps: int | None = None  # where the name tells none, as "8steps" does
     scale: float | None = None
     sampler: str | None = None
-    prediction: Prediction | None = None
+    prediction: AnyPrediction | None = None
     lora: str | None = None  # a pattern in the name of a LoRA, if it is another one
 
-    def applied(self, family: Family, name: str) -> Family:
+    def applied(self, family: FamilyRow, name: str) -> FamilyRow:
         """Return the family with these defaults."""
         told = re.search(r"(?<![\d.])(\d{1,2})[-_ ]?steps?(?![a-z])", name.lower())
         steps = self.steps if told is None or self.steps is None else int(told[1])
@@ -182,7 +182,7 @@ class Recipe(NamedTuple):
         }
         return replace(family, **{field: value for field, value in values.items() if value is not None})
 
-    def text(self, name: str, family: Family) -> str:
+    def text(self, name: str, family: FamilyRow) -> str:
         """What is said of a file with such a name, of the family with these defaults."""
         steps = f"{family.steps} step{'s' * (family.steps != 1)} of {family.sampler} at scale {family.scale:g}"
         if self.steps is None:
@@ -190,7 +190,7 @@ class Recipe(NamedTuple):
         return f"{name}: by its name, as {self.source}: {steps}; `steps`, `sampler` and `scale` overrule that"
 
 
-def recipe_of(family: Family, name: str, is_lora: bool = False) -> Recipe | None:
+def recipe_of(family: FamilyRow, name: str, is_lora: bool = False) -> Recipe | None:
     """Return the first of the family's recipes for a file of this name."""
     words = ((recipe.lora or recipe.word if is_lora else recipe.word, recipe) for recipe in family.recipes)
     return next((recipe for word, recipe in words if re.search(word, name.lower())), None)
@@ -208,7 +208,7 @@ Noise = Preserving | Flow
 
 
 @dataclass(frozen=True)
-class Family:
+class FamilyRow:
     """One kind of checkpoint: its networks, its noise process, and its default settings."""
 
     title: str
@@ -218,7 +218,7 @@ class Family:
     conditioner: str  # how their outputs become the UNet's inputs: a key of CONDITIONERS
     task: str  # "txt2img" (and tasks built on it), "inpaint", ...: see job.TASKS
     sgm: bool  # text encoders have the key names of generative-models
-    prediction: Prediction
+    prediction: AnyPrediction
     noise: Noise
     scale_factor: float  # UNet latents = scale_factor * (autoencoder latents - shift_factor); may be IN_THE_FILE
     shift_factor: float
@@ -242,8 +242,10 @@ class Family:
     called: str = ""  # a pattern of what trainers and hubs call it, by which a LoRA's metadata name its base
     hints: tuple[Hint, ...] = ()
     recipes: tuple[Recipe, ...] = ()  # the first whose word a file's name has gives its defaults
-    predicts: Callable[[Tensors], tuple[Prediction, str]] | None = None  # by a UNet's weights, with the reason
-    with_loras: Callable[[Family, Tensors, Sequence[Any]], tuple[Family, Tensors]] | None = None  # which change it
+    predicts: Callable[[Tensors], tuple[AnyPrediction, str]] | None = None  # by a UNet's weights, with the reason
+    with_loras: Callable[[FamilyRow, Tensors, Sequence[Any]], tuple[FamilyRow, Tensors]] | None = (
+        None  # which change it
+    )
 
     @property
     def distilled(self) -> bool:

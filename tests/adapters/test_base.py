@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 import ldm_lite
 from ldm_lite.adapters.lora import Lora, check_base
 from ldm_lite.toolkit import merge_loras
-from ldm_lite.zoo.families import FAMILIES
+from ldm_lite.zoo.families import FAMILY_ROWS
 
 CALLED = {  # the row -> what trainers (kohya, ai-toolkit, OneTrainer, PEFT) and Stability's standard call it
     "sd1": ("sd_v1", "sd_1.5", "stable-diffusion-v1/lora", "stable-diffusion-v1-5/stable-diffusion-v1-5"),
@@ -34,28 +34,28 @@ def test_a_base_of_another_family_is_refused_and_the_familys_own_is_taken(caplog
             for text in texts:
                 lora = Lora("l.safetensors", {}, bases={"ss_base_model_version": text})
                 if row == other:
-                    check_base(lora, FAMILIES[row])
+                    check_base(lora, FAMILY_ROWS[row])
                     continue
                 with pytest.raises(
                     ValueError, match=r"l\.safetensors: is for .*, as its metadata say \(ss_base_model_"
                 ):
-                    check_base(lora, FAMILIES[row])
+                    check_base(lora, FAMILY_ROWS[row])
     assert not caplog.messages
 
 
 def test_doubt_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    check_base(Lora("l", {}, bases={"modelspec.architecture": "lumina-2/lora"}), FAMILIES["z_image"])
-    check_base(Lora("l", {}, names=("qwen-image-style.safetensors",)), FAMILIES["flux_dev"])
+    check_base(Lora("l", {}, bases={"modelspec.architecture": "lumina-2/lora"}), FAMILY_ROWS["z_image"])
+    check_base(Lora("l", {}, names=("qwen-image-style.safetensors",)), FAMILY_ROWS["flux_dev"])
     assert caplog.messages == [
         "l: is for 'lumina-2/lora', as its metadata say (modelspec.architecture): is that this model?",
         "l: by its name it is for Qwen-Image, but this is FLUX.1 [dev]",
     ]
     caplog.clear()
-    check_base(Lora("l", {}, bases={"base_model_name_or_path": "/models/base"}), FAMILIES["flux_dev"])
+    check_base(Lora("l", {}, bases={"base_model_name_or_path": "/models/base"}), FAMILY_ROWS["flux_dev"])
     check_base(
-        Lora("l", {}, names=("qwen-image-style",), bases={"modelspec.architecture": "flux-1"}), FAMILIES["flux_dev"]
+        Lora("l", {}, names=("qwen-image-style",), bases={"modelspec.architecture": "flux-1"}), FAMILY_ROWS["flux_dev"]
     )
-    check_base(Lora("l", {}, bases={"ss_base_model_version": "sd_v1"}), replace(FAMILIES["ldm_cin256"]))
+    check_base(Lora("l", {}, bases={"ss_base_model_version": "sd_v1"}), replace(FAMILY_ROWS["ldm_cin256"]))
     assert not caplog.messages
 
 

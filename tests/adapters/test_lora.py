@@ -21,11 +21,11 @@ from ldm_lite.adapters.lora import file_names, merge_lora, targets
 from ldm_lite.checkpoint.reader import on_meta
 from ldm_lite.families.sd1 import SD1
 from ldm_lite.families.sdxl import SDXL
-from ldm_lite.models.clip import CLIPTextEncoder
-from ldm_lite.models.unet import UNet
+from ldm_lite.models.clip import CLIPTextModel
+from ldm_lite.models.unet import LDMUNet
 from ldm_lite.runtime.offload import Offloader
 from ldm_lite.runtime.quantization import Quantized
-from ldm_lite.zoo.family import build
+from ldm_lite.zoo.family import build_network
 
 GOLDEN = dict(np.load(Path(__file__).parents[1] / "data" / "lora.npz"))
 SCALE, STEPS, GUIDANCE = 0.7, 4, 5.0
@@ -138,7 +138,7 @@ def test_the_text_encoder_of_stable_diffusion_2(tmp_path: Path, caplog: pytest.L
 
 def test_every_module_of_sdxls_text_encoders_by_kohyas_names() -> None:
     with on_meta():
-        networks = {"text_encoder": build(SDXL.text), "text_encoder_2": build(SDXL.text_encoders[1])}
+        networks = {"text_encoder": build_network(SDXL.text), "text_encoder_2": build_network(SDXL.text_encoders[1])}
     weights = {role: targets(network) for role, network in networks.items()}
     table = {
         name: weights[role][module]["weight"]
@@ -187,7 +187,7 @@ def test_other_spellings(tmp_path: Path, small: Pipeline, module: str) -> None:
 
 def test_every_module_of_stable_diffusion_by_kohyas_names() -> None:
     with on_meta():
-        unet, text = UNet(SD1.unet), CLIPTextEncoder(SD1.text)
+        unet, text = LDMUNet(SD1.unet), CLIPTextModel(SD1.text)
     table = {
         role: {name: f"{module}.weight" for module, names in file_names(role, net).items() for name in names}
         for role, net in (("unet", unet), ("text_encoder", text))

@@ -16,7 +16,7 @@ import ldm_lite
 from ldm_lite import Pipeline
 from ldm_lite.adapters import kinds
 from ldm_lite.adapters.lora import file_names, targets
-from ldm_lite.train.additions import KINDS, LoKr
+from ldm_lite.train.additions import ADDITIONS, LoKr
 
 DATA = Path(__file__).parents[1] / "data" / "lycoris.npz"
 
@@ -57,14 +57,14 @@ def test_a_layer_computes_what_lycoris_computes(case: str, tmp_path: Path) -> No
     assert float((y - wanted).abs().max()) < 1e-5 * float(wanted.abs().max())
 
 
-@pytest.mark.parametrize("kind", sorted(KINDS))
+@pytest.mark.parametrize("kind", sorted(ADDITIONS))
 def test_what_training_writes_is_merged(kind: str, tmp_path: Path, bundled: Pipeline) -> None:
     module = next(name for name in targets(bundled.unet) if name.endswith("attn1.to_q"))
     layer, name = bundled.unet.get_submodule(module), file_names("unet", bundled.unet)[module][0]
     weight = layer.get_parameter("weight")
-    options: dict[str, Any] = {"factor": 4} if KINDS[kind] is LoKr else {}
+    options: dict[str, Any] = {"factor": 4} if ADDITIONS[kind] is LoKr else {}
     torch.manual_seed(1)
-    trained = KINDS[kind](weight.detach(), 2, 1.0, **options)
+    trained = ADDITIONS[kind](weight.detach(), 2, 1.0, **options)
     for parameter in trained.parameters():
         nn.init.normal_(parameter, 0.5, 0.2)
     x = torch.randn(3, weight.shape[1])

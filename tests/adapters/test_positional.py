@@ -13,8 +13,8 @@ import ldm_lite
 from ldm_lite.adapters.lora import file_names
 from ldm_lite.adapters.positional import NAMES
 from ldm_lite.checkpoint.reader import on_meta
-from ldm_lite.zoo.families import FAMILIES
-from ldm_lite.zoo.family import build
+from ldm_lite.zoo.families import FAMILY_ROWS
+from ldm_lite.zoo.family import build_network
 
 REAL = Path(os.environ.get("LDM_LITE_REAL_FILES", Path(__file__).parents[2].parent / "shared" / "data" / "real"))
 
@@ -22,7 +22,7 @@ REAL = Path(os.environ.get("LDM_LITE_REAL_FILES", Path(__file__).parents[2].pare
 def networks() -> dict[str, nn.Module]:
     """Those of Stable Diffusion 1.x, without memory."""
     with on_meta():
-        return {role: build(FAMILIES["sd1"].specs[role]) for role in NAMES}
+        return {role: build_network(FAMILY_ROWS["sd1"].specs[role]) for role in NAMES}
 
 
 def tensors() -> dict[str, torch.Tensor]:

@@ -14,7 +14,7 @@ from ldm_lite.adapters.strength import LISTED, PRESETS, Strength, _blocks, parse
 from ldm_lite.checkpoint.reader import on_meta
 from ldm_lite.families.sd1 import SD1
 from ldm_lite.families.sdxl import SDXL
-from ldm_lite.models.unet import UNet
+from ldm_lite.models.unet import LDMUNet
 from ldm_lite.txt2img import main
 
 # BLOCKID17, 26, 12 and 20 of the extension
@@ -93,7 +93,7 @@ def test_the_lists_are_the_extensions() -> None:
     """For the released UNets, from their own blocks."""
     for spec, counts in ((SD1.unet, (26, 17)), (SDXL.unet, (20, 12))):
         with on_meta():
-            assert _blocks(UNet(spec)) == tuple(LISTS[count].split() for count in counts)
+            assert _blocks(LDMUNet(spec)) == tuple(LISTS[count].split() for count in counts)
     assert list(LISTED) == LISTS[17].split()
     assert PRESETS["MIDD"] == "1,0,0,0,1,1,1,1,1,1,1,1,0,0,0,0,0".replace(",", "")
 

@@ -16,11 +16,11 @@ from toy_flow import all_in_one, save, under, weights
 
 import ldm_lite
 from ldm_lite.adapters.lora import merge_lora
-from ldm_lite.checkpoint.reader import load_weights, on_meta, open_checkpoint, split
+from ldm_lite.checkpoint.reader import load_weights, on_meta, open_checkpoint, parts_of
 from ldm_lite.models.mmdit import MMDiT
 from ldm_lite.models.t5 import T5Encoder
-from ldm_lite.zoo.families import FAMILIES
-from ldm_lite.zoo.family import build
+from ldm_lite.zoo.families import FAMILY_ROWS
+from ldm_lite.zoo.family import build_network
 
 GOLDEN = np.load(Path(__file__).parents[1] / "data" / "transformers.npz")
 BOTH = pytest.mark.parametrize("name", ["flux_dev", "sd35_medium"])
@@ -40,9 +40,9 @@ def output(network: nn.Module, name: str) -> Tensor:
 @BOTH
 def test_a_lora_on_every_linear_of_diffusers_network(name: str, tmp_path: Path) -> None:
     """Rows of fused layers, and swapped halves: what PEFT computes on diffusers' network; removed bit for bit."""
-    component = split(open_checkpoint(save(tmp_path / "d.safetensors", of_diffusers(name))))["unet"]
+    component = parts_of(open_checkpoint(save(tmp_path / "d.safetensors", of_diffusers(name))))["unet"]
     with on_meta():
-        network = build(toy_flow.TRANSFORMERS[name])
+        network = build_network(toy_flow.TRANSFORMERS[name])
     load_weights(network, component, "transformer", CPU, torch.float32)
     before = {key: value.clone() for key, value in network.state_dict().items()}
     shapes = json.loads(str(GOLDEN["shapes"]))[f"lora.{name}"]
@@ -66,7 +66,10 @@ def test_the_control_lora_of_black_forest_labs(tmp_path: Path) -> None:
     save(dev, all_in_one(family, with_weights), metadata(family))
     pipe = ldm_lite.load(dev, lora=f"{lora}:0.85", device="cpu", t5_vocab=SPIECE)
     assert pipe.family.unet == toy_flow.TRANSFORMERS["flux_control"]
-    assert (pipe.family.task, pipe.family.scale) == (FAMILIES["flux_control"].task, FAMILIES["flux_control"].scale)
+    assert (pipe.family.task, pipe.family.scale) == (
+        FAMILY_ROWS["flux_control"].task,
+        FAMILY_ROWS["flux_control"].scale,
+    )
     assert toy.relative_error(output(pipe.unet, "flux_control"), GOLDEN["control_lora"]) < 1e-5
     quantised = ldm_lite.load(dev, lora=f"{lora}:0.85", device="cpu", t5_vocab=SPIECE, storage="int8")
     with quantised.phase("unet"):
@@ -113,8 +116,8 @@ def test_other_prefixes(name: str, tmp_path: Path) -> None:
     """ComfyUI's and the original's names change the same weights as kohya's."""
     spec = toy_flow.TRANSFORMERS[name]
     results = []
-    plain = pairs(build(spec), "")
-    named = {name.replace(".", "_"): name for name, _ in build(spec).named_modules()}
+    plain = pairs(build_network(spec), "")
+    named = {name.replace(".", "_"): name for name, _ in build_network(spec).named_modules()}
     for prefix in ("lora_unet_", "diffusion_model.", ""):
         lora = {}
         for key, value in plain.items():

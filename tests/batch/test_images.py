@@ -24,7 +24,7 @@ import ldm_lite
 from ldm_lite.batch import images
 from ldm_lite.batch.options import RowOptions
 from ldm_lite.batch.places import Folder
-from ldm_lite.batch.rows import Item, Rows, convert
+from ldm_lite.batch.rows import RowItem, TableRows, convert
 from ldm_lite.batch.store import Store, check_job
 from ldm_lite.batch.table import open_table
 from ldm_lite.cli.version import pip_install
@@ -358,10 +358,10 @@ def test_cells_have_the_types_of_their_columns(name: str, value: object, wanted:
 
 def test_the_pixels_of_a_row_may_be_limited(small_path: Path) -> None:
     pipe = ldm_lite.load(small_path, device="cpu")
-    rows = Rows(pipe, RowOptions(), 64 * 64, [Path()])
+    rows = TableRows(pipe, RowOptions(), 64 * 64, [Path()])
     first, second = rows.read(0, [{"prompt": "a", "width": 64}, {"prompt": "a", "width": 72}])
-    assert isinstance(first, Item)
-    assert not isinstance(second, Item)
+    assert isinstance(first, RowItem)
+    assert not isinstance(second, RowItem)
 
 
 def test_few_texts_are_held_at_once(

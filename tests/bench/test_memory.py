@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from ldm_lite.bench import memory
-from ldm_lite.bench.memory import Result, make_image, table
-from ldm_lite.bench.options import Options
+from ldm_lite.bench.memory import MemoryResult, make_image, table
+from ldm_lite.bench.options import BenchOptions
 
-OPTIONS = Options(size="bundled", device="cpu", prompt="cat", sampler="ddim", steps=2, scale=2.5)
+OPTIONS = BenchOptions(size="bundled", device="cpu", prompt="cat", sampler="ddim", steps=2, scale=2.5)
 
 
 def test_a_mode_makes_the_image_and_measures_it() -> None:
@@ -35,13 +35,13 @@ def test_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         def __exit__(self, *error: object) -> None:
             pass
 
-        def submit(self, work: object, options: Options, mode: str) -> "Future[Any]":
+        def submit(self, work: object, options: BenchOptions, mode: str) -> "Future[Any]":
             future: Future[Any] = Future()
             if "sliced" in mode:
                 future.set_exception(ValueError("no such attention\nmore"))
             else:
                 image = np.full((3, 8, 8), 0.2 if "fp8" in mode else 0.0)
-                future.set_result(Result(image, 3 * 2**30, None, None, 2 * 2**30, 0.5, 2.0))
+                future.set_result(MemoryResult(image, 3 * 2**30, None, None, 2 * 2**30, 0.5, 2.0))
             return future
 
     monkeypatch.setattr(memory, "ProcessPoolExecutor", Process)

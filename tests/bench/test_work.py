@@ -11,7 +11,7 @@ from random_checkpoint import SMALL
 import ldm_lite
 from ldm_lite.bench.benchmark import Comparison
 from ldm_lite.bench.checkpoints import open_model, random_checkpoint
-from ldm_lite.bench.options import SECTIONS, Options
+from ldm_lite.bench.options import SECTIONS, BenchOptions
 from ldm_lite.bench.ours import CONFIGURATIONS, REFERENCE, OurWorkload, configuration
 from ldm_lite.bench.work import Cell, Unavailable, cost, inputs
 from ldm_lite.bench.worker import InProcessBackend
@@ -19,11 +19,11 @@ from ldm_lite.families.sd1 import SD1
 from ldm_lite.runtime.compile import compiled_step
 
 CPU = torch.device("cpu")
-OPTIONS = Options(device="cpu", height=64, width=64, prompt="a", steps=3)
+OPTIONS = BenchOptions(device="cpu", height=64, width=64, prompt="a", steps=3)
 
 
 @pytest.fixture
-def options(small_path: Path) -> Options:
+def options(small_path: Path) -> BenchOptions:
     return replace(OPTIONS, ckpt=str(small_path))
 
 
@@ -46,7 +46,7 @@ def test_random_weights_do_not_depend_on_the_order_in_which_they_are_read() -> N
 
 @pytest.mark.parametrize("prediction", ["eps", "v"])
 @torch.no_grad()
-def test_the_step_that_is_compared_is_the_mean_of_both_halves(prediction: str, options: Options) -> None:
+def test_the_step_that_is_compared_is_the_mean_of_both_halves(prediction: str, options: BenchOptions) -> None:
     workload = OurWorkload(CONFIGURATIONS["efficient"], options, "fp32")
     workload.pipe = pipe = ldm_lite.load(options.ckpt, device="cpu", prediction=prediction)
     given = workload.inputs(2)
@@ -57,7 +57,7 @@ def test_the_step_that_is_compared_is_the_mean_of_both_halves(prediction: str, o
 
 @pytest.mark.parametrize("section", SECTIONS)
 @torch.no_grad()
-def test_every_section_runs_and_does_not_depend_on_the_batch(section: str, options: Options) -> None:
+def test_every_section_runs_and_does_not_depend_on_the_batch(section: str, options: BenchOptions) -> None:
     ours = OurWorkload(CONFIGURATIONS["efficient"], options, "fp32")
     backend = InProcessBackend("ours", CPU, lambda dtype: ours)
     result = backend.first(Cell(section, "fp32", 2)).result
@@ -69,7 +69,7 @@ def test_every_section_runs_and_does_not_depend_on_the_batch(section: str, optio
         assert torch.allclose(result, ours.pipe.vae.decode(inputs(SMALL, OPTIONS, 2).noise).clamp(-1, 1), atol=1e-5)
 
 
-def test_whole_images_are_those_of_txt2img(options: Options) -> None:
+def test_whole_images_are_those_of_txt2img(options: BenchOptions) -> None:
     """The last of n_iter batches, with the seeds that follow each other."""
     ours = OurWorkload(CONFIGURATIONS["efficient"], options, "fp32")
     images = ours.image(ours.inputs(2))
@@ -87,7 +87,7 @@ def test_the_work_of_stable_diffusion_is_what_was_counted() -> None:
 
 
 @pytest.mark.slow
-def test_a_perturbed_network_fails_the_gate(options: Options) -> None:
+def test_a_perturbed_network_fails_the_gate(options: BenchOptions) -> None:
     def backend(name: str, change: Callable[[OurWorkload], None]) -> InProcessBackend:
         workload = OurWorkload(CONFIGURATIONS["efficient"], options, "fp32")
         change(workload)
@@ -105,7 +105,7 @@ def test_a_perturbed_network_fails_the_gate(options: Options) -> None:
     assert timings["wrong"].passes is False
 
 
-def test_what_could_not_be_compiled_is_not_timed_as_if_it_were(options: Options) -> None:
+def test_what_could_not_be_compiled_is_not_timed_as_if_it_were(options: BenchOptions) -> None:
     workload = OurWorkload(CONFIGURATIONS["compiled"], options, "fp32")
     broken = compiled_step("step", workload.pipe.unet, backend="no such one")
     workload.pipe = replace(workload.pipe, run_row=broken)
@@ -115,7 +115,7 @@ def test_what_could_not_be_compiled_is_not_timed_as_if_it_were(options: Options)
 
 
 def test_the_first_five_are_the_articles_and_a_plus_changes_one() -> None:
-    assert tuple(CONFIGURATIONS)[:5] == Options().configs
+    assert tuple(CONFIGURATIONS)[:5] == BenchOptions().configs
     changed = configuration("max+pdl+cudnn")
     assert changed == replace(
         CONFIGURATIONS["max"], title="ours, everything, pdl, cudnn", kernels="qkv,pdl", attention="cudnn"
@@ -125,7 +125,7 @@ def test_the_first_five_are_the_articles_and_a_plus_changes_one() -> None:
             configuration(name)
 
 
-def test_half_precision_of_the_original_is_autocast(options: Options) -> None:
+def test_half_precision_of_the_original_is_autocast(options: BenchOptions) -> None:
     original, ours, exact = (
         OurWorkload(row, options, dtype)
         for row, dtype in (

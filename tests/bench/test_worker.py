@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from ldm_lite.bench.options import PEERS, Options
+from ldm_lite.bench.options import PEERS, BenchOptions
 from ldm_lite.bench.theirs import PeerWorkload
 from ldm_lite.bench.work import Cell, OutOfTime, Unavailable
 from ldm_lite.bench.worker import Backend, FirstCall, InProcessBackend, SubprocessBackend, make_backend
 
 CELL = Cell("step", "fp32", 1)
-OPTIONS = Options(size="bundled", device="cpu", height=64, width=64, prompt="a", steps=3)
+OPTIONS = BenchOptions(size="bundled", device="cpu", height=64, width=64, prompt="a", steps=3)
 
 
 class Fake:
@@ -35,7 +35,7 @@ class Fake:
         return float(os.getpid())
 
 
-def make(name: str, options: Options) -> tuple[str, Backend]:
+def make(name: str, options: BenchOptions) -> tuple[str, Backend]:
     assert options == OPTIONS
     if name != "fake":
         raise Unavailable("is not installed (x): pip install x")
@@ -48,7 +48,7 @@ class Endless(Fake):
         return 0.0
 
 
-def make_endless(name: str, options: Options) -> tuple[str, Backend]:
+def make_endless(name: str, options: BenchOptions) -> tuple[str, Backend]:
     return "endless", Endless()
 
 

@@ -14,12 +14,12 @@ from torch import Tensor
 
 import ldm_lite
 from ldm_lite.core.files import Tensors
-from ldm_lite.diffusion.schedule import Schedule, scaled_linear_betas
+from ldm_lite.diffusion.schedule import NoiseSchedule, scaled_linear_betas
 from ldm_lite.formats.buffers import scaled, stored_schedule
-from ldm_lite.zoo.families import FAMILIES
+from ldm_lite.zoo.families import FAMILY_ROWS
 from ldm_lite.zoo.family import Preserving
 
-SD = Schedule.from_betas(scaled_linear_betas(0.00085, 0.012), "eps")
+SD = NoiseSchedule.from_betas(scaled_linear_betas(0.00085, 0.012), "eps")
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 DTYPES = (*FP8, torch.bfloat16, torch.float16, torch.float32)
 ABOUT = random_checkpoint.metadata(SMALL)
@@ -36,8 +36,8 @@ def buffers(betas: np.ndarray) -> dict[str, Tensor]:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_family_s_schedule_is_known_however_it_is_rounded(dtype: torch.dtype) -> None:
     """As cast at once, as cast from float32 or float16, and as cast back."""
-    for noise in {family.noise for family in FAMILIES.values() if isinstance(family.noise, Preserving)}:
-        known = Schedule.from_betas(noise.betas, "eps")
+    for noise in {family.noise for family in FAMILY_ROWS.values() if isinstance(family.noise, Preserving)}:
+        known = NoiseSchedule.from_betas(noise.betas, "eps")
         for first in (torch.float64, torch.float32, torch.float16):
             for last in (dtype, torch.float32):
                 found = {k: v.to(first).to(dtype).to(last) for k, v in buffers(noise.betas).items()}
@@ -92,7 +92,7 @@ def test_a_rounded_scale_factor_is_the_family_s() -> None:
     for dtype in DTYPES:
         assert scaled(SMALL, file({"scale_factor": torch.tensor(0.18215).to(dtype)})) == SMALL
     assert scaled(SMALL, file({"scale_factor": torch.tensor(0.19)})).scale_factor == pytest.approx(0.19)
-    churches = FAMILIES["ldm_lsun_churches256"]
+    churches = FAMILY_ROWS["ldm_lsun_churches256"]
     assert scaled(churches, file({"scale_factor": torch.tensor(0.22).half()})).scale_factor == pytest.approx(0.22, 1e-3)
     for dtype in FP8:
         with pytest.raises(ValueError, match="too coarse to be used"):

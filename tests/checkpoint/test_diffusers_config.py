@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 from toy import NEGATIVE, NOISE, PROMPT
 
 import ldm_lite
-from ldm_lite.diffusion.names import label, make_plan
-from ldm_lite.formats.diffusers_config import CHECKED, KINDS, read_network
+from ldm_lite.diffusion.names import label, named_plan
+from ldm_lite.formats.diffusers_config import CHECKED, CONFIG_KINDS, read_network
 from ldm_lite.formats.diffusers_schedulers import CHECKED as SCHEDULERS
 from ldm_lite.formats.diffusers_schedulers import OF_ALL, OF_FLOWS, read_scheduler
 
@@ -142,7 +142,7 @@ def test_another_value_is_refused_by_name(weights: Path, file: str) -> None:
 
 def test_every_value_of_every_table_is_checked() -> None:
     for kind, table in CHECKED.items():
-        shapes: dict[str, tuple[int, ...]] = {key: (1,) for key, name in KINDS.items() if name == kind}
+        shapes: dict[str, tuple[int, ...]] = {key: (1,) for key, name in CONFIG_KINDS.items() if name == kind}
         if kind in ("vision", "open_clip_vision", "siglip"):
             shapes["vision_model.embeddings.patch_embedding.weight"] = (1280 if kind == "open_clip_vision" else 1024,)
         if kind in ("vision", "open_clip_vision"):
@@ -227,7 +227,7 @@ def test_the_default_sampler_is_the_scheduler(caplog: pytest.LogCaptureFixture) 
 def test_a_sampler_with_settings_is_read_back_from_its_name(weights: Path) -> None:
     pipe = ldm_lite.load(configure(weights, "euler"), device="cpu")
     assert pipe.family.sampler == "euler diffusers:timesteps=trailing"
-    assert make_plan(label(pipe.family.sampler), pipe.schedule, 7).t == pytest.approx(pipe.plan(steps=7).t)
+    assert named_plan(label(pipe.family.sampler), pipe.schedule, 7).t == pytest.approx(pipe.plan(steps=7).t)
 
 
 def test_a_spacing_of_the_checkpoint_yields_to_one_in_a_name(weights: Path) -> None:

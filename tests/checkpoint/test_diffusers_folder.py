@@ -15,10 +15,10 @@ from toy import NEGATIVE, PROMPT
 
 import ldm_lite
 from ldm_lite import reconstruct, txt2img
-from ldm_lite.checkpoint.reader import open_source, split
+from ldm_lite.checkpoint.reader import open_source, parts_of
 from ldm_lite.core.files import Tensors
 from ldm_lite.formats import diffusers_folder
-from ldm_lite.zoo.families import FAMILIES, detect_family
+from ldm_lite.zoo.families import FAMILY_ROWS, detect_family
 
 
 def test_a_folder_of_stable_diffusion_2_says_what_it_predicts(tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ def test_folders_of_all_image_encoders_are_read(
     save_file(weights, tmp_path / "model.safetensors")
     for about in (config, {"vision_config": config, "projection_dim": 768}):
         (tmp_path / "config.json").write_text(json.dumps(about))
-        assert "vision" in split(open_source(tmp_path))
+        assert "vision" in parts_of(open_source(tmp_path))
         wrong = json.dumps(about).replace("gelu", "relu")
         (tmp_path / "config.json").write_text(wrong)
         with pytest.raises(ValueError, match=r"its hidden_act .* is not supported"):
@@ -208,5 +208,5 @@ def test_released_folders_need_nothing_told(tmp_path: Path) -> None:
     shapes = {}
     for role, name in parts.items():
         theirs = {key: tuple(shape) for key, shape in THEIRS[name].items()}
-        shapes[role] = split(Tensors(tmp_path / role, theirs, torch.zeros))[role].shapes
-    assert detect_family(shapes, {}) == FAMILIES["lcm"]
+        shapes[role] = parts_of(Tensors(tmp_path / role, theirs, torch.zeros))[role].shapes
+    assert detect_family(shapes, {}) == FAMILY_ROWS["lcm"]

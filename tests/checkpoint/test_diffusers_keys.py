@@ -14,15 +14,15 @@ from random_checkpoint import SMALL, small
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ldm_lite.checkpoint.reader import load_weights, on_meta, open_checkpoint, split
+from ldm_lite.checkpoint.reader import load_weights, on_meta, open_checkpoint, parts_of
 from ldm_lite.core.files import Tensors
 from ldm_lite.families.sdxl import SDXL
 from ldm_lite.formats.diffusers_layout import original_layout
 from ldm_lite.models.controlnet import ControlNet, infer_spec
 from ldm_lite.models.t2i_adapter import AdapterSpec, T2IAdapter
-from ldm_lite.models.unet import UNetSpec
-from ldm_lite.zoo.families import FAMILIES, detect_family
-from ldm_lite.zoo.family import Spec, build, infer_vae
+from ldm_lite.models.unet import LDMUNetSpec
+from ldm_lite.zoo.families import FAMILY_ROWS, detect_family
+from ldm_lite.zoo.family import Spec, build_network, infer_vae
 
 ORIGINAL = json.loads(gzip.decompress((DATA / "manifests.json.gz").read_bytes()))
 del ORIGINAL["transformer_z_image"]  # its makers' keys are diffusers', ours are ComfyUI's: tests/families/
@@ -30,7 +30,7 @@ del ORIGINAL["transformer_z_image"]  # its makers' keys are diffusers', ours are
 
 def loaded(component: Tensors, spec: Spec) -> nn.Module:
     with on_meta():
-        network = build(spec)
+        network = build_network(spec)
     load_weights(network, component, "network", torch.device("cpu"), torch.float32)
     return network
 
@@ -61,10 +61,10 @@ def test_every_key_of_a_released_network_has_its_place(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in RELEASED if name.startswith("unet_")])
 def test_a_released_unet_is_its_family(name: str) -> None:
     shapes = {key: source.shape for key, source in original_layout(shapes_of(name)).items()}
-    assert detect_family({"unet": shapes}, {}, sgm="sdxl" in name) == FAMILIES[name.removeprefix("unet_")]
+    assert detect_family({"unet": shapes}, {}, sgm="sdxl" in name) == FAMILY_ROWS[name.removeprefix("unet_")]
 
 
-def controlnet(shapes: Mapping[str, tuple[int, ...]], like: UNetSpec) -> ControlNet:
+def controlnet(shapes: Mapping[str, tuple[int, ...]], like: LDMUNetSpec) -> ControlNet:
     """A ControlNet as its shapes say, with the heads of its UNet."""
     with on_meta():
         return ControlNet(replace(infer_spec(shapes), num_heads=like.num_heads, head_dim=like.head_dim))
@@ -105,7 +105,7 @@ def test_the_original_layout_is_left_alone() -> None:
 
 def component(path: Path, name: str, values: Mapping[str, Tensor], role: str, **metadata: str) -> Tensors:
     save_file(dict(values), path / f"{name}.safetensors", metadata)
-    components = split(open_checkpoint(path / f"{name}.safetensors"))
+    components = parts_of(open_checkpoint(path / f"{name}.safetensors"))
     assert set(components) == {role}
     return components[role]
 
@@ -114,7 +114,7 @@ def component(path: Path, name: str, values: Mapping[str, Tensor], role: str, **
 def test_a_unet_computes_what_diffusers_does(tmp_path: Path, name: str) -> None:
     spec = toy.DIFFUSERS_UNETS[name]
     part = component(tmp_path, name, weights_of(f"unet_{name}"), "unet")
-    inferred = UNetSpec.from_shapes(part.shapes)
+    inferred = LDMUNetSpec.from_shapes(part.shapes)
     assert inferred == replace(spec, num_heads=None, head_dim=None)
     x, context, y = toy.unet_inputs(spec)
     out = loaded(part, spec)(x, toy.T, context, y)

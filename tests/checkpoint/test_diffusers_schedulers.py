@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ldm_lite.checkpoint.loading import schedule_of
+from ldm_lite.checkpoint.loading import schedule_in_file
 from ldm_lite.core.files import Tensors
 from ldm_lite.core.plan import Plan
-from ldm_lite.diffusion.names import make_plan
+from ldm_lite.diffusion.names import named_plan
 from ldm_lite.formats.diffusers_schedulers import read_scheduler
-from ldm_lite.zoo.families import FAMILIES, with_facts
+from ldm_lite.zoo.families import FAMILY_ROWS, with_metadata
 
 GOLDEN = json.loads(gzip.decompress((Path(__file__).parents[1] / "data" / "schedulers.json.gz").read_bytes()))
 ROWS = {
@@ -37,10 +37,10 @@ REFUSED = {  # what is not here; with anything else a configuration runs
 def plan(config: dict[str, Any], pipeline: str, steps: int, tokens: int) -> Plan:
     """The plan of a folder's default sampler."""
     metadata = read_scheduler("s", config, f"{pipeline}Pipeline")
-    row = FAMILIES[metadata.get("family", ROWS[pipeline])]
-    family = with_facts(row, metadata)
-    schedule = schedule_of(family, Tensors(Path("s"), {}, lambda key: pytest.fail(key)), metadata, False)
-    return make_plan(family.sampler, schedule.sized(tokens), steps)
+    row = FAMILY_ROWS[metadata.get("family", ROWS[pipeline])]
+    family = with_metadata(row, metadata)
+    schedule = schedule_in_file(family, Tensors(Path("s"), {}, lambda key: pytest.fail(key)), metadata, False)
+    return named_plan(family.sampler, schedule.sized(tokens), steps)
 
 
 def compared(case: dict[str, Any]) -> list[str]:

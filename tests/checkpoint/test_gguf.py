@@ -35,9 +35,9 @@ from ldm_lite.control.control import parse
 from ldm_lite.control.loading import load_controls
 from ldm_lite.formats.gguf import open_gguf
 from ldm_lite.runtime import aot
-from ldm_lite.runtime.blocks import FORMATS, BlockLinear, Blocks
+from ldm_lite.runtime.blocks import GGUF_FORMATS, BlockLinear, Blocks
 from ldm_lite.runtime.setup import num_parameters
-from ldm_lite.zoo.family import build
+from ldm_lite.zoo.family import build_network
 
 GOLDEN = np.load(Path(__file__).parents[1] / "data" / "gguf.npz")
 NAMES = sorted({name.partition("/")[0] for name in GOLDEN.files if "/" in name})
@@ -60,7 +60,7 @@ def gguf(path: Path, tensors: Mapping[str, tuple[str, tuple[int, ...], bytes]], 
     table, data = b"", b""
     for key, (form, shape, content) in tensors.items():
         sides = struct.pack(f"<I{len(shape)}Q", len(shape), *shape[::-1])
-        table += text(key) + sides + struct.pack("<IQ", FORMATS[form].id, len(data))
+        table += text(key) + sides + struct.pack("<IQ", GGUF_FORMATS[form].id, len(data))
         data += content + bytes(-len(content) % 32)
     head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(pairs))
     head += b"".join(pair(key.replace("__", "."), value) for key, value in pairs.items()) + table
@@ -91,7 +91,7 @@ def stored(tensors: Mapping[str, Tensor]) -> tuple[dict[str, tuple[str, tuple[in
 
 
 def test_every_format_has_a_golden() -> None:
-    assert set(NAMES) == set(FORMATS) - {"F32", "F16"}
+    assert set(NAMES) == set(GGUF_FORMATS) - {"F32", "F16"}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -100,7 +100,7 @@ def test_values_are_exactly_those_of_ggml(name: str, tmp_path: Path) -> None:
     shape = tuple(values.shape)
     path = gguf(tmp_path / "f.gguf", {"x.weight": (name, shape, blocks.numpy().tobytes())})
     assert torch.equal(open_checkpoint(path).read("x.weight"), values)
-    if FORMATS[name].values > 1:
+    if GGUF_FORMATS[name].values > 1:
         layer = BlockLinear(Blocks(blocks.flatten(), name, shape), None, torch.float32)
         x = toy.normal(1, 2, shape[1])
         assert torch.equal(layer(x), x @ values.T)
@@ -188,7 +188,7 @@ def bits(*networks: nn.Module) -> list[Tensor]:
     return [value.clone() for network in networks for value in network.state_dict().values()]
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if FORMATS[name].values > 1])
+@pytest.mark.parametrize("name", [name for name in NAMES if GGUF_FORMATS[name].values > 1])
 def test_a_lora_beside_blocks(name: str, tmp_path: Path) -> None:
     """Only its small matrices are kept, as the file has them; each comes off exactly, in any order."""
     data, values = (torch.from_numpy(GOLDEN[f"{name}/{what}"]) for what in ("bytes", "values"))
@@ -214,7 +214,7 @@ def test_a_lora_that_compiled_code_would_not_see(tmp_path: Path) -> None:
     family = toy_flow.small("flux_schnell")
     source = save(tmp_path / "source.safetensors", all_in_one(family, weights(family)), metadata(family))
     in_blocks, _ = whole_file(tmp_path / "f", source)
-    path = save(tmp_path / "a.safetensors", adapters({"lora_unet_": build(family.unet)}, "lora"))
+    path = save(tmp_path / "a.safetensors", adapters({"lora_unet_": build_network(family.unet)}, "lora"))
     pipe = ldm_lite.load(in_blocks, lora=[path], compile="step", device="cpu", t5_vocab=SPIECE)
     with pytest.raises(ValueError, match=r"compiled code does not see .* name the LoRA when that is loaded"):
         pipe.lora(path)
@@ -338,7 +338,7 @@ def test_chroma_and_flux2_have_the_names_of_the_originals(toy_family: Any, tmp_p
     tensors, worth = stored(weights(toy_family.small())["unet"])
     path = gguf(tmp_path / "unet.gguf", tensors, general__architecture="flux")
     pipe = ldm_lite.load(path, **{name: value for name, value in toy_family.write(tmp_path).items() if name != "ckpt"})
-    network = build(toy_family.SPEC)
+    network = build_network(toy_family.SPEC)
     network.load_state_dict(worth)
     assert sum(isinstance(layer, BlockLinear) for layer in linears(pipe.unet)) > 10
     # Not the same bits: the one product reads its weights in another layout.
@@ -377,7 +377,7 @@ def test_qwen3_has_the_names_of_llama_cpp(tmp_path: Path) -> None:
         ("text_encoder", worth, (ids,)),
         ("unet", unet_worth, toy_z_image.inputs()),
     ):
-        network = build(toy_z_image.small().specs[role])
+        network = build_network(toy_z_image.small().specs[role])
         network.load_state_dict(values)
         assert any(isinstance(layer, BlockLinear) for layer in linears(pipe.networks[role]))
         assert torch.equal(pipe.networks[role](*inputs), network(*inputs))
@@ -411,7 +411,7 @@ def test_qwen25_has_the_names_of_llama_cpp_and_qwen_image_its_own(tmp_path: Path
     )
     ids = torch.arange(12)[None]
     for role, values, inputs in (("text_encoder", worth, (ids,)), ("unet", unet_worth, toy_qwen_image.inputs())):
-        network = build(whole.family.specs[role])
+        network = build_network(whole.family.specs[role])
         network.load_state_dict(values)
         assert sum(isinstance(layer, BlockLinear) for layer in linears(pipe.networks[role])) > 10
         assert torch.equal(pipe.networks[role](*inputs), network(*inputs))
@@ -485,13 +485,13 @@ def test_embeddings_are_dequantised_piece_by_piece(tmp_path: Path, monkeypatch: 
     content, worth = q8_0(table)
     file = open_gguf(gguf(tmp_path / "f.gguf", {"0.weight": ("Q8_0", (3000, 64), content)}))
     sizes: list[int] = []
-    real = FORMATS["Q8_0"]
+    real = GGUF_FORMATS["Q8_0"]
 
     def dequantize(blocks: Tensor) -> Tensor:
         sizes.append(len(blocks))
         return real.dequantize(blocks)
 
-    monkeypatch.setitem(FORMATS, "Q8_0", real._replace(dequantize=dequantize))
+    monkeypatch.setitem(GGUF_FORMATS, "Q8_0", real._replace(dequantize=dequantize))
     monkeypatch.setattr("ldm_lite.runtime.blocks.ONE_KERNEL_MAX_VALUES", 2**10)
     monkeypatch.setattr("ldm_lite.runtime.blocks.PIECE", 2**8)
     with torch.device("meta"):

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ldm_lite.checkpoint.reader import split
+from ldm_lite.checkpoint.reader import parts_of
 from ldm_lite.core.files import Tensors
 
 # Some keys of diffusers' classes (0.42), of the makers' files and of ComfyUI's.
@@ -32,5 +32,5 @@ def test_look_alikes_are_refused_by_name(table: dict[str, tuple[str, ...]], befo
     for name, keys in table.items():
         file = Tensors(Path("f.safetensors"), {before + key: (4, 4) for key in keys}, lambda key: torch.zeros(4, 4))
         with pytest.raises(ValueError, match=rf"^f\.safetensors: is {name}\b") as caught:
-            split(file)
+            parts_of(file)
         assert "\n" not in str(caught.value)

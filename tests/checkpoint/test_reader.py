@@ -19,7 +19,7 @@ from torch import Tensor
 
 import ldm_lite
 from ldm_lite import core, txt2img
-from ldm_lite.checkpoint.reader import ema_copy, open_checkpoint, split
+from ldm_lite.checkpoint.reader import ema_copy, open_checkpoint, parts_of
 from ldm_lite.zoo.families import FROM_FOLDERS, METADATA_KEYS
 
 METADATA = random_checkpoint.metadata(SMALL)
@@ -91,7 +91,7 @@ def test_an_incomplete_ema_copy_is_not_used(tmp_path: Path) -> None:
     tensors = load_file(tmp_path / "ema")
     del tensors["model_ema.diffusion_modelout2weight"]
     save_file(tensors, tmp_path / "part", metadata=METADATA)
-    parts = split(open_checkpoint(tmp_path / "part"))
+    parts = parts_of(open_checkpoint(tmp_path / "part"))
     assert ema_copy(parts.file, parts["unet"]) is None
 
 
@@ -128,7 +128,7 @@ def test_bare_files_and_other_files_networks(tmp_path: Path, small_path: Path, r
 
 def test_only_the_needed_tensors_are_read(tmp_path: Path, small_path: Path) -> None:
     checkpoint = open_checkpoint(small_path)
-    before = set(split(checkpoint))
+    before = set(parts_of(checkpoint))
     assert before == {"unet", "vae", "text_encoder"}
     assert checkpoint.read("betas").shape == (1000,)
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 import ldm_lite
 from ldm_lite import Pipeline
-from ldm_lite.core.files import open_file
+from ldm_lite.core.files import open_tensors
 from ldm_lite.core.networks import split as core_split
 from ldm_lite.runtime.seamless import seamless
 
@@ -83,7 +83,7 @@ def test_flow_families(flow_path: Path, tmp_path: Path) -> None:
 
 def test_the_file_is_in_the_original_layout(pipe: Pipeline, tmp_path: Path) -> None:
     pipe.save(tmp_path / "a.safetensors")
-    parts = core_split(open_file(tmp_path / "a.safetensors"))
+    parts = core_split(open_tensors(tmp_path / "a.safetensors"))
     assert parts.keys() == {"unet", "vae", "clip"}
     with safe_open(tmp_path / "a.safetensors", "pt") as file:
         assert file.metadata()["prediction"] == "eps"

@@ -19,10 +19,10 @@ from torch import Tensor
 from toy_flow import all_in_one, hugging_face, save, under, weights
 
 import ldm_lite
-from ldm_lite.checkpoint.reader import load_weights, on_meta, open_checkpoint, split
+from ldm_lite.checkpoint.reader import load_weights, on_meta, open_checkpoint, parts_of
 from ldm_lite.models.mmdit import MMDiTSpec
-from ldm_lite.zoo.families import FAMILIES
-from ldm_lite.zoo.family import build
+from ldm_lite.zoo.families import FAMILY_ROWS
+from ldm_lite.zoo.family import build_network
 
 NAMES = pytest.mark.parametrize("name", toy_flow.TRANSFORMERS)
 
@@ -60,9 +60,9 @@ def test_a_file_is_its_own_row_by_its_metadata(tmp_path: Path) -> None:
         own = {"ldm_lite.text_num_heads": "2", "ldm_lite.text_2_num_heads": "2"}
         path = save(tmp_path / f"file_of_{len(name)}.safetensors", all_in_one(family, weights(family)), own)
         about = {"family": name}
-        assert ldm_lite.load(path, device="cpu", t5_vocab=SPIECE).family.steps == FAMILIES[row].steps
+        assert ldm_lite.load(path, device="cpu", t5_vocab=SPIECE).family.steps == FAMILY_ROWS[row].steps
         pipe = ldm_lite.load(path, device="cpu", t5_vocab=SPIECE, metadata=about)
-        assert (pipe.family.steps, pipe.family.scale) == (FAMILIES[name].steps, FAMILIES[name].scale)
+        assert (pipe.family.steps, pipe.family.scale) == (FAMILY_ROWS[name].steps, FAMILY_ROWS[name].scale)
 
 
 @pytest.mark.slow
@@ -192,8 +192,8 @@ def test_scales_that_are_missing(tmp_path: Path) -> None:
     stored, _ = scaled(parts["unet"], "scalar")
     stored = {key: each for key, each in stored.items() if not key.endswith((".scale_weight", ".scale_input"))}
     with pytest.raises(ValueError, match=r"f.safetensors: is marked as scaled fp8, but its scales are missing"):
-        split(open_checkpoint(save(tmp_path / "f.safetensors", stored)))
-    assert "scaled_fp8" not in split(open_checkpoint(save(tmp_path / "f.safetensors", stored | parts["unet"]))).file
+        parts_of(open_checkpoint(save(tmp_path / "f.safetensors", stored)))
+    assert "scaled_fp8" not in parts_of(open_checkpoint(save(tmp_path / "f.safetensors", stored | parts["unet"]))).file
 
 
 @NAMES
@@ -212,10 +212,10 @@ GOLDEN = np.load(Path(__file__).parents[1] / "data" / "transformers.npz")
 @NAMES
 @pytest.mark.thin(3)
 def test_a_transformer_of_diffusers_computes_the_same(name: str, tmp_path: Path) -> None:
-    component = split(open_checkpoint(save(tmp_path / "d.safetensors", of_diffusers(name))))["unet"]
+    component = parts_of(open_checkpoint(save(tmp_path / "d.safetensors", of_diffusers(name))))["unet"]
     spec = toy_flow.TRANSFORMERS[name]
     with on_meta():
-        network = build(spec)
+        network = build_network(spec)
     load_weights(network, component, "transformer", torch.device("cpu"), torch.float32)
     x, t, context, y = toy_flow.inputs(spec)
     out = network(x, t, context, y, **toy_flow.more(spec))
@@ -272,7 +272,7 @@ def test_a_folder_of_diffusers(name: str, tmp_path: Path, caplog: pytest.LogCapt
 def test_what_only_a_name_tells_is_a_warning(
     row: str, file: str, warning: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    family = replace(toy_flow.small(row), title=FAMILIES[row].title)
+    family = replace(toy_flow.small(row), title=FAMILY_ROWS[row].title)
     path = save(tmp_path / f"{file}.safetensors", all_in_one(family, weights(family)), metadata(family))
     ldm_lite.load(path, device="cpu", t5_vocab=SPIECE)
     assert re.search(warning, caplog.text)

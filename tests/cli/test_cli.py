@@ -23,7 +23,7 @@ from ldm_lite import __main__ as package
 from ldm_lite import txt2img
 from ldm_lite.__main__ import COMMANDS
 from ldm_lite.batch.options import BatchOptions
-from ldm_lite.bench.options import Options as Bench
+from ldm_lite.bench.options import BenchOptions as Bench
 from ldm_lite.cli import console, flags
 from ldm_lite.cli.command_options import CascadeOptions as Cascade
 from ldm_lite.cli.command_options import CompareOptions as Samplers

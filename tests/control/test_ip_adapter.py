@@ -20,9 +20,9 @@ from ldm_lite.checkpoint.reader import on_meta
 from ldm_lite.image import clip_crop, to_pixels
 from ldm_lite.models.clip_vision import CLIPVisionEncoder, CLIPVisionSpec
 from ldm_lite.models.ip_adapter import IPAdapter, IPAdapterSpec, UNetWithImages
-from ldm_lite.models.unet import UNet
+from ldm_lite.models.unet import LDMUNet
 from ldm_lite.txt2img import main
-from ldm_lite.zoo.families import FAMILIES
+from ldm_lite.zoo.families import FAMILY_ROWS
 
 GOLDEN = np.load(Path(__file__).parents[1] / "data" / "ip_adapter.npz")
 NOISE = toy.normal(9, 1, 4, 8, 8)
@@ -47,7 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def built(spec: IPAdapterSpec, unet: Any) -> IPAdapter:
     with on_meta():
-        network = UNet(unet)
+        network = LDMUNet(unet)
     adapter = IPAdapter(spec, network)
     adapter.load_state_dict(toy.ip_adapter(spec, unet))
     return adapter
@@ -99,7 +99,7 @@ def test_numbers_in_files_are_those_of_sdxls_blocks() -> None:
     """diffusers' order: down, up, middle; two blocks in each transformer."""
     family = small("sdxl_base")
     weights = {key.removeprefix("model.diffusion_model."): value for key, value in state_dict(family)}
-    unet = UNet(family.unet)
+    unet = LDMUNet(family.unet)
     unet.load_state_dict({key: weights[key] for key in unet.state_dict()})
     spec = toy.for_context(toy.IP_ADAPTERS["linear"], family.unet)
     adapter = built(spec, family.unet)
@@ -120,11 +120,11 @@ def test_released_sizes() -> None:
     with on_meta():
         small_one = IPAdapter(
             IPAdapterSpec("linear", 1024, 768, num_tokens=4, width=0, mlp_width=0, depth=0, heads=0),
-            UNet(FAMILIES["sd1"].unet),
+            LDMUNet(FAMILY_ROWS["sd1"].unet),
         )
         large = IPAdapter(
             IPAdapterSpec("resampler", 1280, 2048, num_tokens=16, width=1280, mlp_width=5120, depth=4, heads=20),
-            UNet(FAMILIES["sdxl_base"].unet),
+            LDMUNet(FAMILY_ROWS["sdxl_base"].unet),
         )
     shapes = {key: tuple(value.shape) for key, value in small_one.state_dict().items()}
     assert shapes["image_proj.proj.weight"] == (3072, 1024)

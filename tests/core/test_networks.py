@@ -21,11 +21,11 @@ from ldm_lite.core.files import Tensors
 from ldm_lite.core.layers import (
     Upsample,
     attention_layers,
-    count,
+    checked_shape,
+    count_blocks,
     explicit,
     shared_copy,
     sinusoids,
-    size,
     use_attention,
 )
 from ldm_lite.core.networks import load_network, split
@@ -254,19 +254,19 @@ def test_sizes_that_make_no_sense_are_one_line() -> None:
         "c.weight": (2**24 + 1, 3),
         "d.weight": (0, 3),
     }
-    assert size(shapes, "a.weight", 2) == (2, 3)
+    assert checked_shape(shapes, "a.weight", 2) == (2, 3)
     for key, message in (("x", "is missing: x"), ("c.weight", "expected 2 dimensions"), ("d.weight", "none empty")):
         with pytest.raises(ValueError, match=message):
-            size(shapes, key, 2)
+            checked_shape(shapes, key, 2)
     with pytest.raises(ValueError, match="expected 3 dimensions"):
-        size(shapes, "a.weight", 3)
-    assert count(shapes, r"a\.(\d+)") == 0
+        checked_shape(shapes, "a.weight", 3)
+    assert count_blocks(shapes, r"a\.(\d+)") == 0
     with pytest.raises(ValueError, match=r"has b\.2\.\*, and 2 such blocks"):
-        count(shapes, r"b\.(\d+)\.")
+        count_blocks(shapes, r"b\.(\d+)\.")
     many = {f"b.{i}.weight": (1,) for i in range(101)}
     with pytest.raises(ValueError, match="at most 100"):
-        count(many, r"b\.(\d+)\.")
-    assert count(dict(list(many.items())[:100]), r"b\.(\d+)\.") == 100
+        count_blocks(many, r"b\.(\d+)\.")
+    assert count_blocks(dict(list(many.items())[:100]), r"b\.(\d+)\.") == 100
 
 
 def test_gradients_reach_every_weight() -> None:

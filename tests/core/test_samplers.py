@@ -15,7 +15,7 @@ from torch import Tensor
 import ldm_lite.core
 from ldm_lite.core import sampler
 from ldm_lite.core.denoise import Branch, Inputs, run_plan
-from ldm_lite.core.plan import ASIDE, H1, NOISE, H, Plan, Rows, X, rows_of
+from ldm_lite.core.plan import ASIDE, H1, NOISE, H, Plan, Rows, X, device_rows
 from ldm_lite.core.samplers import make_plan
 from ldm_lite.core.schedule import CLEAN, Array, Schedule, levels_of, scaled_linear_betas
 
@@ -258,7 +258,7 @@ def test_branches_are_joined_again_when_they_change() -> None:
 def test_rows_are_float32_and_plans_tell_their_size() -> None:
     plan = make_plan("plms", SD, 3)
     assert repr(plan) == "Plan(3 steps, 4 calls of the network)"
-    rows = rows_of(plan, torch.device("cpu"))
+    rows = device_rows(plan, torch.device("cpu"))
     assert len(rows) == 4
     for number, row in enumerate(rows):
         assert {column.dtype for column in row} == {torch.float32}

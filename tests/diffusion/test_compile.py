@@ -24,11 +24,11 @@ from torch._dynamo.testing import CompileCounter
 
 import ldm_lite
 from ldm_lite.core.denoise import run_row
-from ldm_lite.core.plan import rows_of
-from ldm_lite.diffusion.names import has, make_plan
+from ldm_lite.core.plan import device_rows
+from ldm_lite.diffusion.names import has, named_plan
 from ldm_lite.diffusion.plan import NUM_REGISTERS
 from ldm_lite.diffusion.samplers import SAMPLERS
-from ldm_lite.diffusion.schedule import Schedule, scaled_linear_betas
+from ldm_lite.diffusion.schedule import NoiseSchedule, scaled_linear_betas
 
 CPU = torch.device("cpu")
 
@@ -41,7 +41,7 @@ def pipe(request: pytest.FixtureRequest) -> Any:
     spec = replace(
         SMALL.unet, transformer_depth=(0, 0)
     )  # a transformer in the middle; the fewest layers compile soonest
-    schedule = Schedule.from_betas(scaled_linear_betas(0.00085, 0.012), "eps")
+    schedule = NoiseSchedule.from_betas(scaled_linear_betas(0.00085, 0.012), "eps")
     return SimpleNamespace(family=SimpleNamespace(unet=spec), unet=toy.network(spec), schedule=schedule)
 
 
@@ -68,8 +68,8 @@ def test_one_graph_serves_every_row_sampler_count_and_scale(pipe: Any) -> None:
     with torch._dynamo.config.patch(error_on_recompile=True):
         for seed, name in enumerate(SAMPLERS):
             eta = 0.5 if has(name, "eta") else None
-            plan = make_plan(name, pipe.schedule, 3 + seed, spacing=(None, "karras")[seed % 2], eta=eta)
-            table = rows_of(plan, CPU)
+            plan = named_plan(name, pipe.schedule, 3 + seed, spacing=(None, "karras")[seed % 2], eta=eta)
+            table = device_rows(plan, CPU)
             registers, noise, text = inputs(pipe, seed, 2, 4, 4)
             if seed == 0:  # as CompiledStep does: the first plain step lays weights out
                 run_row(pipe.unet, registers, table[0], noise, *guidance(text, 0.0))
@@ -91,8 +91,8 @@ def test_every_kind_of_guidance_is_one_graph() -> None:
         toy.normal(1, *toy.SHAPE),
         toy.normal(2, 4, 1, 1),
     )
-    schedule = Schedule.from_betas(scaled_linear_betas(0.00085, 0.012), "eps")
-    table = rows_of(make_plan("ddim", schedule, 10), CPU)
+    schedule = NoiseSchedule.from_betas(scaled_linear_betas(0.00085, 0.012), "eps")
+    table = device_rows(named_plan("ddim", schedule, 10), CPU)
     kinds = [((None,), (None,)), ((7.5,), (2.0,)), ((7.5, 0.7), (3.0, 0.5)), ((7.5, 0.7, 0.9), (5.0, 0.1, 0.99))]
     if torch.__version__.startswith("2.6."):  # cannot compile a quantile whose place is a tensor
         kinds.pop()
@@ -109,7 +109,7 @@ def test_every_kind_of_guidance_is_one_graph() -> None:
 def test_marked_sizes_need_one_graph_and_a_batch_of_one_another(pipe: Any) -> None:
     counter = CompileCounter()
     compiled = torch.compile(run_row, fullgraph=True, backend=counter)
-    table = rows_of(make_plan("dpmpp_2m", pipe.schedule, 10), CPU)
+    table = device_rows(named_plan("dpmpp_2m", pipe.schedule, 10), CPU)
     sizes = [(batch, h, w) for batches in ((2, 3, 4), (1,)) for h, w in ((8, 8), (8, 12)) for batch in batches]
     graphs = []
     for i, (batch, h, w) in enumerate(sizes):

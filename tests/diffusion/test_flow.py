@@ -14,11 +14,11 @@ from plan_runner import Array, flowing, run
 from steps import one_step
 
 from ldm_lite import Pipeline
-from ldm_lite.core.plan import rows_of
+from ldm_lite.core.plan import device_rows
 from ldm_lite.diffusion.flow import shifted
 from ldm_lite.diffusion.plan import NUM_REGISTERS, Plan
 from ldm_lite.diffusion.samplers import SAMPLERS
-from ldm_lite.diffusion.schedule import GENERAL, SPACINGS, levels_of
+from ldm_lite.diffusion.schedule import GENERAL, SPACINGS, spaced_levels
 
 GOLDEN = np.load(Path(__file__).parents[1] / "data" / "flow.npz")
 REFUSED = {"plms", "restart", "dpm_fast", "dpm_adaptive", "lcm_webui", "tcd"}
@@ -145,7 +145,7 @@ ORIGINALS: dict[str, Callable[[Array, Array], list[Array]]] = {
 def test_trajectories_are_those_of_the_originals(sd3: Pipeline, name: str, steps: int, family: str) -> None:
     pipe = sd3 if family == "sd3" else flowing(sd3, clock="1000 s")
     plan = pipe.plan(name, steps)
-    sigmas = np.array([level.s for level in levels_of(pipe.schedule.spacing, pipe.schedule, steps)])
+    sigmas = np.array([level.s for level in spaced_levels(pipe.schedule.spacing, pipe.schedule, steps)])
     theirs = ORIGINALS[name](toy.noises(1)[0], sigmas)
     for mine, other in zip(steps_of(plan), theirs, strict=True):
         assert toy.relative_error(mine, other) < 1e-12
@@ -172,7 +172,7 @@ def flux_sigmas(steps: int, tokens: int, schnell: bool) -> Array:
 @pytest.mark.parametrize("steps", [1, 2, 4, 20, 28, 50, 999, 1000])
 def test_schedules_are_those_of_the_originals(sd3: Pipeline, flux: Pipeline, steps: int) -> None:
     def levels(name: str, schedule: Any) -> list[float]:
-        return [level.s for level in levels_of(name, schedule, steps)]
+        return [level.s for level in spaced_levels(name, schedule, steps)]
 
     assert levels("flow_sd3", sd3.schedule) == pytest.approx(sd3_sigmas(steps, 3.0), abs=1e-14)
     assert levels("flow_sd3:shift=1.5", sd3.schedule) == pytest.approx(sd3_sigmas(steps, 1.5), abs=1e-14)
@@ -248,7 +248,7 @@ def test_step_counts_up_to_1000(sd3: Pipeline, name: str) -> None:
 @pytest.mark.parametrize("spacing", ["flow", "flow_sd3"])
 def test_every_step_count_has_its_levels(sd3: Pipeline, spacing: str) -> None:
     for steps in range(1, 1001):
-        sigmas = np.array([level.s for level in levels_of(spacing, sd3.schedule, steps)])
+        sigmas = np.array([level.s for level in spaced_levels(spacing, sd3.schedule, steps)])
         assert len(sigmas) == steps + 1
         assert (sigmas[0], sigmas[-1]) == (1, 0)
         assert (np.diff(sigmas) < 0).all()
@@ -273,7 +273,7 @@ def test_float32_is_enough(sd: Pipeline, name: str) -> None:
     noises = iter(toy.noises(60)[1:])
     x = torch.from_numpy(start).float()
     registers = torch.cat([x[None], x.new_zeros(NUM_REGISTERS - 1, *x.shape)])
-    for i, row in enumerate(rows_of(plan, x.device)):
+    for i, row in enumerate(device_rows(plan, x.device)):
         fresh = torch.from_numpy(next(noises)).float() if plan.adds_noise[i] else torch.zeros_like(x)
         registers = one_step(toy.denoiser, registers, row, fresh, torch.zeros(len(x), 1, 1))
     assert toy.relative_error(registers[0], wanted) < 5e-4

@@ -12,7 +12,7 @@ from runs import guided_outputs, run_latents, unet_calls
 
 from ldm_lite import Pipeline
 from ldm_lite.core.denoise import Outputs
-from ldm_lite.core.plan import rows_of
+from ldm_lite.core.plan import device_rows
 from ldm_lite.features.apg import Projection
 
 GOLDENS = np.load(Path(__file__).parents[1] / "data" / "tricks.npz")
@@ -123,7 +123,7 @@ def test_apg_equals_diffusers_over_three_steps(pipe: Pipeline) -> None:
     """The goldens guide x0; here the network predicts eps at a level, from which x0 follows."""
     guide, weights = Projection(parallel=0.25, threshold=15.0, momentum=-0.5).begin(), torch.tensor([1.0, 7.5]).double()
     x, to_x0 = toy.normal(5, 2, 4, 8, 8).double(), torch.tensor([1.25, -0.75], dtype=torch.float64)
-    row = rows_of(pipe.plan("euler", 1), torch.device("cpu"))[0]._replace(x0_of_out=to_x0)
+    row = device_rows(pipe.plan("euler", 1), torch.device("cpu"))[0]._replace(x0_of_out=to_x0)
     for k in range(3):
         x0s = (toy.normal(first + k, 2, 4, 8, 8).double() for first in (20, 10))
         outs = torch.stack([(x0 - 1.25 * x) / -0.75 for x0 in x0s])

@@ -12,7 +12,7 @@ from steps import guidance, one_step
 from torch import Tensor
 
 from ldm_lite import Pipeline
-from ldm_lite.core.plan import Row, rows_of
+from ldm_lite.core.plan import Row, device_rows
 from ldm_lite.diffusion.adjustments import dynamic_threshold
 from ldm_lite.diffusion.learned_variance import with_learned_variance
 from ldm_lite.diffusion.plan import NUM_REGISTERS
@@ -85,7 +85,7 @@ def test_other_samplers_leave_the_variance_out(deepfloyd: Pipeline) -> None:
     x = torch.from_numpy(toy.noises(1)[0]).float()
     registers = torch.cat([x[None], torch.zeros(NUM_REGISTERS - 1, *toy.SHAPE)])
     plan, nothing = deepfloyd.plan("euler_a", 10), torch.zeros(2, 1, 1)
-    row, step = rows_of(plan, torch.device("cpu"))[3], with_learned_variance(0.0)
+    row, step = device_rows(plan, torch.device("cpu"))[3], with_learned_variance(0.0)
     plain = one_step(toy.denoiser, registers, row, x, nothing)
     variance = one_step(toy.denoiser_with_variance, registers, row, x, nothing, step=step)
     assert torch.equal(plain, variance)

@@ -1,4 +1,4 @@
-"""The names of samplers, and the messages of make_plan for arguments that it cannot use."""
+"""The names of samplers, and the messages of named_plan for arguments that it cannot use."""
 
 import inspect
 from typing import Any

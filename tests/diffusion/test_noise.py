@@ -12,10 +12,10 @@ import toy
 from runs import unet_calls
 
 from ldm_lite import Pipeline
-from ldm_lite.diffusion.names import make_plan
+from ldm_lite.diffusion.names import named_plan
 from ldm_lite.diffusion.noise import BrownianTree, CudaNoise, Draw, cuda_normal, slerp
 from ldm_lite.diffusion.plan import Plan
-from ldm_lite.diffusion.schedule import Schedule
+from ldm_lite.diffusion.schedule import NoiseSchedule
 from ldm_lite.diffusion.spacings import at_sigmas
 from ldm_lite.features.noise import brownian_noise, draws
 
@@ -228,9 +228,9 @@ def test_times_of_every_spacing_are_float32_sigmas(pipe: Pipeline) -> None:
         assert np.abs(plan.times[:-1] / sigmas - 1).max() < 1e-4
         assert np.array_equal(plan.times, plan.times.astype(np.float32))
         assert np.array_equal(plan.times[-5:], last.times), "of an image that starts later"
-    endless = Schedule.from_betas(pipe.schedule.betas, "v").zero_terminal_snr()
+    endless = NoiseSchedule.from_betas(pipe.schedule.betas, "v").zero_terminal_snr()
     for sampler, spacing in itertools.product(("dpmpp_sde", "dpmpp_2m_sde"), ("linspace", "karras", "simple")):
-        plan = make_plan(sampler, endless, 6, spacing=spacing)
+        plan = named_plan(sampler, endless, 6, spacing=spacing)
         assert torch.isfinite(brownian_noise("own", SEEDS, SHAPE, plan)()).all()
         assert plan.motion[1] == plan.times[0] == 4096
 

@@ -14,20 +14,20 @@ import torch
 from ldm_lite import Pipeline
 from ldm_lite.core import samplers as core_samplers
 from ldm_lite.core import schedule as core_schedule
-from ldm_lite.core.plan import rows_of
-from ldm_lite.diffusion.names import make_plan
+from ldm_lite.core.plan import device_rows
+from ldm_lite.diffusion.names import named_plan
 from ldm_lite.diffusion.plan import NOISE, NUM_REGISTERS, H, Plan, Rows, X
 from ldm_lite.diffusion.samplers import SAMPLERS, register
 from ldm_lite.diffusion.schedule import (
     CLEAN,
     SPACINGS,
-    Schedule,
-    levels_of,
+    NoiseSchedule,
     scaled_linear_betas,
+    spaced_levels,
 )
 from ldm_lite.diffusion.spacings import SECTIONS
 
-SD = Schedule.from_betas(scaled_linear_betas(0.00085, 0.012), "eps")
+SD = NoiseSchedule.from_betas(scaled_linear_betas(0.00085, 0.012), "eps")
 CORE_SD = core_schedule.Schedule.from_betas(scaled_linear_betas(0.00085, 0.012), "eps")
 CPU = torch.device("cpu")
 
@@ -52,7 +52,7 @@ def label(sd: Pipeline, name: str) -> str:
 
 def half_step(schedule: Any, steps: int, spacing: Any = "karras", eta: float = 0.0) -> Plan:
     """Euler with noise, as a user would write it."""
-    rows, levels = Rows(schedule, h="x0"), levels_of(spacing, schedule, steps)
+    rows, levels = Rows(schedule, h="x0"), spaced_levels(spacing, schedule, steps)
     for i, (now, after) in enumerate(pairwise(levels)):
         eps = (X - now.a * H) / now.s
         noise = np.sqrt(1 - eta**2) * eps + eta * NOISE if after.s > 0 else eps
@@ -207,8 +207,8 @@ def test_parameters_of_its_own_keep_their_defaults(sd: Pipeline) -> None:
 
 def test_a_sampler_of_the_core_works_in_the_package(sd: Pipeline) -> None:
     core_samplers.sampler(half_step)
-    assert np.array_equal(make_plan("Half Step Karras", SD, 5).mix, half_step(SD, 5).mix)
-    assert make_plan("half step", SD, 5, eta=0.5, spacing="karras:rho=5:discard").adds_noise.sum() == 4
+    assert np.array_equal(named_plan("Half Step Karras", SD, 5).mix, half_step(SD, 5).mix)
+    assert named_plan("half step", SD, 5, eta=0.5, spacing="karras:rho=5:discard").adds_noise.sum() == 4
     assert label(sd, "half_step") == "Half step"
 
 
@@ -216,7 +216,7 @@ def test_a_sampler_and_a_spacing_of_the_package_work_in_the_core() -> None:
     register(half_step)
     SPACINGS["quadratic"] = quadratic
     theirs = core_samplers.make_plan("half_step_quadratic", CORE_SD, 5, eta=0.5)
-    assert np.array_equal(theirs.mix, make_plan("half_step", SD, 5, spacing=quadratic, eta=0.5).mix)
+    assert np.array_equal(theirs.mix, named_plan("half_step", SD, 5, spacing=quadratic, eta=0.5).mix)
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
@@ -224,7 +224,7 @@ def test_every_sampler_and_spacing_take_a_schedule_of_the_core(name: str) -> Non
     for spacing in (None, *SPACINGS):
         if spacing not in ("flow", "flow_flux2", "flow_sd3"):
             steps = sum(SECTIONS.get(spacing or "", (10,)))
-            ours, theirs = (make_plan(name, schedule, steps, spacing=spacing) for schedule in (SD, CORE_SD))
+            ours, theirs = (named_plan(name, schedule, steps, spacing=spacing) for schedule in (SD, CORE_SD))
             for column in ("t", "level", "h_of_out", "x0_of_out", "mix", "step", "adds_noise", "remembers", "initial"):
                 assert np.array_equal(getattr(ours, column), getattr(theirs, column)), (spacing, column)
 
@@ -234,8 +234,8 @@ def test_what_replaces_a_sampler_of_the_core_makes_its_rows(name: str) -> None:
     """As the network reads them, in float32."""
     for spacing, steps in itertools.product(("leading", "trailing", "linspace", "karras"), (1, 2, 7, 50)):
         theirs = getattr(core_samplers, name)(CORE_SD, steps, spacing)
-        ours = make_plan(name, SD, steps, spacing=spacing)
-        for row, wanted in zip(rows_of(ours, CPU), rows_of(theirs, CPU), strict=True):
+        ours = named_plan(name, SD, steps, spacing=spacing)
+        for row, wanted in zip(device_rows(ours, CPU), device_rows(theirs, CPU), strict=True):
             assert all(torch.equal(*pair) for pair in zip(row, wanted, strict=True))
 
 

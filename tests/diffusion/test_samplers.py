@@ -17,7 +17,7 @@ from plan_runner import NUM_REGISTERS, Array, Model, run, toy_model
 from ldm_lite import Pipeline
 from ldm_lite.diffusion.plan import Plan
 from ldm_lite.diffusion.samplers import SAMPLERS
-from ldm_lite.diffusion.schedule import SPACINGS, levels_of
+from ldm_lite.diffusion.schedule import SPACINGS, spaced_levels
 from ldm_lite.diffusion.webui import OFFERED
 
 GOLDEN = np.load(Path(__file__).parents[1] / "data" / "samplers.npz")
@@ -116,7 +116,7 @@ def order_errors(sd: Pipeline, sampler: str, counts: list[int], without: float =
     errors = []
     for steps in counts:
         skip = round(without * (steps - 1))
-        levels = levels_of("karras", sd.schedule, steps)[skip:]
+        levels = spaced_levels("karras", sd.schedule, steps)[skip:]
         plan = sd.plan(sampler, steps, spacing="karras", last=steps - skip)
 
         def model(x: Array, t: float) -> Array:
@@ -165,7 +165,7 @@ def variance_errors(
     """
     errors = []
     for steps in counts:
-        levels = levels_of(spacing, sd.schedule, steps)
+        levels = spaced_levels(spacing, sd.schedule, steps)
         kept = steps - (levels[-1].s == 0)
         end = levels[kept]
         plan = sd.plan(sampler, steps, spacing=spacing, **options)
@@ -233,7 +233,7 @@ def test_every_sampler_makes_every_number_of_steps_in_every_spacing(sd: Pipeline
     every = 20 if steps > 100 else 5 if steps > 50 else 1
     for i, spacing in enumerate(ANY_COUNT):
         try:
-            levels = levels_of(spacing, sd.schedule, steps)
+            levels = spaced_levels(spacing, sd.schedule, steps)
         except ValueError:
             assert spacing == "original"
             continue
@@ -284,7 +284,7 @@ def test_deterministic_samplers_keep_the_image_and_the_noise_if_both_are_constan
     sd: Pipeline, sampler: str, spacing: str, steps: int
 ) -> None:
     """If the network always sees the same noise, x = a x0 + s eps holds after every step, with the same x0."""
-    levels = levels_of(spacing, sd.schedule, steps)
+    levels = spaced_levels(spacing, sd.schedule, steps)
     plan = sd.plan(sampler, steps, spacing=spacing)
     assert not plan.adds_noise.any()
     x0, eps = np.array([0.7, -1.1]), np.array([-0.4, 1.9])
@@ -347,7 +347,7 @@ def test_the_same_denoiser_gives_the_same_trajectory_whatever_it_predicts(
 
 @pytest.mark.parametrize("sampler", ["euler", "heun", "dpm2"])
 def test_churn_raises_each_level_with_fresh_noise(sd: Pipeline, sampler: str) -> None:
-    levels = levels_of("karras", sd.schedule, 10)
+    levels = spaced_levels("karras", sd.schedule, 10)
     plain, churned = (sd.plan(sampler, 10, spacing="karras", churn=churn) for churn in (None, 2.0))
     first = np.diff(churned.step, prepend=-1) > 0
     a, s = churned.level[first].T
@@ -373,7 +373,7 @@ def test_every_sampler_is_finite_at_zero_terminal_snr_or_says_that_it_is_undefin
             (1, 2, 5, 20) if spacing != "leading" else (1, 2, 5, 20, 999)
         ):  # of 999, the first is the last level
             try:
-                levels = levels_of(spacing, pipe.schedule, steps)
+                levels = spaced_levels(spacing, pipe.schedule, steps)
             except ValueError:
                 assert spacing == "original"
                 continue
@@ -394,7 +394,7 @@ def test_ddim_takes_the_image_out_of_pure_noise(predicting: Callable[..., Pipeli
     """With v prediction, which there is -x0, and for one image: exact after every step."""
     pipe = predicting("v", zero_snr=True)
     for steps in (1, 3, 20):
-        levels = levels_of("trailing", pipe.schedule, steps)
+        levels = spaced_levels("trailing", pipe.schedule, steps)
         assert (levels[0].a, levels[0].s) == (0, 1)
         plan = pipe.plan("ddim", steps, spacing="trailing", eta=eta)
         found = {level.t: level for level in levels}

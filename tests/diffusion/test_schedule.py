@@ -13,7 +13,7 @@ import toy
 
 from ldm_lite import Pipeline
 from ldm_lite.diffusion.flow import FlowSchedule
-from ldm_lite.diffusion.schedule import SPACINGS, Prediction, Schedule, levels_of, scaled_linear_betas
+from ldm_lite.diffusion.schedule import SPACINGS, AnyPrediction, NoiseSchedule, scaled_linear_betas, spaced_levels
 
 GOLDEN = np.load(Path(__file__).parents[1] / "data" / "samplers.npz")
 COUNTS = range(1, 1001)
@@ -30,7 +30,7 @@ REFERENCE = {
 
 @pytest.mark.parametrize("betas", REFERENCE)
 def test_alpha_bar_and_sigmas(betas: tuple[float, float]) -> None:
-    schedule = Schedule.from_betas(scaled_linear_betas(*betas), "eps")
+    schedule = NoiseSchedule.from_betas(scaled_linear_betas(*betas), "eps")
     found = [*schedule.alpha_bar[[0, 500, 999]], schedule.sigmas[0], schedule.sigmas[-1]]
     assert found == pytest.approx(REFERENCE[betas], rel=1e-11)
     assert schedule.alpha_bar.shape == (1000,)
@@ -46,7 +46,7 @@ def test_a_level_is_variance_preserving_and_knows_its_sigma(sd: Pipeline) -> Non
         assert level.a**2 + level.s**2 == pytest.approx(1, rel=1e-14)
         assert level.sigma == pytest.approx(sd.schedule.sigmas[t], rel=1e-12)
         assert sd.schedule.between(t) == pytest.approx(level, rel=1e-12)
-    clean = levels_of("linspace", sd.schedule, 2)[-1]
+    clean = spaced_levels("linspace", sd.schedule, 2)[-1]
     assert clean == (0, 1, 0)
     assert clean.sigma == 0
 
@@ -65,7 +65,7 @@ def test_at_sigma_is_the_inverse_of_between(sd: Pipeline, t: float) -> None:
 @pytest.mark.parametrize("betas", REFERENCE)
 def test_zero_terminal_snr(betas: tuple[float, float]) -> None:
     """sqrt(alpha_bar) is the old one, linearly mapped so that it keeps its start and ends at 0.  Lin et al. 2024."""
-    plain = Schedule.from_betas(scaled_linear_betas(*betas), "v")
+    plain = NoiseSchedule.from_betas(scaled_linear_betas(*betas), "v")
     schedule = plain.zero_terminal_snr()
     before, after = np.sqrt(plain.alpha_bar), np.sqrt(schedule.alpha_bar)
     assert after[-1] == 0
@@ -76,7 +76,7 @@ def test_zero_terminal_snr(betas: tuple[float, float]) -> None:
     assert (np.diff(schedule.sigmas) > 0).all()
     assert schedule.prediction == "v"
     with pytest.raises(ValueError, match="eps prediction is undefined at zero terminal SNR"):
-        Schedule(plain.alpha_bar, "eps").zero_terminal_snr()
+        NoiseSchedule(plain.alpha_bar, "eps").zero_terminal_snr()
 
 
 # ---- spacings -------------------------------------------------------------------------------------------------------
@@ -89,7 +89,7 @@ def formula(steps: int) -> list[int]:
 
 def test_leading_gives_every_count_and_where_it_divides_1000_the_originals_timesteps(sd: Pipeline) -> None:
     for steps in COUNTS:
-        *levels, end = levels_of("leading", sd.schedule, steps)
+        *levels, end = spaced_levels("leading", sd.schedule, steps)
         ts = [level.t for level in levels]
         assert len(ts) == steps
         assert all(before > after for before, after in pairwise(ts))
@@ -99,8 +99,8 @@ def test_leading_gives_every_count_and_where_it_divides_1000_the_originals_times
             assert end == sd.schedule.at(0)
         if 1000 % steps == 0 and steps < 1000:
             assert ts == formula(steps)[::-1]
-    assert [level.t for level in levels_of("leading", sd.schedule, 1000)] == [*range(999, -1, -1), 0]
-    assert levels_of("leading", sd.schedule, 1000)[-1] == (0, 1, 0)
+    assert [level.t for level in spaced_levels("leading", sd.schedule, 1000)] == [*range(999, -1, -1), 0]
+    assert spaced_levels("leading", sd.schedule, 1000)[-1] == (0, 1, 0)
 
 
 def test_original_is_the_formula_or_fails_where_it_leaves_the_table(sd: Pipeline) -> None:
@@ -110,9 +110,9 @@ def test_original_is_the_formula_or_fails_where_it_leaves_the_table(sd: Pipeline
         if ts[-1] >= 1000:
             failures += 1
             with pytest.raises(ValueError, match=f"fail with {steps} steps"):
-                levels_of("original", sd.schedule, steps)
+                spaced_levels("original", sd.schedule, steps)
             continue
-        levels = levels_of("original", sd.schedule, steps)
+        levels = spaced_levels("original", sd.schedule, steps)
         assert [level.t for level in levels] == [*ts[::-1], 0]
         assert levels[-1] == sd.schedule.at(0)
     # The numbers that docs/samplers.md states.
@@ -122,14 +122,14 @@ def test_original_is_the_formula_or_fails_where_it_leaves_the_table(sd: Pipeline
 
 
 def test_linspace_spans_all_timesteps_and_ends_clean(sd: Pipeline) -> None:
-    levels = levels_of("linspace", sd.schedule, 5)
+    levels = spaced_levels("linspace", sd.schedule, 5)
     assert [level.t for level in levels] == [999, 749.25, 499.5, 249.75, 0, 0]
     assert levels[-1] == (0, 1, 0)
-    assert [level.t for level in levels_of("linspace", sd.schedule, 1)] == [999, 0]
+    assert [level.t for level in spaced_levels("linspace", sd.schedule, 1)] == [999, 0]
 
 
 def test_karras_is_linear_in_the_seventh_root_of_sigma(sd: Pipeline) -> None:
-    *levels, end = levels_of("karras", sd.schedule, 11)
+    *levels, end = spaced_levels("karras", sd.schedule, 11)
     roots = np.array([level.sigma for level in levels]) ** (1 / 7)
     assert np.diff(roots) == pytest.approx(np.full(10, (roots[-1] - roots[0]) / 10), rel=1e-9)
     assert levels[0].sigma == pytest.approx(sd.schedule.sigmas[-1], rel=1e-12)
@@ -142,7 +142,7 @@ def test_karras_is_linear_in_the_seventh_root_of_sigma(sd: Pipeline) -> None:
 def test_levels_are_those_of_others(sd: Pipeline, spacing: str, steps: int) -> None:
     """Sigmas as in k-diffusion, trailing timesteps as in diffusers, and timesteps of beta by scipy's quantiles."""
     theirs = GOLDEN[f"spacing.{spacing}.{steps}"]
-    levels = levels_of(spacing, sd.schedule, steps)
+    levels = spaced_levels(spacing, sd.schedule, steps)
     if spacing == "trailing":
         assert [level.t for level in levels[:-1]] == theirs.tolist()
     elif spacing == "beta":
@@ -153,24 +153,24 @@ def test_levels_are_those_of_others(sd: Pipeline, spacing: str, steps: int) -> N
 
 
 def test_exponential_is_linear_in_log_sigma(sd: Pipeline) -> None:
-    *levels, _ = levels_of("exponential", sd.schedule, 11)
+    *levels, _ = spaced_levels("exponential", sd.schedule, 11)
     logs = np.log([level.sigma for level in levels])
     assert np.diff(logs) == pytest.approx(np.full(10, (logs[-1] - logs[0]) / 10), rel=1e-9)
 
 
 def test_sgm_uniform_is_linspace_of_one_more_without_the_least(sd: Pipeline) -> None:
     for steps in (1, 7, 30):
-        wanted = levels_of("linspace", sd.schedule, steps + 1)
-        assert levels_of("sgm_uniform", sd.schedule, steps) == [*wanted[:-2], (0, 1, 0)]
+        wanted = spaced_levels("linspace", sd.schedule, steps + 1)
+        assert spaced_levels("sgm_uniform", sd.schedule, steps) == [*wanted[:-2], (0, 1, 0)]
         # generative-models: np.linspace(num - 1, 0, steps, endpoint=False), cut to integers
-        ts = [int(level.t + 1e-9) for level in levels_of("sgm_uniform", sd.schedule, steps)[:-1]]
+        ts = [int(level.t + 1e-9) for level in spaced_levels("sgm_uniform", sd.schedule, steps)[:-1]]
         assert ts == np.linspace(999, 0, steps, endpoint=False).astype(int).tolist()
 
 
 @pytest.mark.slow
 def test_trailing_starts_at_999_for_every_count(sd: Pipeline) -> None:
     for steps in COUNTS:
-        ts = [level.t for level in levels_of("trailing", sd.schedule, steps)[:-1]]
+        ts = [level.t for level in spaced_levels("trailing", sd.schedule, steps)[:-1]]
         assert len(ts) == steps
         assert ts[0] == 999
         assert all(before > after >= 0 for before, after in pairwise(ts))
@@ -179,13 +179,13 @@ def test_trailing_starts_at_999_for_every_count(sd: Pipeline) -> None:
 def test_lcm_takes_from_the_50_timesteps_of_its_training(sd: Pipeline) -> None:
     trained = set(range(19, 1000, 20))
     for steps in COUNTS[:50]:
-        ts = [level.t for level in levels_of("lcm", sd.schedule, steps)[:-1]]
+        ts = [level.t for level in spaced_levels("lcm", sd.schedule, steps)[:-1]]
         assert len(set(ts)) == steps
         assert ts[0] == 999
         assert set(ts) <= trained
-    assert [level.t for level in levels_of("lcm", sd.schedule, 4)] == [999, 759, 499, 259, 0]
-    assert [level.t for level in levels_of("lcm", sd.schedule, 8)] == [999, 879, 759, 639, 499, 379, 259, 139, 0]
-    assert levels_of("lcm", sd.schedule, 51) == levels_of("trailing", sd.schedule, 51)
+    assert [level.t for level in spaced_levels("lcm", sd.schedule, 4)] == [999, 759, 499, 259, 0]
+    assert [level.t for level in spaced_levels("lcm", sd.schedule, 8)] == [999, 879, 759, 639, 499, 379, 259, 139, 0]
+    assert spaced_levels("lcm", sd.schedule, 51) == spaced_levels("trailing", sd.schedule, 51)
 
 
 # Spacings that may make another number of levels, and those of flows.
@@ -195,14 +195,14 @@ OTHER_COUNTS = r"original|webui_ddim|webui_unipc|ddim_uniform|(fast|smart|super)
 @pytest.mark.parametrize("spacing", [name for name in SPACINGS if not re.fullmatch(OTHER_COUNTS, name)])
 @pytest.mark.parametrize("steps", [1, 2, 3, 7, 50, 999, 1000])
 def test_levels_descend(sd: Pipeline, spacing: str, steps: int) -> None:
-    levels = levels_of(spacing, sd.schedule, steps)
+    levels = spaced_levels(spacing, sd.schedule, steps)
     assert len(levels) == steps + 1
     assert all(before.sigma > after.sigma for before, after in pairwise(levels))
     assert all(-1e-9 <= level.t <= 999 + 1e-9 for level in levels)
 
 
 @pytest.mark.parametrize("prediction", ["eps", "v", "x0", "flow", "reverse_flow"])
-def test_the_target_of_training_gives_x0_and_eps_back(sd: Pipeline, prediction: Prediction) -> None:
+def test_the_target_of_training_gives_x0_and_eps_back(sd: Pipeline, prediction: AnyPrediction) -> None:
     """Schedule.coefficients undoes target, for every prediction, at the levels that `noised` adds noise of."""
     flow = "flow" in prediction
     schedule = FlowSchedule.of(3.0, prediction=prediction) if flow else replace(sd.schedule, prediction=prediction)

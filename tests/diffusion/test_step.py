@@ -12,16 +12,16 @@ from steps import guidance, one_step
 from torch import Tensor
 
 from ldm_lite.core.denoise import run_row
-from ldm_lite.core.plan import Row, rows_of
+from ldm_lite.core.plan import Row, device_rows
 from ldm_lite.diffusion.adjustments import dynamic_threshold, rescaled
-from ldm_lite.diffusion.names import make_plan
+from ldm_lite.diffusion.names import named_plan
 from ldm_lite.diffusion.plan import NUM_REGISTERS, Plan
 from ldm_lite.diffusion.samplers import SAMPLERS
-from ldm_lite.diffusion.schedule import SPACINGS, Array, Schedule, scaled_linear_betas
+from ldm_lite.diffusion.schedule import SPACINGS, Array, NoiseSchedule, scaled_linear_betas
 
 GOLDEN = np.load(Path(__file__).parents[1] / "data" / "samplers.npz")
 BETAS = scaled_linear_betas(0.00085, 0.012)
-SD = Schedule.from_betas(BETAS, "eps")
+SD = NoiseSchedule.from_betas(BETAS, "eps")
 UNCOND, COND = (torch.from_numpy(value).float() for value in toy.contexts())
 NOTHING = torch.zeros(toy.SHAPE[0], 1, 1)  # a context that changes nothing
 
@@ -35,7 +35,7 @@ def run(plan: Plan, context: Tensor, scale: float | None = None) -> list[Tensor]
     x = next(noises) * plan.initial
     registers = torch.cat([x[None], torch.zeros(NUM_REGISTERS - 1, *toy.SHAPE)])
     seen = [x]
-    for row, draws in zip(rows_of(plan, CPU), plan.adds_noise, strict=True):
+    for row, draws in zip(device_rows(plan, CPU), plan.adds_noise, strict=True):
         noise = next(noises) if draws else torch.zeros(toy.SHAPE)
         registers = one_step(toy.denoiser, registers, row, noise, context, scale)
         seen.append(registers[0])
@@ -130,7 +130,7 @@ TEXTBOOK = {
 @pytest.mark.parametrize("steps", [2, 4, 10, 50])
 @pytest.mark.parametrize("name", TEXTBOOK)
 def test_every_row_equals_the_textbook(name: str, steps: int) -> None:
-    ours, theirs = run(make_plan(name, SD, steps), NOTHING), TEXTBOOK[name](steps)
+    ours, theirs = run(named_plan(name, SD, steps), NOTHING), TEXTBOOK[name](steps)
     assert len(ours) == len(theirs)
     assert max(toy.relative_error(a, b) for a, b in zip(ours, theirs, strict=True)) < 1e-5
 
@@ -138,9 +138,9 @@ def test_every_row_equals_the_textbook(name: str, steps: int) -> None:
 @pytest.mark.parametrize("name", toy.RUNS)
 def test_trajectories_in_float32_are_those_of_the_originals(name: str) -> None:
     case = toy.RUNS[name]
-    schedule = Schedule.from_betas(BETAS, case.prediction)  # type: ignore[arg-type]
+    schedule = NoiseSchedule.from_betas(BETAS, case.prediction)  # type: ignore[arg-type]
     schedule = schedule.zero_terminal_snr() if case.zero_snr else schedule
-    plan = make_plan(case.sampler, schedule, case.steps, eta=case.eta, churn=case.churn, spacing=case.spacing)
+    plan = named_plan(case.sampler, schedule, case.steps, eta=case.eta, churn=case.churn, spacing=case.spacing)
     xs = run(plan, NOTHING if case.scale is None else torch.cat([UNCOND, COND]), case.scale)
     if f"{name}.x" in GOLDEN:
         theirs = GOLDEN[f"{name}.x"]
@@ -158,13 +158,13 @@ def test_trajectories_in_float32_are_those_of_the_originals(name: str) -> None:
 
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_scale_1_equals_no_guidance(name: str) -> None:
-    plan = make_plan(name, SD, 10)
+    plan = named_plan(name, SD, 10)
     plain, guided = run(plan, COND), run(plan, torch.cat([UNCOND, COND]), 1.0)
     assert max(toy.relative_error(a, b.numpy()) for a, b in zip(guided, plain, strict=True)) < 1e-5
 
 
 def test_the_unconditional_half_comes_first_and_scale_0_is_it() -> None:
-    plan = make_plan("ddim", SD, 10)
+    plan = named_plan("ddim", SD, 10)
     guided, uncond = run(plan, torch.cat([UNCOND, COND]), 0.0), run(plan, UNCOND)
     assert all(torch.equal(a, b) for a, b in zip(guided, uncond, strict=True))
 
@@ -194,12 +194,12 @@ def test_dynamic_threshold_clamps_at_the_percentile_and_divides_by_it(percentile
 
 
 def row_of(plan: Plan, i: int) -> Row:
-    return rows_of(plan, CPU)[i]
+    return device_rows(plan, CPU)[i]
 
 
 def test_rows_are_the_plan_in_float32() -> None:
-    plan = make_plan("unipc", SD, 10)
-    found = rows_of(plan, CPU)
+    plan = named_plan("unipc", SD, 10)
+    found = device_rows(plan, CPU)
     assert len(found) == len(plan.t)
     for i, row in enumerate(found):
         for name in Row._fields:
@@ -219,7 +219,7 @@ def test_the_network_gets_all_branches_at_once_and_the_sampler_computes_in_float
     context = (torch.cat([UNCOND, COND]) if guided else COND).bfloat16()
     registers = toy.normal(0, NUM_REGISTERS, *toy.SHAPE)
     before = registers.clone()
-    row, noise = row_of(make_plan("ddim", SD, 10), 0), torch.zeros(toy.SHAPE)
+    row, noise = row_of(named_plan("ddim", SD, 10), 0), torch.zeros(toy.SHAPE)
     after = one_step(network, registers, row, noise, context, 7.5 if guided else None)
     batch = toy.SHAPE[0] * (1 + guided)
     assert seen == [((batch, *toy.SHAPE[1:]), (batch,), torch.bfloat16)]
@@ -235,7 +235,7 @@ def test_reads_no_value_back_from_the_device(values: tuple[float | None, ...]) -
     conditioning = {name: part.to("meta") for name, part in guided.conditioning.items()}
     *_, adjust = guidance({"context": torch.zeros(2, 1, 1, device="meta")}, *values)
     guided = guided._replace(conditioning=conditioning, weights=guided.weights.to("meta"))
-    row = Row(*(value.to("meta") for value in row_of(make_plan("ddim", SD, 10), 0)))
+    row = Row(*(value.to("meta") for value in row_of(named_plan("ddim", SD, 10), 0)))
     registers, noise = (
         value.to("meta") for value in (toy.normal(0, NUM_REGISTERS, *toy.SHAPE), torch.zeros(toy.SHAPE))
     )

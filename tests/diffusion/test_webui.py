@@ -15,9 +15,9 @@ from ldm_lite import Pipeline
 from ldm_lite.diffusion.names import resolve, written
 from ldm_lite.diffusion.plan import Plan
 from ldm_lite.diffusion.samplers import SAMPLERS
-from ldm_lite.diffusion.schedule import SPACINGS, levels_of
+from ldm_lite.diffusion.schedule import SPACINGS, spaced_levels
 from ldm_lite.diffusion.spacings import SECTIONS
-from ldm_lite.diffusion.webui import OFFERED, SETTINGS, TYPES, from_webui, to_webui
+from ldm_lite.diffusion.webui import OFFERED, SCHEDULE_TYPES, SETTINGS, from_webui, to_webui
 
 GOLDEN = np.load(Path(__file__).parents[1] / "data" / "webui.npz")
 ENDS = np.cumsum(GOLDEN["lengths"])
@@ -82,9 +82,9 @@ def test_dpm_adaptive_chooses_the_same_steps(sd: Pipeline, key: str) -> None:
 def test_all_that_it_offers_is_here() -> None:
     theirs = {key.split("|")[0] for key in RUNS} - {"TCD"}
     assert theirs | {"DDIM CFG++"} == set(OFFERED)
-    assert set(GOLDEN["types"].tolist()) == {"Automatic", *TYPES}
+    assert set(GOLDEN["types"].tolist()) == {"Automatic", *SCHEDULE_TYPES}
     assert {each.key for each in OFFERED.values()} <= set(SAMPLERS)
-    assert set(TYPES.values()) <= set(SPACINGS)
+    assert set(SCHEDULE_TYPES.values()) <= set(SPACINGS)
 
 
 @pytest.mark.parametrize("key", [key for key in RUNS if key.startswith("TCD")])
@@ -101,7 +101,7 @@ def test_ddim_cfg_plus_plus(predicting: Callable[..., Pipeline], prediction: str
     with unet_calls(pipe) as calls:
         last = run_latents(pipe, "a cat", negative_prompt="bad", scale=scale, **options)
     draw()
-    levels, after_steps = levels_of("webui_ddim", pipe.schedule, steps), [*(call.x[:1] for call in calls[1:]), last]
+    levels, after_steps = spaced_levels("webui_ddim", pipe.schedule, steps), [*(call.x[:1] for call in calls[1:]), last]
     for (now, after), call, wanted in zip(itertools.pairwise(levels), calls, after_steps, strict=True):
         x, x0s, noises = call.x[:1], [], []
         for out in call.out.chunk(2):  # uncond, cond
@@ -196,7 +196,7 @@ def test_plain_names_that_mean_something_else_to_it_are_marked() -> None:
     assert written("DPM++ 2M", None) == {"Sampler": "DPM++ 2M", "Schedule type": "Uniform"}
     assert written("deis karras", None) == {"Sampler": "DEIS Karras"}
     assert to_webui("euler", "ays_sdxl") is None
-    assert written("euler", levels_of)["Schedule type"] == "levels_of"
+    assert written("euler", spaced_levels)["Schedule type"] == "spaced_levels"
 
 
 SENSELESS = "karras:rho=0 karras:rho=x karras:rho=nan karras:rho=1e-9 karras:sigma_min=-1 karras:sigma_min=20 karras:"
@@ -207,11 +207,11 @@ SENSELESS += " beta_sigma:alpha=1e9"
 @pytest.mark.parametrize("spacing", SENSELESS.split())
 def test_settings_that_make_no_sense_are_one_line(sd: Pipeline, spacing: str) -> None:
     with pytest.raises(ValueError, match=r"expected|settings"):
-        levels_of(spacing, sd.schedule, 10)
+        spaced_levels(spacing, sd.schedule, 10)
 
 
 def test_discard_leaves_out_the_last_but_one_of_one_more(sd: Pipeline) -> None:
     for steps in (1, 2, 20, 999):
-        whole = levels_of("karras", sd.schedule, steps + 1)
-        assert levels_of("karras:discard", sd.schedule, steps) == [*whole[:-2], whole[-1]]
+        whole = spaced_levels("karras", sd.schedule, steps + 1)
+        assert spaced_levels("karras:discard", sd.schedule, steps) == [*whole[:-2], whole[-1]]
     assert {setting for setting, _ in SETTINGS.values()} == {"rho", "sigma_min", "sigma_max", "alpha", "beta"}

@@ -17,14 +17,14 @@ from toy_flow import save, weights
 
 import ldm_lite
 from ldm_lite import Pipeline, txt2img
-from ldm_lite.checkpoint.reader import on_meta, split
+from ldm_lite.checkpoint.reader import on_meta, parts_of
 from ldm_lite.core.files import Tensors
-from ldm_lite.diffusion.schedule import levels_of
+from ldm_lite.diffusion.schedule import spaced_levels
 from ldm_lite.families.flux2 import MOST, fitted
 from ldm_lite.models.flux2 import KL_F16_128, Flux2VAESpec
 from ldm_lite.runtime.tiling import tiled
-from ldm_lite.zoo.families import FAMILIES
-from ldm_lite.zoo.family import build, infer_vae
+from ldm_lite.zoo.families import FAMILY_ROWS
+from ldm_lite.zoo.family import build_network, infer_vae
 
 TOYS = toy_flux2
 MANIFESTS = Path(__file__).parents[1] / "data" / "manifests.json.gz"
@@ -43,9 +43,9 @@ def test_equals_the_original_with_references(pipe: Pipeline, golden: Any) -> Non
 def test_the_autoencoder_has_the_keys_and_shapes_of_the_original() -> None:
     """Its convolutions beside the latents stand inside encoder and decoder there."""
     shapes = {key: tuple(shape) for key, shape in VAE_SHAPES["shapes"].items()}
-    [(role, part)] = split(Tensors(Path("ae.safetensors"), shapes, lambda key: torch.zeros(shapes[key]))).items()
+    [(role, part)] = parts_of(Tensors(Path("ae.safetensors"), shapes, lambda key: torch.zeros(shapes[key]))).items()
     with on_meta():
-        ours = {key: tuple(value.shape) for key, value in build(KL_F16_128).state_dict().items()}
+        ours = {key: tuple(value.shape) for key, value in build_network(KL_F16_128).state_dict().items()}
     assert role == "vae"
     assert {key: shape for key, shape in part.shapes.items() if key != "bn.num_batches_tracked"} == ours
     assert infer_vae(part.shapes) == KL_F16_128
@@ -83,8 +83,8 @@ def test_the_text_equals_transformers_with_its_mask(pipe: Pipeline, golden: Any)
     ],
 )
 def test_the_shift_depends_on_size_and_steps(steps: int, tokens: int, wanted: list[float]) -> None:
-    schedule = FAMILIES["flux2_klein"].noise.schedule("flow").sized(tokens)  # type: ignore[attr-defined]
-    levels = levels_of("flow_flux2", schedule, steps)
+    schedule = FAMILY_ROWS["flux2_klein"].noise.schedule("flow").sized(tokens)  # type: ignore[attr-defined]
+    levels = spaced_levels("flow_flux2", schedule, steps)
     assert [level.s for level in levels[1:4]] == pytest.approx(wanted, abs=1e-6)
     assert (levels[0].s, levels[-1].s) == (1, 0)
 

@@ -21,19 +21,19 @@ from toy_flow import save, under
 
 import ldm_lite
 from ldm_lite import Pipeline
-from ldm_lite.checkpoint.reader import on_meta, split
+from ldm_lite.checkpoint.reader import on_meta, parts_of
 from ldm_lite.core.files import Tensors
 from ldm_lite.diffusion.adjustments import keeping_norm
-from ldm_lite.diffusion.schedule import levels_of
+from ldm_lite.diffusion.schedule import spaced_levels
 from ldm_lite.models.ops import axial_rotation
 from ldm_lite.models.qwen3 import QWEN25_7B
-from ldm_lite.models.qwen_image import QWEN_IMAGE, THETA, Block, QwenImage, places
+from ldm_lite.models.qwen_image import QWEN_IMAGE, THETA, QwenImage, QwenImageBlock, places
 from ldm_lite.models.wan_vae import WAN_VAE, WanVAESpec
 from ldm_lite.runtime import offload, tiling
 from ldm_lite.runtime.offload import Offloader
 from ldm_lite.train import __main__ as train
-from ldm_lite.zoo.families import FAMILIES
-from ldm_lite.zoo.family import build, infer_vae
+from ldm_lite.zoo.families import FAMILY_ROWS
+from ldm_lite.zoo.family import build_network, infer_vae
 
 DATA = Path(__file__).parents[1] / "data"
 GOLDEN = np.load(DATA / "qwen_image.npz")
@@ -85,7 +85,7 @@ def test_padding_is_not_read(pipe: Pipeline) -> None:
 @pytest.mark.slow
 def test_a_block_of_the_released_width_equals_diffusers() -> None:
     with torch.device("meta"):
-        block = Block(QWEN_IMAGE)
+        block = QwenImageBlock(QWEN_IMAGE)
     toy.fill(block.to_empty(device="cpu"))
     x, context, vec = (toy.normal(i, 1, n, QWEN_IMAGE.width) for i, n in ((1, 8), (2, 4), (3, 1)))
     positions = places(4, [(2, 4)], torch.device("cpu"))
@@ -138,10 +138,10 @@ def test_offloads_and_stores_in_8_bits(kind: str, pipe: Pipeline, monkeypatch: p
 
 def test_the_shift_depends_on_the_size_and_the_last_step_is_at_0_02() -> None:
     """Numbers of diffusers' scheduler with the release's configuration."""
-    schedule = FAMILIES["qwen_image"].noise.schedule("flow").sized(6889)  # type: ignore[attr-defined]
-    levels = levels_of(schedule.spacing, schedule, 4)
+    schedule = FAMILY_ROWS["qwen_image"].noise.schedule("flow").sized(6889)  # type: ignore[attr-defined]
+    levels = spaced_levels(schedule.spacing, schedule, 4)
     assert [level.s for level in levels] == pytest.approx(WANTED, abs=1e-6)
-    assert [level.s for level in levels_of(schedule.spacing, schedule, 1)] == [1, 0]
+    assert [level.s for level in spaced_levels(schedule.spacing, schedule, 1)] == [1, 0]
 
 
 WANTED = [1.0, 0.780980, 0.475549, 0.02, 0.0]
@@ -204,9 +204,9 @@ def test_the_released_autoencoder_is_read_for_single_images(layout: str) -> None
     shapes = stored if layout == "diffusers" else toy_qwen_image.of_wan(stored, num_res_blocks=2)
     for prefix in ("", "vae."):
         file = Tensors(Path("vae.safetensors"), under(prefix, shapes), lambda key: torch.empty(0))  # type: ignore[arg-type]
-        [(role, part)] = split(file).items()
+        [(role, part)] = parts_of(file).items()
         with on_meta():
-            ours = {key: tuple(value.shape) for key, value in build(WAN_VAE).state_dict().items()}
+            ours = {key: tuple(value.shape) for key, value in build_network(WAN_VAE).state_dict().items()}
         assert (role, dict(part.shapes)) == ("vae", ours)
         assert infer_vae(part.shapes) == WAN_VAE
         assert isinstance(infer_vae(part.shapes), WanVAESpec)
@@ -226,7 +226,7 @@ def test_a_kernel_in_time_becomes_its_last_slice(pipe: Pipeline) -> None:
 def test_the_released_text_encoder_has_7_billion_parameters() -> None:
     """Those of Qwen2.5 7B's layers, and of its embeddings once."""
     with on_meta():
-        assert sum(p.numel() for p in build(QWEN25_7B).parameters()) == 7_070_619_136
+        assert sum(p.numel() for p in build_network(QWEN25_7B).parameters()) == 7_070_619_136
 
 
 def test_a_folder_of_diffusers_is_the_same(pipe: Pipeline, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

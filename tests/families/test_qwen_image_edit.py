@@ -19,14 +19,14 @@ from toy_flow import save, under
 
 import ldm_lite
 from ldm_lite import Pipeline
-from ldm_lite.checkpoint.reader import on_meta, split
+from ldm_lite.checkpoint.reader import on_meta, parts_of
 from ldm_lite.core.files import Tensors
 from ldm_lite.families import qwen_image
 from ldm_lite.families.qwen_image import fitted
-from ldm_lite.models.qwen25_vl import QWEN25_VL_7B, VISION, Block, Vision, VisionSpec, places
-from ldm_lite.models.qwen_image import CLEAN
+from ldm_lite.models.qwen25_vl import QWEN25_VL_7B, VISION, Vision, VisionBlock, VisionSpec, places
+from ldm_lite.models.qwen_image import REFERENCES_AT_ZERO
 from ldm_lite.runtime.offload import Offloader
-from ldm_lite.zoo.family import build
+from ldm_lite.zoo.family import build_network
 
 DATA = Path(__file__).parents[1] / "data"
 GOLDEN = np.load(DATA / "qwen_image_edit.npz")
@@ -78,7 +78,7 @@ def test_what_sees_equals_transformers(pipes: dict[str, Pipeline]) -> None:
 
 def test_a_block_of_the_released_width_equals_transformers() -> None:
     with torch.device("meta"):
-        block = Block(VISION, full_attention=False)
+        block = VisionBlock(VISION, full_attention=False)
     toy.fill(block.to_empty(device="cpu"))
     x = toy.normal(1, 1, 120, VISION.width)
     assert toy.relative_error(block(x, places(VISION, 10, 12, x))[0][..., ::48], GOLDEN["wide"]) < 1e-5
@@ -98,14 +98,14 @@ def test_what_sees_has_the_keys_and_shapes_of_the_original() -> None:
 def test_it_is_found_beside_the_language_model(prefix: str) -> None:
     """As ComfyUI's files, transformers' and whole checkpoints have both."""
     with on_meta():
-        shapes = {key: tuple(value.shape) for key, value in build(QWEN25_VL_7B).state_dict().items()}
+        shapes = {key: tuple(value.shape) for key, value in build_network(QWEN25_VL_7B).state_dict().items()}
     beside = "model.language_model." if prefix == "model.visual." else prefix.replace("visual.", "model.")
     stored = {
         prefix + key.removeprefix("visual.") if key.startswith("visual.") else beside + key: shape
         for key, shape in shapes.items()
     }
     file = Tensors(Path("qwen.safetensors"), stored, lambda key: torch.empty(0))
-    [(role, part)] = split(file).items()
+    [(role, part)] = parts_of(file).items()
     assert (role, dict(part.shapes)) == ("text_encoder", shapes)
 
 
@@ -116,7 +116,7 @@ def test_offloads_and_stores_in_8_bits(pipes: dict[str, Pipeline]) -> None:
     exact = pipes["first"].text_encoder(ids, images=[(3, image)])
     for kind in ("model", "sequential"):
         for storage, limit in ((None, 1e-6), ("int8", 0.1)):
-            network = build(spec)
+            network = build_network(spec)
             network.load_state_dict(pipes["first"].text_encoder.state_dict())
             network.requires_grad_(False)
             offloader = Offloader({"text_encoder": network}, torch.device("cpu"), offload=kind, storage=storage)
@@ -269,7 +269,7 @@ def test_a_name_is_a_hint(
 
 def test_comfyuis_mark_tells_2511(files: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     options = {key: value for key, value in files.items() if key != "ckpt"}
-    marked = load_file(files["ckpt"]) | {CLEAN: torch.zeros(0)}
+    marked = load_file(files["ckpt"]) | {REFERENCES_AT_ZERO: torch.zeros(0)}
     pipe = ldm_lite.load(save(tmp_path / "qwen_image_edit_2511.safetensors", marked), **options)
     assert pipe.family.title == "Qwen-Image-Edit 2511"
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]

@@ -24,8 +24,8 @@ import ldm_lite
 from ldm_lite import Pipeline, txt2img
 from ldm_lite.checkpoint.reader import on_meta
 from ldm_lite.core.denoise import Branch, join, weighted
-from ldm_lite.core.plan import rows_of
-from ldm_lite.diffusion.names import make_plan
+from ldm_lite.core.plan import device_rows
+from ldm_lite.diffusion.names import named_plan
 from ldm_lite.formats.diffusers_layout import original_layout
 from ldm_lite.models.qwen3 import QWEN3_4B, Qwen3Spec
 from ldm_lite.models.z_image import ZImageSpec
@@ -34,8 +34,8 @@ from ldm_lite.runtime.offload import Offloader
 from ldm_lite.runtime.together import Together
 from ldm_lite.tasks.joined import _joined
 from ldm_lite.train.losses import checkpoint_activations
-from ldm_lite.zoo.families import FAMILIES
-from ldm_lite.zoo.family import build
+from ldm_lite.zoo.families import FAMILY_ROWS
+from ldm_lite.zoo.family import build_network
 
 TOYS = toy_z_image
 MANIFESTS = Path(__file__).parents[1] / "data" / "manifests.json.gz"
@@ -56,7 +56,7 @@ def original(golden: Any) -> dict[str, Tensor]:
 def test_keys_shapes_and_parameters_are_those_of_the_original() -> None:
     """Each of the original's keys is read once; queries, keys and values become one weight, as in ComfyUI's files."""
     with on_meta():
-        ours = {key: tuple(value.shape) for key, value in build(TRANSFORMERS["z_image"]).state_dict().items()}
+        ours = {key: tuple(value.shape) for key, value in build_network(TRANSFORMERS["z_image"]).state_dict().items()}
     stored = original_layout({key: tuple(shape) for key, shape in MANIFEST["shapes"].items()}, open_clip=None)
     assert stored is not None
     assert {key: tensor.shape for key, tensor in stored.items()} == ours
@@ -67,7 +67,7 @@ def test_keys_shapes_and_parameters_are_those_of_the_original() -> None:
 
 def test_qwen3_has_the_released_size() -> None:
     with on_meta():
-        ours = {key: tuple(value.shape) for key, value in build(QWEN3_4B).state_dict().items()}
+        ours = {key: tuple(value.shape) for key, value in build_network(QWEN3_4B).state_dict().items()}
     assert sum(math.prod(shape) for shape in ours.values()) == 4_022_468_096
     assert len(ours) == 398
     assert Qwen3Spec.from_shapes(ours) == QWEN3_4B
@@ -266,7 +266,9 @@ def test_requests_that_are_joined_keep_all_inputs() -> None:
         seen.append(full.tolist())
         return x
 
-    [row] = rows_of(make_plan("euler", FAMILIES["z_image"].noise.schedule("reverse_flow"), 1), torch.device("cpu"))
+    [row] = device_rows(
+        named_plan("euler", FAMILY_ROWS["z_image"].noise.schedule("reverse_flow"), 1), torch.device("cpu")
+    )
     zeros = torch.zeros(2, 4, 2, 2)
     guided = join([both], 1.0, torch.device("cpu"))
     registers = zeros.expand(len(row.mix), -1, -1, -1, -1)

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from ldm_lite.diffusion.spacings import SECTIONS
 from ldm_lite.models.controlnet import ControlNet
-from ldm_lite.models.unet import UNet
+from ldm_lite.models.unet import LDMUNet
 
 PREFIX = "model.diffusion_model."
 
@@ -151,7 +151,7 @@ def adapters(originals: Path) -> Arrays:
         network = module.Adapter_XL(cin=256, channels=list(spec.channels), nums_rb=2, ksize=1, sk=True, use_conv=False)
         features = toy.fill(network)(toy.picture(1))
     spec = toy.UNETS["sdxl_base"]
-    shapes = {PREFIX + key: tuple(value.shape) for key, value in UNet(spec).state_dict().items()}
+    shapes = {PREFIX + key: tuple(value.shape) for key, value in LDMUNet(spec).state_dict().items()}
     unet = peers.unet(
         replace(SMALL, unet=spec, conditioner="unclip"),
         {key: random_tensor(key, shape) for key, shape in shapes.items()},

@@ -29,9 +29,9 @@ from ldm_lite.families.sd1 import SD1
 from ldm_lite.families.sd2 import SD2
 from ldm_lite.families.sdxl import SDXL
 from ldm_lite.models.t2i_adapter import AdapterSpec
-from ldm_lite.models.unet import UNet, UNetSpec
-from ldm_lite.zoo.families import FAMILIES, with_prediction
-from ldm_lite.zoo.family import Family, build
+from ldm_lite.models.unet import LDMUNet, LDMUNetSpec
+from ldm_lite.zoo.families import FAMILY_ROWS, with_prediction
+from ldm_lite.zoo.family import FamilyRow, build_network
 
 Shapes = dict[str, list[int]]
 PREFIX = "model.diffusion_model."
@@ -80,10 +80,10 @@ def shapes_of(network: nn.Module) -> Shapes:
     return {key: list(value.shape) for key, value in network.state_dict().items()}
 
 
-def whole(family: Family) -> peers.Weights:
+def whole(family: FamilyRow) -> peers.Weights:
     """A whole original state dict, without memory."""
     with on_meta():
-        networks = {role: build(spec).state_dict() for role, spec in family.specs.items()}
+        networks = {role: build_network(spec).state_dict() for role, spec in family.specs.items()}
     return {
         prefix(role, values, family.sgm) + key: value
         for role, values in networks.items()
@@ -96,7 +96,7 @@ def released() -> dict[str, Shapes]:
     with on_meta():
         networks: dict[str, nn.Module] = {"unet_x4": diffusers.UNet2DConditionModel(**X4)}
     rows = {
-        name: (FAMILIES[name], whole(FAMILIES[name]))
+        name: (FAMILY_ROWS[name], whole(FAMILY_ROWS[name]))
         for name in ("sd1", "sd1_inpaint", "sd2", "sd2_unclip_h", "sdxl_base", "sdxl_refiner", "lcm", "lcm_sdxl")
     }
     networks |= {f"unet_{name}": peers.unet(*row) for name, row in rows.items()}
@@ -114,8 +114,8 @@ def unets() -> tuple[Arrays, dict[str, Shapes]]:
     """What the UNets of toy.DIFFUSERS_UNETS compute."""
     arrays, shapes = {}, {}
     for name, spec in toy.DIFFUSERS_UNETS.items():
-        row = FAMILIES[name]
-        weights = {PREFIX + key: value for key, value in UNet(spec).state_dict().items()}
+        row = FAMILY_ROWS[name]
+        weights = {PREFIX + key: value for key, value in LDMUNet(spec).state_dict().items()}
         network = toy.fill(peers.unet(replace(row, unet=spec), weights))
         x, context, y = toy.unet_inputs(spec)
         vector, guidance = (None, y) if spec.vector_dim is None else (y[:, : spec.vector_dim], y[:, spec.vector_dim :])
@@ -132,7 +132,7 @@ def unets() -> tuple[Arrays, dict[str, Shapes]]:
     return arrays, shapes
 
 
-def controlnet(spec: UNetSpec) -> diffusers.ControlNetModel:
+def controlnet(spec: LDMUNetSpec) -> diffusers.ControlNetModel:
     """diffusers' ControlNet for a UNet, or for one with fewer transformers."""
     widths = [spec.model_channels * mult for mult in spec.channel_mult]
     return diffusers.ControlNetModel(

@@ -32,17 +32,17 @@ from toy import NEGATIVE, NOISE, PROMPT
 
 from ldm_lite.models.taesd import TAESD
 from ldm_lite.zoo.families import with_prediction
-from ldm_lite.zoo.family import Family
+from ldm_lite.zoo.family import FamilyRow
 
 DATA = Path(__file__).resolve().parents[1] / "data"
 
 
-def scheduler(family: Family) -> object:
+def scheduler(family: FamilyRow) -> object:
     """diffusers' DDIM as the released pipelines configure it."""
     return peers.schedulers(family)["ddim"]()
 
 
-def common(family: Family, weights: peers.Weights) -> dict[str, object]:
+def common(family: FamilyRow, weights: peers.Weights) -> dict[str, object]:
     """The components that all pipelines have."""
     network = {"unet": peers.unet(family, weights), "vae": peers.vae(family, weights)}
     network["vae"].register_to_config(scaling_factor=family.scale_factor, force_upcast=False)
@@ -51,7 +51,7 @@ def common(family: Family, weights: peers.Weights) -> dict[str, object]:
 
 
 def sd2_pipeline(
-    family: Family, weights: peers.Weights, tokenizer: transformers.CLIPTokenizer
+    family: FamilyRow, weights: peers.Weights, tokenizer: transformers.CLIPTokenizer
 ) -> diffusers.StableDiffusionPipeline:
     """diffusers' pipeline for a whole original state dict of Stable Diffusion 2."""
     pipe = diffusers.StableDiffusionPipeline(
@@ -67,7 +67,7 @@ def sd2_pipeline(
 
 
 def sdxl_pipeline(
-    family: Family,
+    family: FamilyRow,
     weights: peers.Weights,
     first: transformers.CLIPTokenizer,
     second: transformers.CLIPTokenizer,

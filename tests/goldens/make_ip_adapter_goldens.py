@@ -29,7 +29,7 @@ from random_checkpoint import SMALL, small, state_dict
 from torch import Tensor, nn
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
-from ldm_lite.zoo.family import Family
+from ldm_lite.zoo.family import FamilyRow
 
 STEPS, SCALE, WEIGHT = 4, 5.0, 0.6
 
@@ -85,7 +85,7 @@ def projection(kind: str, weights: dict[str, Tensor]) -> nn.Module:
     return network.eval()
 
 
-def with_adapter(family: Family, weights: dict[str, Tensor], num_tokens: int) -> Any:
+def with_adapter(family: FamilyRow, weights: dict[str, Tensor], num_tokens: int) -> Any:
     """diffusers' UNet with the original's attention, whose context ends with the tokens of the image."""
     unet: Any = peers.unet(family, dict(state_dict(family)))
     original = importlib.import_module("ip_adapter.attention_processor")
@@ -105,7 +105,7 @@ def with_adapter(family: Family, weights: dict[str, Tensor], num_tokens: int) ->
     return unet
 
 
-def loaded_by_diffusers(family: Family, weights: dict[str, Tensor], pooled: Tensor, inputs: Any) -> Tensor:
+def loaded_by_diffusers(family: FamilyRow, weights: dict[str, Tensor], pooled: Tensor, inputs: Any) -> Tensor:
     """The output of diffusers' UNet with its own way to load the same adapter."""
     unet: Any = peers.unet(family, dict(state_dict(family)))
     parts: dict[str, dict[str, Tensor]] = {"image_proj": {}, "ip_adapter": {}}

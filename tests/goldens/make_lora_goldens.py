@@ -33,8 +33,8 @@ from torch import nn
 
 from ldm_lite.families.sd1 import SD1
 from ldm_lite.families.sdxl import SDXL
-from ldm_lite.text.tokenizer import CLIPTokenizer
-from ldm_lite.zoo.family import Family
+from ldm_lite.text.tokenizer import FixingCLIPTokenizer
+from ldm_lite.zoo.family import FamilyRow
 
 OUT = Path(__file__).resolve().parents[1] / "data" / "lora.npz"
 SCALE, STEPS, GUIDANCE = 0.7, 4, 5.0
@@ -69,7 +69,7 @@ def network(lora: ModuleType, unet: nn.Module, text: nn.Module) -> nn.Module:
     return made
 
 
-def on_meta(family: Family) -> tuple[nn.Module, nn.Module]:
+def on_meta(family: FamilyRow) -> tuple[nn.Module, nn.Module]:
     """diffusers' and transformers' networks without weights."""
     with torch.device("meta"):
         unet = diffusers.UNet2DConditionModel(cross_attention_dim=768, attention_head_dim=8)
@@ -98,7 +98,7 @@ def encoders(lora: ModuleType) -> dict[str, object]:
     diffusers, with the same file, must agree, and tells how it names the modules itself.
     """
     arrays: dict[str, object] = {}
-    ids = CLIPTokenizer(pad_id=0)(PROMPTS)
+    ids = FixingCLIPTokenizer(pad_id=0)(PROMPTS)
     sd2 = small("sd2")
     text = peers.text_encoder(sd2, dict(state_dict(sd2)))
     adapter = named(lora, [text])
@@ -173,7 +173,7 @@ def main() -> None:
     }
     adapter.load_state_dict(values)
     x, context, _ = toy.unet_inputs(SMALL.unet)
-    ids = CLIPTokenizer()(PROMPTS)
+    ids = FixingCLIPTokenizer()(PROMPTS)
     arrays["alphas"] = json.dumps({key: float(value) for key, value in values.items() if value.ndim == 0})
     arrays["shapes"] = json.dumps({key: shape for key, shape in shapes.items() if shape})
     arrays["unet"] = unet(x, toy.T, encoder_hidden_states=context).sample.numpy()

@@ -26,7 +26,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from ldm_lite.text.tokenizer import CLIPTokenizer
+from ldm_lite.text.tokenizer import FixingCLIPTokenizer
 
 OUT = Path(__file__).resolve().parents[1] / "data" / "peft.npz"
 LORA = {"r": 4, "lora_alpha": 7, "init_lora_weights": "gaussian"}
@@ -81,7 +81,7 @@ def main() -> None:
     versions = [each.__version__ for each in libraries]
     arrays: dict[str, object] = {"versions": json.dumps([*versions, f"lycoris {getattr(lycoris, '__version__', '')}"])}
     x, context, _ = toy.unet_inputs(SMALL.unet)
-    ids = CLIPTokenizer()(["", "a red apple"])
+    ids = FixingCLIPTokenizer()(["", "a red apple"])
     arrays["ids"] = ids.numpy()
 
     def outputs(network: nn.Module) -> np.ndarray:

@@ -20,7 +20,7 @@ from peft.tuners.boft.layer import Linear as BOFTLinear
 from random_checkpoint import SMALL, state_dict
 from torch import nn
 
-from ldm_lite.text.tokenizer import CLIPTokenizer
+from ldm_lite.text.tokenizer import FixingCLIPTokenizer
 
 OUT = Path(__file__).resolve().parents[1] / "data" / "peft_kinds.npz"
 LINEAR = ["to_q", "to_v", "to_out.0", "linear_1"]
@@ -64,7 +64,7 @@ def butterfly() -> np.ndarray:
 def main() -> None:
     """The command line."""
     x, context, _ = toy.unet_inputs(SMALL.unet)
-    ids = CLIPTokenizer()(["", "a red apple"])
+    ids = FixingCLIPTokenizer()(["", "a red apple"])
     arrays: dict[str, object] = {"versions": json.dumps([peft.__version__, torch.__version__]), "ids": ids.numpy()}
     makers = {"unet": peers.unet, "text": peers.text_encoder}
     for name, (role, config) in CONFIGS.items():

@@ -33,7 +33,7 @@ from PIL import Image
 from random_checkpoint import state_dict
 from torch import Tensor
 
-from ldm_lite.zoo.family import Family
+from ldm_lite.zoo.family import FamilyRow
 
 Pixels = NDArray[np.uint8]
 
@@ -45,14 +45,14 @@ PIPELINES = {
 }
 
 
-def schedulers(family: Family) -> dict[str, Callable[[], Any]]:
+def schedulers(family: FamilyRow) -> dict[str, Callable[[], Any]]:
     """diffusers' schedulers by our names."""
     known = peers.schedulers(family)
     ancestral = diffusers.EulerAncestralDiscreteScheduler
     return known | {"euler_a": lambda: ancestral.from_config(known["euler"]().config)}
 
 
-def pipeline(family: Family, weights: peers.Weights, run: toy.PictureRun) -> diffusers.DiffusionPipeline:
+def pipeline(family: FamilyRow, weights: peers.Weights, run: toy.PictureRun) -> diffusers.DiffusionPipeline:
     """diffusers' pipeline of a run with original weights, without a text encoder."""
     vae, unet = peers.vae(family, weights), peers.unet(family, weights)
     vae.register_to_config(scaling_factor=family.scale_factor)
@@ -71,7 +71,7 @@ def pipeline(family: Family, weights: peers.Weights, run: toy.PictureRun) -> dif
     return pipe
 
 
-def from_diffusers(run: toy.PictureRun, family: Family, weights: peers.Weights, size: int = 64) -> Tensor:
+def from_diffusers(run: toy.PictureRun, family: FamilyRow, weights: peers.Weights, size: int = 64) -> Tensor:
     """The last latents (1,4,size/8,size/8) of diffusers' pipeline.
 
     It takes the mean of the autoencoder's distribution, so that its generator's first noise is that of the first step.

@@ -24,7 +24,7 @@ from toy_verify import FAMILY_OF, SIDE, toy_vectors
 
 import ldm_lite.text
 from ldm_lite.tasks.verify import Vector
-from ldm_lite.zoo.family import Family
+from ldm_lite.zoo.family import FamilyRow
 
 BETAS = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
 STORED = {**BETAS, "set_alpha_to_one": False, "skip_prk_steps": True, "steps_offset": 1, "clip_sample": False}
@@ -48,7 +48,7 @@ def scheduler(vector: Vector) -> Any:
     return kinds[vector.sampler].from_config(stored.config)
 
 
-def bert(family: Family, weights: peers.Weights) -> LDMBertModel:
+def bert(family: FamilyRow, weights: peers.Weights) -> LDMBertModel:
     """diffusers' BERT with weights of the original layout."""
     spec, prefix = family.text, "cond_stage_model.transformer."
     config = LDMBertConfig(

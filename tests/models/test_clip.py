@@ -12,7 +12,7 @@ import torch
 import toy
 from random_checkpoint import SMALL
 
-from ldm_lite.models.clip import CLIP_L, CLIPTextEncoder
+from ldm_lite.models.clip import CLIP_L, CLIPTextModel
 
 DATA = Path(__file__).parents[1] / "data"
 GOLDEN = np.load(DATA / "networks.npz")
@@ -23,7 +23,7 @@ IDS = toy.token_ids(SMALL.text.vocab_size, SMALL.text.length)
 
 def small(activation: str) -> torch.nn.Module:
     spec = replace(SMALL.text, activation=activation)
-    return toy.fill(CLIPTextEncoder(spec), "cond_stage_model.transformer.text_model.")
+    return toy.fill(CLIPTextModel(spec), "cond_stage_model.transformer.text_model.")
 
 
 @pytest.mark.parametrize("activation", ["quick_gelu", "gelu"])
@@ -47,7 +47,7 @@ def test_a_token_sees_only_what_precedes_it() -> None:
 
 def test_keys_shapes_and_parameters_are_those_of_the_released_encoder() -> None:
     with torch.device("meta"):
-        network = CLIPTextEncoder(CLIP_L)
+        network = CLIPTextModel(CLIP_L)
     assert {key: tuple(value.shape) for key, value in network.state_dict().items()} == SHAPES
     assert sum(p.numel() for p in network.parameters()) == MANIFEST["params"] == 123_060_480
 
@@ -63,8 +63,8 @@ def test_the_pooled_output_is_read_at_the_end_token_however_many_tokens_were_add
     """Textual inversions too follow the vocabulary that prompts reach."""
     ids = torch.tensor([[49406, 320, 49407, 49407], [49406, 2368, 49407, 49407]])
     spec = replace(SMALL.text, vocab_size=49408, length=4)
-    longer = toy.fill(CLIPTextEncoder(replace(spec, vocab_size=49410)), "text.")
-    plain = CLIPTextEncoder(spec)
+    longer = toy.fill(CLIPTextModel(replace(spec, vocab_size=49410)), "text.")
+    plain = CLIPTextModel(spec)
     plain.load_state_dict(
         {key: value[:49408] if "token_emb" in key else value for key, value in longer.state_dict().items()}
     )
@@ -76,8 +76,8 @@ def test_the_pooled_output_is_read_at_the_end_token_however_many_tokens_were_add
 
 
 def test_the_pooled_output_may_be_projected() -> None:
-    network = toy.fill(CLIPTextEncoder(replace(SMALL.text, projection=True)), "text.")
+    network = toy.fill(CLIPTextModel(replace(SMALL.text, projection=True)), "text.")
     context, pooled = network.context_and_pooled(IDS)
-    unprojected = toy.fill(CLIPTextEncoder(SMALL.text), "text.").context_and_pooled(IDS)
+    unprojected = toy.fill(CLIPTextModel(SMALL.text), "text.").context_and_pooled(IDS)
     assert torch.equal(context, unprojected[0])
     assert torch.allclose(pooled, unprojected[1] @ network.text_projection.weight.T, atol=1e-5)

@@ -14,7 +14,7 @@ from torch import nn
 
 from ldm_lite.models.controlnet import ControlNet, guess_scales
 from ldm_lite.models.t2i_adapter import AdapterSpec, T2IAdapter
-from ldm_lite.models.unet import UNet
+from ldm_lite.models.unet import LDMUNet
 
 DATA = Path(__file__).parents[1] / "data"
 GOLDEN = np.load(DATA / "control.npz")
@@ -100,7 +100,7 @@ def test_an_xl_adapter_and_its_unet_equal_diffusers() -> None:
     x, context, y = toy.unet_inputs(spec)
     adapter = toy.fill(T2IAdapter(toy.ADAPTERS["xl"]))
     features = adapter.place(adapter(toy.picture(1)), spec.num_res_blocks)
-    out = toy.fill(UNet(spec), PREFIX)(x, toy.T, context, y, features=features)
+    out = toy.fill(LDMUNet(spec), PREFIX)(x, toy.T, context, y, features=features)
     assert toy.relative_error(out, GOLDEN["adapted.xl"]) < 1e-5
 
 

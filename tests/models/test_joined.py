@@ -20,7 +20,7 @@ from ldm_lite.runtime.compile import CompiledStep
 def layer() -> Attention:
     made = toy.fill(Attention(32, 32, 4))
     assert isinstance(made, Attention)
-    joined.join(made)
+    joined.join_projections(made)
     return made
 
 
@@ -151,7 +151,7 @@ def test_files_are_as_without(layer: Attention, tmp_path: Any) -> None:
 def test_what_cannot_be_joined_is_left_alone() -> None:
     for other in (Attention(32, 24, 4), Attention(32, 32, 4)):
         other.to_q = nn.Linear(32, 32) if other.to_k.in_features == 32 else other.to_q  # a fork's, with a bias
-        joined.join(other)
+        joined.join_projections(other)
         assert joined.memory_of(other) is None
 
 
@@ -164,7 +164,7 @@ def test_compiled_steps_notice_replaced_weights() -> None:
     given = (X, toy.normal(2, 2, 5, 24))
     layer, step = block.get_submodule("attn1"), CompiledStep("regional", block, "eager")
     assert isinstance(layer, Attention)
-    joined.join(layer)
+    joined.join_projections(layer)
     compiled = torch.compile(block, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(*given), plain(*given), rtol=1e-5, atol=1e-5)
     step._check_joined(block)

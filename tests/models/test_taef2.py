@@ -86,7 +86,7 @@ def test_it_takes_the_place_of_flux2s_autoencoder_alone() -> None:
     family = with_vae(KLEIN, SPEC, "taef2")
     assert (family.scale_factor, family.shift_factor) == (1.0, 0.0)
     with pytest.raises(ValueError, match="its latents have 128 channels at 1/16 of the size"):
-        with_vae(ldm_lite.zoo.families.FAMILIES["flux_dev"], SPEC, "taef2")
+        with_vae(ldm_lite.zoo.families.FAMILY_ROWS["flux_dev"], SPEC, "taef2")
 
 
 @pytest.mark.skipif(not REAL.is_dir(), reason="the real files are not here")

@@ -24,7 +24,7 @@ from ldm_lite.models.t5 import T5_XXL
 from ldm_lite.runtime import offload
 from ldm_lite.runtime.attention import layers, record, use, vanilla
 from ldm_lite.runtime.offload import Offloader
-from ldm_lite.zoo.family import build
+from ldm_lite.zoo.family import build_network
 
 DATA = Path(__file__).parents[1] / "data"
 GOLDEN = np.load(DATA / "transformers.npz")
@@ -44,7 +44,7 @@ def run(name: str, network: nn.Module | None = None, dtype: torch.dtype = torch.
 
 def shapes_of(spec: FluxSpec | MMDiTSpec) -> dict[str, tuple[int, ...]]:
     with torch.device("meta"):
-        return {key: tuple(value.shape) for key, value in build(spec).state_dict().items()}
+        return {key: tuple(value.shape) for key, value in build_network(spec).state_dict().items()}
 
 
 @pytest.mark.parametrize("name", [name for name in TRANSFORMERS if name != "z_image"])  # tests/families
@@ -169,7 +169,7 @@ def test_flux_in_int8_with_offload_fits_a_gpu_of_12_gb() -> None:
     activations = tokens * (2 * spec.width + 3 * spec.width + spec.mlp_width + 2 * 3 * spec.width + 2 * spec.mlp_width)
     for spec_ in (spec, T5_XXL):
         with torch.device("meta"):
-            network = build(spec_)
+            network = build_network(spec_)
         blocks = offload._blocks(network)
         sizes = sorted(sum(p.numel() for p in block.parameters()) for block in blocks)
         rest = sum(p.numel() for p in network.parameters()) - sum(sizes)

@@ -18,7 +18,7 @@ from released import UNETS
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
-from ldm_lite.models.unet import AttentionBlock, UNet, UNetSpec
+from ldm_lite.models.unet import AttentionBlock, LDMUNet, LDMUNetSpec
 
 DATA = Path(__file__).parents[1] / "data"
 GOLDEN = np.load(DATA / "networks.npz")
@@ -32,9 +32,9 @@ WITHOUT_MANIFEST = {
 PREFIX = "model.diffusion_model."
 
 
-def shapes_of(spec: UNetSpec) -> dict[str, tuple[int, ...]]:
+def shapes_of(spec: LDMUNetSpec) -> dict[str, tuple[int, ...]]:
     with torch.device("meta"):
-        return {key: tuple(value.shape) for key, value in UNet(spec).state_dict().items()}
+        return {key: tuple(value.shape) for key, value in LDMUNet(spec).state_dict().items()}
 
 
 # ---- against the originals ------------------------------------------------------------------------------------------
@@ -55,13 +55,13 @@ def test_equals_the_original_at_fractional_timesteps() -> None:
 
 def test_equals_diffusers() -> None:
     x, context, _ = toy.unet_inputs(SMALL.unet)
-    out = toy.fill(UNet(SMALL.unet), PREFIX)(x, toy.T, context)
+    out = toy.fill(LDMUNet(SMALL.unet), PREFIX)(x, toy.T, context)
     assert toy.relative_error(out, GOLDEN["small.unet"]) < 1e-5
 
 
 def test_equals_diffusers_at_an_odd_latent_size() -> None:
     x, context, _ = toy.unet_inputs(toy.SD1, h=9, w=7)
-    out = toy.fill(UNet(toy.SD1), PREFIX)(x, toy.T, context)
+    out = toy.fill(LDMUNet(toy.SD1), PREFIX)(x, toy.T, context)
     assert toy.relative_error(out, GOLDEN["unet_odd.sd1"]) < 1e-5
 
 
@@ -97,7 +97,7 @@ def test_keys_shapes_and_parameters_are_those_of_the_originals(name: str) -> Non
     manifest = MANIFESTS[f"unet_{like}"]
     shapes = manifest["shapes"] if key is None else {**manifest["shapes"], key: shape}
     with torch.device("meta"):
-        network = UNet(UNETS[name])
+        network = LDMUNet(UNETS[name])
     assert {key: list(value.shape) for key, value in network.state_dict().items()} == shapes
     assert sum(p.numel() for p in network.parameters()) == manifest["params"] + more
 
@@ -107,19 +107,19 @@ def test_is_inferred_from_its_shapes_in_any_order(name: str) -> None:
     items = [(key, tuple(shape)) for key, shape in MANIFESTS[f"unet_{name}"]["shapes"].items()]
     for seed in range(3):
         random.Random(seed).shuffle(items)
-        assert UNetSpec.from_shapes(dict(items)) == replace(UNETS[name], num_heads=None, head_dim=None)
+        assert LDMUNetSpec.from_shapes(dict(items)) == replace(UNETS[name], num_heads=None, head_dim=None)
 
 
 @pytest.mark.parametrize("name", toy.UNETS)
 def test_miniatures_are_inferred_too(name: str) -> None:
     spec = toy.UNETS[name]
-    assert UNetSpec.from_shapes(shapes_of(spec)) == replace(spec, num_heads=None, head_dim=None)
+    assert LDMUNetSpec.from_shapes(shapes_of(spec)) == replace(spec, num_heads=None, head_dim=None)
 
 
 def test_a_different_number_of_blocks_a_level_is_inferred() -> None:
     for name in ("sd1", "ldm_lsun_churches256"):
         spec = replace(toy.UNETS[name], num_res_blocks=(1, 2, 3))
-        assert UNetSpec.from_shapes(shapes_of(spec)) == replace(spec, num_heads=None, head_dim=None)
+        assert LDMUNetSpec.from_shapes(shapes_of(spec)) == replace(spec, num_heads=None, head_dim=None)
 
 
 class Mean(nn.Module):
@@ -146,7 +146,7 @@ def test_a_replaced_layer_is_called_with_the_features_and_the_text(kind: str) ->
 
 def test_further_channels_join_the_latents() -> None:
     spec = replace(toy.SD1, in_channels=9)
-    unet, (x, context, _) = toy.fill(UNet(spec)), toy.unet_inputs(spec)
+    unet, (x, context, _) = toy.fill(LDMUNet(spec)), toy.unet_inputs(spec)
     wanted = unet(x, toy.T, context)
     assert torch.equal(unet(x[:, :4], toy.T, context, concat=x[:, 4:]), wanted)
 
@@ -189,7 +189,7 @@ def test_reads_no_value_back_from_the_device(name: str) -> None:
     spec = toy.UNETS[name]
     inputs = [None if value is None else value.to("meta") for value in toy.unet_inputs(spec)]
     with torch.device("meta"):
-        network = UNet(spec)
+        network = LDMUNet(spec)
     assert network(inputs[0], toy.T.to("meta"), *inputs[1:]).shape == (2, spec.out_channels, 8, 12)
 
 

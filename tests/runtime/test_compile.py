@@ -22,18 +22,18 @@ from torch._dynamo.testing import CompileCounter
 
 import ldm_lite
 from ldm_lite.checkpoint.loading import load_model
-from ldm_lite.checkpoint.model import Model
+from ldm_lite.checkpoint.model import CheckpointModel
 from ldm_lite.cli.options import LoadOptions, RuntimeOptions
 from ldm_lite.core.denoise import Branch, Combine, Inputs, Outputs, run_plan, run_row, weighted
-from ldm_lite.core.plan import rows_of
+from ldm_lite.core.plan import device_rows
 from ldm_lite.core.unet import ResBlock, SpatialTransformer
 from ldm_lite.diffusion.adjustments import rescaling
-from ldm_lite.diffusion.names import make_plan
+from ldm_lite.diffusion.names import named_plan
 from ldm_lite.diffusion.plan import NUM_REGISTERS
-from ldm_lite.diffusion.schedule import Schedule, scaled_linear_betas
+from ldm_lite.diffusion.schedule import NoiseSchedule, scaled_linear_betas
 from ldm_lite.features.apg import read_projection
 from ldm_lite.models.controlnet import ControlInput, ControlInputs, ControlledUNet, ControlNet
-from ldm_lite.models.unet import UNet, UNetSpec
+from ldm_lite.models.unet import LDMUNet, LDMUNetSpec
 from ldm_lite.runtime import attention, cpu, cuda_graphs, setup
 from ldm_lite.runtime import compile as tiers
 from ldm_lite.runtime.compile import TIERS, CompiledStep, compiled_step, regions
@@ -51,7 +51,7 @@ PLAIN = replace(  # quick to compile
     middle_depth=0,
 )
 ATTENDING = replace(PLAIN, transformer_depth=(1,), middle_depth=1)  # four transformers of one kind
-SCHEDULE = Schedule.from_betas(scaled_linear_betas(0.00085, 0.012), "eps")
+SCHEDULE = NoiseSchedule.from_betas(scaled_linear_betas(0.00085, 0.012), "eps")
 
 
 @pytest.fixture(autouse=True)
@@ -92,7 +92,7 @@ def tiny() -> nn.Module:
 def arguments(seed: int, batch: int, h: int, w: int, tokens: int = 5, sampler: str = "dpmpp_2m") -> list[object]:
     """A row of a guided step with everything that varies between jobs."""
     registers, noise = toy.normal(seed, NUM_REGISTERS, batch, 4, h, w), toy.normal(seed + 1, batch, 4, h, w)
-    table = rows_of(make_plan(sampler, SCHEDULE, 5 + seed), CPU)
+    table = device_rows(named_plan(sampler, SCHEDULE, 5 + seed), CPU)
     context = toy.normal(seed + 2, 2 * batch, tokens, SMALL.unet.context_dim)
     return [
         registers,
@@ -177,7 +177,7 @@ def test_the_compiler_knows_that_sizes_can_be_halved() -> None:
     [replace(PLAIN, vector_dim=24), MIDDLE],
     ids=["plain", "unet"],
 )
-def test_a_step_with_controls_is_one_graph_for_weights_steps_and_images(spec: UNetSpec) -> None:
+def test_a_step_with_controls_is_one_graph_for_weights_steps_and_images(spec: LDMUNetSpec) -> None:
     """Also over jobs, each of which has a network of its own around the same UNet."""
     shares = (2,) if spec.vector_dim else (1, 2)
     unet, nets = toy.network(spec), [toy.fill(ControlNet(spec), f"{i}.") for i in range(len(shares))]
@@ -207,7 +207,7 @@ class Replayed:
 
     def replay(self) -> None:
         fresh = self.step(self.model(), *self.static)
-        for buffer, value in zip(cuda_graphs.tensors_of(self.out), cuda_graphs.tensors_of(fresh), strict=True):
+        for buffer, value in zip(cuda_graphs.tensors_in(self.out), cuda_graphs.tensors_in(fresh), strict=True):
             buffer.copy_(value)
 
 
@@ -462,7 +462,7 @@ def test_regional_compiles_the_blocks_of_what_steers_too() -> None:
 
 def test_the_blocks_of_a_unet_are_its_regions() -> None:
     with torch.device("meta"):
-        found = list(regions(UNet(SMALL.unet)))
+        found = list(regions(LDMUNet(SMALL.unet)))
     assert {type(module) for module in found} == {ResBlock, SpatialTransformer}
 
 
@@ -542,7 +542,7 @@ def test_tiers(tiny: nn.Module) -> None:
 
 def test_the_flag_reaches_the_loop(small_path: Path) -> None:
     options = LoadOptions(ckpt=str(small_path), device="cpu", compile="step")
-    assert isinstance(load_model(options, Model).run_row, CompiledStep)
+    assert isinstance(load_model(options, CheckpointModel).run_row, CompiledStep)
     assert isinstance(ldm_lite.load(small_path, device="cpu", compile="step").run_row, CompiledStep)
     assert set(TIERS) >= {"off", "auto", "regional", "step", "max"}
     assert ldm_lite.load(small_path, device="cpu").run_row is run_row
@@ -700,7 +700,7 @@ KINDS: dict[str, tuple[tuple[dict[str, Any], dict[str, Any]], int]] = {
 
 def job(unet: Any, step: cuda_graphs.Step, seed: int, combine: str | float | None = None, **shortcuts: Any) -> Tensor:
     """The latents of a guided run of eight steps."""
-    plan = make_plan("ddim", SCHEDULE, 8)
+    plan = named_plan("ddim", SCHEDULE, 8)
     context = toy.normal(seed, 2, 2, 5, SMALL.unet.context_dim)
     branches = Branch({"context": context[0]}, positive=False), Branch({"context": context[1]})
     mix: Combine = weighted

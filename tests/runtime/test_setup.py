@@ -9,7 +9,7 @@ import toy
 
 import ldm_lite
 from ldm_lite.checkpoint.loading import load_model
-from ldm_lite.checkpoint.model import Model
+from ldm_lite.checkpoint.model import CheckpointModel
 from ldm_lite.cli.options import LoadOptions, RuntimeOptions
 from ldm_lite.core.denoise import run_row
 from ldm_lite.runtime import attention, cpu, fused_norm, joined, offload, setup
@@ -24,7 +24,7 @@ def functions(network: torch.nn.Module) -> set[object]:
 
 
 def test_the_attention_is_that_of_the_flag(small_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    model = load_model(LoadOptions(ckpt=str(small_path), device="cpu", attention="vanilla"), Model)
+    model = load_model(LoadOptions(ckpt=str(small_path), device="cpu", attention="vanilla"), CheckpointModel)
     assert functions(model.unet) == functions(model.vae) == {vanilla}
     with caplog.at_level(logging.INFO, "ldm_lite"):
         ldm_lite.load(small_path, device="cpu", attention="mha")
@@ -57,7 +57,7 @@ def test_offloaded_networks_are_set_up_for_where_they_compute(
 
 def test_without_flags_all_is_as_load_has_it(small_path: Path) -> None:
     for model in (
-        load_model(LoadOptions(ckpt=small_path, device="cpu"), Model),
+        load_model(LoadOptions(ckpt=small_path, device="cpu"), CheckpointModel),
         ldm_lite.load(small_path, device="cpu"),
     ):
         assert functions(model.unet) == functions(model.vae) == {cpu.attention}

@@ -33,7 +33,7 @@ def inpainting(library: Library, **given: Any) -> InpaintOptions:
     mask = Image.new("L", (32, 32))
     mask.paste(255, (4, 4, 12, 12))
     images = {"init_images": [encoded(Image.new("RGB", (32, 32), "red"))], "mask": encoded(mask)}
-    state = routes.State(Engine(library, ServeOptions()))
+    state = routes.Interface(Engine(library, ServeOptions()))
     options = translation.submit(state.engine, state.settings, translation.Img2imgRequest(**images, **given))[0].options
     assert isinstance(options, InpaintOptions)
     return options
@@ -223,7 +223,7 @@ def test_settings_progress_and_interrupt_are_each_clients_own(library: Library) 
     from ldm_lite.serve.a1111 import routes
     from ldm_lite.serve.queue import CLIENT
 
-    state = routes.State(Engine(library, ServeOptions()))
+    state = routes.Interface(Engine(library, ServeOptions()))
     ticket = state.engine.submit("txt2img", Txt2imgOptions("x", steps=2, width=32, height=32))
     ticket.client = "a"
     token = CLIENT.set("a")

@@ -28,7 +28,7 @@ def picture(size: int = 8) -> str:
 def read(engine: Any, **values: Any) -> Any:
     from ldm_lite.serve import form
 
-    return form.read({"task": "txt2img", "prompt": "a cat", "seed": "3", "steps": "5"} | values, engine)
+    return form.read_form({"task": "txt2img", "prompt": "a cat", "seed": "3", "steps": "5"} | values, engine)
 
 
 def test_values_become_options(engine: Any) -> None:

@@ -19,8 +19,8 @@ import ldm_lite
 from ldm_lite import Pipeline
 from ldm_lite.bench.measure import status
 from ldm_lite.core.denoise import Branch, join, run_row, weighted
-from ldm_lite.core.plan import rows_of
-from ldm_lite.models.unet import UNet
+from ldm_lite.core.plan import device_rows
+from ldm_lite.models.unet import LDMUNet
 from ldm_lite.runtime.patching import is_unmodified, kernel, patch
 from ldm_lite.runtime.together import Together
 
@@ -130,7 +130,7 @@ def test_a_step_whose_bits_depend_on_the_batch_runs_image_by_image(alone: Pipeli
         calls.append(len(x))
         return x * len(x)
 
-    together, [row] = Together(nn.Sequential()), rows_of(alone.plan(steps=1), torch.device("cpu"))
+    together, [row] = Together(nn.Sequential()), device_rows(alone.plan(steps=1), torch.device("cpu"))
     registers = torch.randn(5, 3, 4, 2, 2)
     noise, guided = torch.zeros(3, 4, 2, 2), join([Branch({})], 1.0, torch.device("cpu"))
     for _ in range(2):
@@ -347,7 +347,7 @@ def test_fifty_swaps_of_models_and_loras_do_not_grow_memory(models: Path, small_
     """One UNet is alive, and the last 25 swaps take less memory than four of these models have."""
     write_lora(models.parent / "ones.safetensors")
     limits = {"models": str(models), "loras": str(models.parent)}
-    others = sum(type(each) is UNet for each in gc.get_objects())  # of fixtures, which live on
+    others = sum(type(each) is LDMUNet for each in gc.get_objects())  # of fixtures, which live on
     engine = engine_of(library_of(small_path, **limits), **limits).start()
     sizes = []
     for swap in range(50):
@@ -357,6 +357,6 @@ def test_fifty_swaps_of_models_and_loras_do_not_grow_memory(models: Path, small_
     assert engine.totals["swaps"] == 50
     engine.close()
     gc.collect()
-    assert sum(type(each) is UNet for each in gc.get_objects()) <= others + 1
+    assert sum(type(each) is LDMUNet for each in gc.get_objects()) <= others + 1
     weights = sum(each.numel() * each.element_size() for each in engine.library.model.unet.parameters())
     assert sizes[-1] - sizes[24] < 4 * weights

@@ -11,7 +11,7 @@ from ldm_lite import Pipeline
 from ldm_lite.conditioning.prompts import chunks
 from ldm_lite.text import clean
 from ldm_lite.text.bert import BERTTokenizer
-from ldm_lite.text.tokenizer import CLIPTokenizer, OpenCLIPTokenizer
+from ldm_lite.text.tokenizer import FixingCLIPTokenizer, OpenCLIPTokenizer
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "data" / "clean.json").read_text(encoding="utf-8"))["cases"]
 
@@ -23,13 +23,13 @@ def without_ftfy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_is_ftfy_s_but_for_the_repair_of_encodings() -> None:
     for case in GOLDEN:
-        assert clean.fix_text(case["text"]) == case["plain"]
+        assert clean.fix_as_ftfy(case["text"]) == case["plain"]
 
 
 def test_what_ftfy_would_decode_again_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     for text in [case["text"] for case in GOLDEN if "fixed" in case]:
         caplog.clear()
-        clean.fix_text(text)
+        clean.fix_as_ftfy(text)
         assert "may have been decoded with a wrong encoding" in caplog.text, ascii(text)
     caplog.clear()
     for text in (
@@ -38,7 +38,7 @@ def test_what_ftfy_would_decode_again_is_a_warning(caplog: pytest.LogCaptureFixt
         "\u041f\u0440\u0438\u0432\u0435\u0442",
         "\u65e5\u672c",
     ):
-        clean.fix_text(text)
+        clean.fix_as_ftfy(text)
     assert not caplog.text
 
 
@@ -58,14 +58,14 @@ def test_ids_are_those_of_open_clip() -> None:
 def test_typographic_prompts_are_plain_ones(bundled: Pipeline) -> None:
     curly, straight = "don\u2019t \u201cstop\u201d &hearts;", 'don\'t "stop" \u2665'
     for syntax in ("plain", "a1111"):
-        for tokenizer in (CLIPTokenizer(), OpenCLIPTokenizer()):
+        for tokenizer in (FixingCLIPTokenizer(), OpenCLIPTokenizer()):
             assert torch.equal(chunks(tokenizer, [curly], syntax).ids, chunks(tokenizer, [straight], syntax).ids)
     contexts = [bundled.encode_prompt(text).context for text in (curly, straight)]
     assert torch.equal(*contexts)
 
 
 def test_only_open_clip_unescapes_without_semicolon_or_beside_a_tag() -> None:
-    assert CLIPTokenizer().clean("a &amp b <i> &gt;") == "a &amp b <i> &gt;"
+    assert FixingCLIPTokenizer().clean("a &amp b <i> &gt;") == "a &amp b <i> &gt;"
     assert OpenCLIPTokenizer().clean("a &amp b <i> &gt;") == "a & b <i> >"
     assert BERTTokenizer().clean("don\u2019t") == "don\u2019t"
 

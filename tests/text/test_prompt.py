@@ -7,7 +7,7 @@ import torch
 from runs import text_ids, unet_calls
 
 from ldm_lite import Pipeline
-from ldm_lite.conditioning.weights import weighted
+from ldm_lite.conditioning.weights import with_token_weights
 from ldm_lite.text.prompt import parse
 
 SOT, EOT = 49406, 49407  # the ids of CLIP's start and end of a text
@@ -93,12 +93,12 @@ def test_weighted_keeps_the_mean() -> None:
     context = torch.randn(2, 77, 16, generator=torch.Generator().manual_seed(0)) + 0.3
     weights = torch.ones(2, 77)
     weights[0, 3] = 2.0
-    got = weighted(context, weights)
+    got = with_token_weights(context, weights)
     assert got.mean(dim=(1, 2)) == pytest.approx(context.mean(dim=(1, 2)))
     assert torch.allclose(got[1], context[1])
     ratio = (got[0] / context[0]).mean(dim=1)
     assert ratio[3] / ratio[0] == pytest.approx(2.0)
-    assert weighted(context, torch.ones(2, 77)) is context
+    assert with_token_weights(context, torch.ones(2, 77)) is context
 
 
 def test_contexts_of_a_job_are_alike(bundled: Pipeline) -> None:

@@ -9,7 +9,7 @@ from runs import run_latents
 
 from ldm_lite import Pipeline
 from ldm_lite.text.prompt import parse
-from ldm_lite.text.schedule import Calls, schedule, split
+from ldm_lite.text.schedule import Calls, schedule, split_at_ands
 
 GOLDENS = json.loads((Path(__file__).parent.parent / "data" / "prompts.json").read_text())
 
@@ -18,7 +18,7 @@ GOLDENS = json.loads((Path(__file__).parent.parent / "data" / "prompts.json").re
 def test_prompts_are_read_as_in_the_web_ui(start: int) -> None:
     """Parts, texts over the steps and attention, of well-formed and malformed prompts."""
     for prompt, steps, hires, parts, schedules, attention in GOLDENS[start : start + 100]:
-        assert [list(part) for part in split(prompt)] == parts, prompt
+        assert [list(part) for part in split_at_ands(prompt)] == parts, prompt
         calls = Calls(steps) if hires is None else Calls(hires, before=steps)
         for (text, _), wanted in zip(parts, schedules, strict=True):
             assert [list(each) for each in schedule(text, calls)] == wanted, (text, calls)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ldm_lite.train.additions import KINDS, AttachedLoRA, LoRA, Place, factorised
+from ldm_lite.train.additions import ADDITIONS, AttachedLoRA, ChangedWeight, LoRA, factorised
 
 GOLDEN = dict(np.load(Path(__file__).parents[1] / "data" / "kinds.npz"))
 
@@ -25,12 +25,12 @@ def test_a_change_is_lycoris(kind: str, shape: str) -> None:
     layer.weight.copy_(normal(1, *layer.weight.shape))
     assert layer.bias is not None
     layer.bias.copy_(normal(2, 24))
-    change = KINDS[kind.removesuffix("_full")](layer.weight, 20 if kind == "lokr_full" else 2, 3.0).double()
+    change = ADDITIONS[kind.removesuffix("_full")](layer.weight, 20 if kind == "lokr_full" else 2, 3.0).double()
     x = normal(3, 4, 36) if shape == "linear" else normal(3, 2, 36, 3, 2)
     attached = AttachedLoRA(LoRA({}, 1), {})
 
     def added() -> Tensor:
-        return attached.added(Place(layer), change, x, layer(x))
+        return attached.added(ChangedWeight(layer), change, x, layer(x))
 
     assert added().abs().max() < 1e-5, "it is 0 at first"
     names = sorted(name for name, _ in change.named_parameters())

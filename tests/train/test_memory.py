@@ -10,7 +10,7 @@ from training import load_options, losses, options, train
 
 import ldm_lite
 from ldm_lite.cli.options import LoadOptions
-from ldm_lite.models.unet import UNet
+from ldm_lite.models.unet import LDMUNet
 from ldm_lite.train import run
 
 LORA: dict[str, Any] = {"lora_rank": 2, "steps": 2, "sample_every": 0}
@@ -47,14 +47,14 @@ def test_a_step_through_frozen_weights_in_less_memory(
     """The averages of the gradients after two steps are those of float32; blocks are read once more going back."""
     monkeypatch.setattr(run, "has_fast_bf16", lambda device: False)
     hidden: list[bool] = []
-    forward = UNet.forward
+    forward = LDMUNet.forward
 
-    def watched(network: UNet, *args: Any, **named: Any) -> Any:
+    def watched(network: LDMUNet, *args: Any, **named: Any) -> Any:
         out = forward(network, *args, **named)
         hidden.append(any("weight" in vars(part) for part in network.modules()))
         return out
 
-    monkeypatch.setattr(UNet, "forward", watched)
+    monkeypatch.setattr(LDMUNet, "forward", watched)
     train(options(folder, tmp_path, **LORA | more), load_options(small_path, **load))
     assert not any(hidden)
     state = torch.load(tmp_path / "state.pt", weights_only=True)

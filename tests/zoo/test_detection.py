@@ -12,14 +12,14 @@ import torch
 from released import AUTOENCODERS, TRANSFORMERS
 from torch import nn
 
-from ldm_lite.checkpoint.reader import SGM, on_meta, split
+from ldm_lite.checkpoint.reader import SGM, on_meta, parts_of
 from ldm_lite.checkpoint.transformers import placed
 from ldm_lite.core.files import Tensors
 from ldm_lite.core.layers import Shapes
 from ldm_lite.models.qwen3 import QWEN3_4B, QWEN25_7B
-from ldm_lite.models.qwen_image import CLEAN
-from ldm_lite.zoo.families import FAMILIES, check_complete, detect_family
-from ldm_lite.zoo.family import NETWORKS, Spec, build, infer_vae
+from ldm_lite.models.qwen_image import REFERENCES_AT_ZERO
+from ldm_lite.zoo.families import FAMILY_ROWS, check_complete, detect_family
+from ldm_lite.zoo.family import NETWORKS, Spec, build_network, infer_vae
 
 MANIFESTS = json.loads(gzip.decompress((Path(__file__).parents[1] / "data" / "manifests.json.gz").read_bytes()))
 UNET, STAGE, CLIP, OPEN_CLIP, COND = (
@@ -110,7 +110,7 @@ def opened(shapes: Shapes, name: str = "file.ckpt", order: int = 0) -> Tensors:
 def built(spec: Spec) -> nn.Module:
     """The network of a spec, on the meta device: families share autoencoders and text encoders."""
     with on_meta():
-        return build(spec)
+        return build_network(spec)
 
 
 BESIDE["flux2_klein"] = BESIDE["z_image_turbo"] = {
@@ -120,8 +120,10 @@ BESIDE["flux2_klein"] = BESIDE["z_image_turbo"] = {
 BESIDE["qwen_image_edit_2511"] = {
     f"text_encoders.qwen25_7b.transformer.model.{key}": tuple(value.shape)
     for key, value in built(QWEN25_7B).state_dict().items()
-} | {f"{UNET}{CLEAN}": (0,)}
-BESIDE["qwen_image"] = {key: shape for key, shape in BESIDE["qwen_image_edit_2511"].items() if CLEAN not in key}
+} | {f"{UNET}{REFERENCES_AT_ZERO}": (0,)}
+BESIDE["qwen_image"] = {
+    key: shape for key, shape in BESIDE["qwen_image_edit_2511"].items() if REFERENCES_AT_ZERO not in key
+}
 BESIDE["qwen_image"] |= {"text_encoders.qwen25_7b.transformer.visual.patch_embed.proj.weight": (1280, 3, 2, 14, 14)}
 
 
@@ -153,10 +155,10 @@ def file_of(name: str) -> dict[str, tuple[int, ...]]:
 )
 def test_what_a_transformer_lacks_is_named_with_its_file(name: str, text: list[str], autoencoder: str) -> None:
     with on_meta():
-        unet = {key: tuple(value.shape) for key, value in build(TRANSFORMERS[name]).state_dict().items()}
+        unet = {key: tuple(value.shape) for key, value in build_network(TRANSFORMERS[name]).state_dict().items()}
     with pytest.raises(ValueError, match=r".*".join(f"`text_encoder=[^`]*{file}`" for file in text)):
         detect_family({"unet": unet}, {})
-    likes = FAMILIES["z_image_turbo" if name == "z_image" else name].texts
+    likes = FAMILY_ROWS["z_image_turbo" if name == "z_image" else name].texts
     encoders = {
         role: {key: tuple(value.shape) for key, value in built(spec).state_dict().items()}
         for role, spec in likes.items()
@@ -180,7 +182,7 @@ CLIPS = {"L": "flux_text_encoders/clip_l", "H": "stable-diffusion-2-1/text_encod
 )
 def test_what_a_unet_lacks_is_named_with_its_file(name: str, autoencoder: str, texts: str) -> None:
     """Text encoders in their order."""
-    family = detect_family({"unet": split(opened(file_of(name)))["unet"].shapes}, {})
+    family = detect_family({"unet": parts_of(opened(file_of(name)))["unet"].shapes}, {})
     files = [f"`vae=[^`]*{autoencoder}`", *(f"`text_encoder=[^`]*{CLIPS[text]}.safetensors`" for text in texts)]
     for has, missing in (
         ({"unet"}, files),
@@ -193,7 +195,7 @@ def test_what_a_unet_lacks_is_named_with_its_file(name: str, autoencoder: str, t
 
 
 def test_a_file_that_nobody_has_is_not_named() -> None:
-    family = FAMILIES["ldm_text2img_large"]
+    family = FAMILY_ROWS["ldm_text2img_large"]
     with pytest.raises(ValueError, match=r"name what is missing with `vae=FILE` and `text_encoder=FILE`$"):
         check_complete({"unet"}, family.specs, family)
 
@@ -212,7 +214,7 @@ def test_every_manifest_is_part_of_a_file_or_a_file() -> None:
         "qwen_image_edit",
         "qwen_image_edit_2509",
     }
-    assert set(FILES) == set(FAMILIES) - by_metadata
+    assert set(FILES) == set(FAMILY_ROWS) - by_metadata
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -220,10 +222,10 @@ def test_every_manifest_is_part_of_a_file_or_a_file() -> None:
 def test_a_whole_file_is_its_family(name: str, order: int, caplog: pytest.LogCaptureFixture) -> None:
     """And every tensor is either loaded or known to carry no weights."""
     checkpoint = opened(file_of(name), order=order)
-    components = placed(split(checkpoint), {}, {})
+    components = placed(parts_of(checkpoint), {}, {})
     sgm = any(key.startswith(SGM) for key in checkpoint.shapes)
     family = detect_family({role: component.shapes for role, component in components.items()}, {}, sgm)
-    assert repr(family) == repr(FAMILIES[name])  # a scale factor that is in the file alone is NaN
+    assert repr(family) == repr(FAMILY_ROWS[name])  # a scale factor that is in the file alone is NaN
     check_complete(components, family.specs)
     assert set(components) == set(family.specs)
     assert "ignored" not in caplog.text
@@ -233,8 +235,8 @@ def test_a_whole_file_is_its_family(name: str, order: int, caplog: pytest.LogCap
 @pytest.mark.thin(6)
 def test_the_networks_of_a_family_are_those_of_its_file(name: str) -> None:
     """By names and shapes, with nothing missing; the remaining tensors carry no weights."""
-    for role, component in placed(split(opened(file_of(name))), {}, {}).items():
-        network = built(FAMILIES[name].specs[role])
+    for role, component in placed(parts_of(opened(file_of(name))), {}, {}).items():
+        network = built(FAMILY_ROWS[name].specs[role])
         ours = {key: tuple(value.shape) for key, value in network.state_dict().items()}
         assert ours.items() <= component.shapes.items()
         assert not any(key in UNET for key in component.shapes.keys() - ours.keys())
@@ -254,7 +256,7 @@ PARAMETERS = {  # of whole models, counted from the original code
 
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_a_model_has_as_many_parameters_as_the_original(name: str) -> None:
-    networks = [built(spec) for spec in FAMILIES[name].specs.values()]
+    networks = [built(spec) for spec in FAMILY_ROWS[name].specs.values()]
     assert sum(p.numel() for network in networks for p in network.parameters()) == PARAMETERS[name]
 
 
@@ -281,9 +283,9 @@ def test_a_file_of_one_network_is_what_it_is(name: str) -> None:
     checkpoint, wanted = opened(under("", name)), ALONE[name]
     if " " in wanted:
         with pytest.raises(ValueError, match=wanted):
-            split(checkpoint)
+            parts_of(checkpoint)
         return
-    components = split(checkpoint)
+    components = parts_of(checkpoint)
     assert set(components) == {wanted}
     if name.removeprefix("vae_") in AUTOENCODERS:
         assert infer_vae(components["vae"].shapes) == AUTOENCODERS[name.removeprefix("vae_")]
@@ -333,7 +335,7 @@ def test_a_look_alike_is_named_and_never_taken_for_another(name: str) -> None:
     """Trap 32: nothing falls back to Stable Diffusion 1."""
     shapes, wanted = LOOK_ALIKES[name]
     with pytest.raises(ValueError, match=wanted):
-        detect_family({role: part.shapes for role, part in split(opened(shapes)).items()}, {})
+        detect_family({role: part.shapes for role, part in parts_of(opened(shapes)).items()}, {})
 
 
 def test_the_same_name_of_another_width_is_another_family() -> None:
@@ -343,13 +345,13 @@ def test_the_same_name_of_another_width_is_another_family() -> None:
 
 
 def test_every_spec_of_a_family_has_a_network() -> None:
-    specs = {type(spec).__name__ for family in FAMILIES.values() for spec in family.specs.values()}
+    specs = {type(spec).__name__ for family in FAMILY_ROWS.values() for spec in family.specs.values()}
     assert specs <= set(NETWORKS)
 
 
 def test_the_table_of_families_is_that_of_their_modules() -> None:
-    for name, module in FAMILIES.modules.items():
+    for name, module in FAMILY_ROWS.modules.items():
         rows = importlib.import_module(f"ldm_lite.families.{name}").ROWS
         assert tuple(rows) == module.rows
-        contexts = {row.unet.context_dim for row in rows.values() if type(row.unet).__name__ == "UNetSpec"}
+        contexts = {row.unet.context_dim for row in rows.values() if type(row.unet).__name__ == "LDMUNetSpec"}
         assert contexts == set(module.contexts)

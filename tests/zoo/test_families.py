@@ -24,12 +24,12 @@ import ldm_lite
 from ldm_lite import Pipeline, img2img, inpaint, txt2img
 from ldm_lite.bench import __main__ as bench
 from ldm_lite.checkpoint.reader import on_meta
-from ldm_lite.diffusion.names import make_plan
+from ldm_lite.diffusion.names import named_plan
 from ldm_lite.families.sd2 import SD2
 from ldm_lite.families.sdxl import SDXL
 from ldm_lite.train import __main__ as train
-from ldm_lite.zoo.families import FAMILIES, check_metadata, detect_family, stored_facts, with_prediction
-from ldm_lite.zoo.family import build
+from ldm_lite.zoo.families import FAMILY_ROWS, check_metadata, detect_family, stored_facts, with_prediction
+from ldm_lite.zoo.family import build_network
 
 DATA = Path(__file__).parents[1] / "data"
 GOLDEN = np.load(DATA / "families.npz")
@@ -230,14 +230,14 @@ def test_the_marker_of_v_prediction(files: Callable[[str], Path], tmp_path: Path
 
 def test_turbo_is_detected_by_layout_or_two_signs(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    assert (FAMILIES["sd_turbo"].steps, FAMILIES["sd_turbo"].scale) == (1, 1.0)
+    assert (FAMILY_ROWS["sd_turbo"].steps, FAMILY_ROWS["sd_turbo"].scale) == (1, 1.0)
     shapes = {"unet": {key: tuple(s) for key, s in MANIFESTS["unet_sdxl_base"]["shapes"].items()}}
     assert detect_family(shapes, {}, sgm=True) == SDXL
-    assert detect_family(shapes, {"family": "sdxl_turbo"}, sgm=True) == FAMILIES["sdxl_turbo"]
+    assert detect_family(shapes, {"family": "sdxl_turbo"}, sgm=True) == FAMILY_ROWS["sdxl_turbo"]
     ancestral, euler = ({"scheduler": f"Euler{kind}DiscreteScheduler, trailing"} for kind in ("Ancestral", ""))
     small, named = {"sample_size": "64"}, {"pipeline": "owner/a-Turbo, None"}
     for sign in (small, named):
-        assert detect_family(shapes, ancestral | sign, sgm=True) == FAMILIES["sdxl_turbo"]
+        assert detect_family(shapes, ancestral | sign, sgm=True) == FAMILY_ROWS["sdxl_turbo"]
         other = detect_family(shapes, ancestral | sign | {"family": "sdxl_base"}, sgm=True)
         assert replace(other, resolution=1024) == SDXL
     assert "taken for SDXL-Turbo by its scheduler and its size: else add `metadata=family=sdxl_base`" in caplog.text
@@ -245,27 +245,27 @@ def test_turbo_is_detected_by_layout_or_two_signs(caplog: pytest.LogCaptureFixtu
         assert replace(detect_family(shapes, sign, sgm=True), resolution=1024) == SDXL
     assert detect_family(shapes, {"scheduler": "EulerAncestralDiscreteScheduler, leading"} | named, sgm=True) == SDXL
     of_sd2 = {"unet": {key: tuple(s) for key, s in MANIFESTS["unet_sd2"]["shapes"].items()}}
-    assert detect_family(of_sd2, euler | named) == FAMILIES["sd_turbo"]
+    assert detect_family(of_sd2, euler | named) == FAMILY_ROWS["sd_turbo"]
     assert "taken for SD-Turbo by its scheduler and its name" in caplog.text
     for signs in (euler, euler | small, ancestral | named):  # Stable Diffusion 2's eps model has 512 px too
         found = detect_family(of_sd2, signs)
         assert replace(found, v_resolution=768) == SD2
     assert "its scheduler is that of SD-Turbo: if it is, add `metadata=family=sd_turbo`" in caplog.text
     of_sd1 = {"unet": {key: tuple(s) for key, s in MANIFESTS["unet_sd1"]["shapes"].items()}}
-    assert detect_family(of_sd1, euler) == FAMILIES["sd1"]
-    assert make_plan(FAMILIES["sdxl_turbo"].sampler, toy_schedule(), 4).t.tolist() == [999, 749, 499, 249]
+    assert detect_family(of_sd1, euler) == FAMILY_ROWS["sd1"]
+    assert named_plan(FAMILY_ROWS["sdxl_turbo"].sampler, toy_schedule(), 4).t.tolist() == [999, 749, 499, 249]
 
 
 def test_prefixed_facts_of_a_known_model_overrule_its_row() -> None:
     shapes = {"unet": {key: tuple(s) for key, s in MANIFESTS["unet_sd1"]["shapes"].items()}}
     told = stored_facts({"ldm_lite.resolution": "768", "ldm_lite.steps": "8", "guidance": "3"})
-    assert detect_family(shapes, told) == replace(FAMILIES["sd1"], resolution=768, steps=8)
+    assert detect_family(shapes, told) == replace(FAMILY_ROWS["sd1"], resolution=768, steps=8)
 
 
 def test_a_turbo_file_name_gives_a_hint(
     files: Callable[[str], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert [len(FAMILIES[name].hints) for name in ("sdxl_base", "sd2", "sd1", "sd_turbo", "sdxl_turbo")] == [
+    assert [len(FAMILY_ROWS[name].hints) for name in ("sdxl_base", "sd2", "sd1", "sd_turbo", "sdxl_turbo")] == [
         *(1, 1, 0, 0, 0)
     ]
     for name in ("sd_xl_turbo_1.0.safetensors", "other.safetensors"):
@@ -277,10 +277,10 @@ def test_a_turbo_file_name_gives_a_hint(
             assert is_hinted == ("turbo" in name and not added)
 
 
-def toy_schedule() -> "ldm_lite.diffusion.schedule.Schedule":
-    from ldm_lite.diffusion.schedule import Schedule
+def toy_schedule() -> "ldm_lite.diffusion.schedule.NoiseSchedule":
+    from ldm_lite.diffusion.schedule import NoiseSchedule
 
-    return Schedule.from_betas(SDXL.noise.betas, "eps")
+    return NoiseSchedule.from_betas(SDXL.noise.betas, "eps")
 
 
 def test_the_autoencoder_of_sdxl_stays_in_float32(files: Callable[[str], Path]) -> None:
@@ -303,11 +303,11 @@ def test_converted_files_of_sd2_lack_unused_layers(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_miniatures_are_detected_by_their_metadata() -> None:
-    for name in [name for name in FAMILIES if re.match("sd2|sd_|sdxl_[bir]", name)]:
+    for name in [name for name in FAMILY_ROWS if re.match("sd2|sd_|sdxl_[bir]", name)]:
         family = small(name)
         with on_meta():
             shapes = {
-                role: {key: tuple(value.shape) for key, value in build(spec).state_dict().items()}
+                role: {key: tuple(value.shape) for key, value in build_network(spec).state_dict().items()}
                 for role, spec in family.specs.items()
             }
         assert with_prediction(detect_family(shapes, metadata(family)), family.prediction) == with_prediction(
@@ -316,7 +316,7 @@ def test_miniatures_are_detected_by_their_metadata() -> None:
 
 
 def test_metadata_keys() -> None:
-    for family in FAMILIES.values():
+    for family in FAMILY_ROWS.values():
         assert set(metadata(family)) <= set(check_metadata(metadata(family)))
     with pytest.raises(ValueError, match="got `metadata` guidence, expected one of family, title, "):
         check_metadata({"family": "sd1", "guidence": "5"})
@@ -350,7 +350,7 @@ def test_the_command_makes_an_image(
 
 def test_latents_have_the_published_scale() -> None:
     scales = {"sd1": 0.18215, "sd2": 0.18215, "sdxl_base": 0.13025, "flux_dev": 0.3611, "sd3_medium": 1.5305}
-    assert {name: FAMILIES[name].scale_factor for name in scales} == scales
+    assert {name: FAMILY_ROWS[name].scale_factor for name in scales} == scales
 
 
 def test_base_then_refiner_by_one_flag(files: Callable[[str], Path], load: Load, tmp_path: Path) -> None:

@@ -11,9 +11,9 @@ from safetensors.torch import save_file
 
 import ldm_lite
 from ldm_lite.checkpoint.loading import with_recipe
-from ldm_lite.diffusion.names import make_plan
-from ldm_lite.zoo.families import FAMILIES
-from ldm_lite.zoo.family import Family
+from ldm_lite.diffusion.names import named_plan
+from ldm_lite.zoo.families import FAMILY_ROWS
+from ldm_lite.zoo.family import FamilyRow
 
 FILES = {  # as they are called on the hub and on Civitai: the row -> file -> (steps, scale, sampler)
     "sdxl_base": {
@@ -53,7 +53,7 @@ PLAIN = (  # names of files that are not distilled, whose words look alike
 PLAIN_LORAS = (*PLAIN, "porsche_911_turbo.safetensors", "lightning_strikes.safetensors", "flash_photo.safetensors")
 
 
-def settings(family: Family) -> tuple[int, float, str]:
+def settings(family: FamilyRow) -> tuple[int, float, str]:
     return family.steps, family.scale, family.sampler
 
 
@@ -64,7 +64,7 @@ def test_a_distilled_file_runs_as_its_makers_say(
     for row, files in table.items():
         for name, expected in files.items():
             caplog.clear()
-            family = with_recipe(FAMILIES[row], [(name, is_lora)], ())
+            family = with_recipe(FAMILY_ROWS[row], [(name, is_lora)], ())
             assert settings(family) == expected, name
             [line] = caplog.messages
             assert line.startswith(f"{name}: by its name, as ")
@@ -76,37 +76,37 @@ def test_words_that_look_alike_change_nothing(caplog: pytest.LogCaptureFixture) 
     for row in ("sd1", "sd2", "sdxl_base", "flux_dev", "sd3_medium", "qwen_image", "chroma", "z_image"):
         for names, is_lora in ((PLAIN, False), (PLAIN_LORAS, True)):
             for name in names:
-                assert with_recipe(FAMILIES[row], [(name, is_lora)], ()) == FAMILIES[row], (row, name)
+                assert with_recipe(FAMILY_ROWS[row], [(name, is_lora)], ()) == FAMILY_ROWS[row], (row, name)
     for row in ("lcm", "lcm_sdxl", "sdxl_turbo", "sd_turbo", "sd35_large_turbo", "chroma_flash", "flux_schnell"):
         name = f"{row}_lightning_turbo_flash_lcm_schnell.safetensors"  # these have their own
-        assert with_recipe(FAMILIES[row], [(name, False)], ()) == FAMILIES[row]
+        assert with_recipe(FAMILY_ROWS[row], [(name, False)], ()) == FAMILY_ROWS[row]
     assert not caplog.messages
 
 
 def test_every_sampler_of_a_recipe_has_the_levels_of_its_source() -> None:
-    for name in FAMILIES:
-        family = FAMILIES[name]
+    for name in FAMILY_ROWS:
+        family = FAMILY_ROWS[name]
         for recipe in family.recipes:
             if recipe.sampler is not None:
                 schedule = family.noise.schedule(family.prediction)
-                make_plan(recipe.sampler, schedule, recipe.steps or 4)
-    row = FAMILIES["qwen_image"]
-    plan = make_plan("euler flow:shift=3", row.noise.schedule(row.prediction), 4)
+                named_plan(recipe.sampler, schedule, recipe.steps or 4)
+    row = FAMILY_ROWS["qwen_image"]
+    plan = named_plan("euler flow:shift=3", row.noise.schedule(row.prediction), 4)
     assert plan.level[:, 1] == pytest.approx([1, 0.9, 0.75, 0.5])  # Qwen-Image-Lightning, generate_with_diffusers.py
-    schedule = FAMILIES["sdxl_base"].noise.schedule("eps")
-    assert make_plan("lcm_trailing", schedule, 4).t.tolist() == [999, 749, 499, 249]  # tianweiy/DMD2
+    schedule = FAMILY_ROWS["sdxl_base"].noise.schedule("eps")
+    assert named_plan("lcm_trailing", schedule, 4).t.tolist() == [999, 749, 499, 249]  # tianweiy/DMD2
 
 
 def test_what_is_told_comes_first(caplog: pytest.LogCaptureFixture) -> None:
     names = [("sdxl_lightning_4step.safetensors", False)]
-    found = with_recipe(FAMILIES["sdxl_base"], names, {"sampler"})
-    assert settings(found) == (4, 1, FAMILIES["sdxl_base"].sampler)  # that of a folder's scheduler
+    found = with_recipe(FAMILY_ROWS["sdxl_base"], names, {"sampler"})
+    assert settings(found) == (4, 1, FAMILY_ROWS["sdxl_base"].sampler)  # that of a folder's scheduler
     v_pred = [("noobaiXL_vPred10.safetensors", False)]
-    assert with_recipe(FAMILIES["sdxl_base"], v_pred, ()).prediction == "v"
+    assert with_recipe(FAMILY_ROWS["sdxl_base"], v_pred, ()).prediction == "v"
     assert "its name says v prediction, which is taken: `prediction` overrules that" in caplog.text
     for told in ({"prediction"}, {"modelspec.prediction_type"}):
-        assert with_recipe(FAMILIES["sdxl_base"], v_pred, told).prediction == "eps"
-    v = replace(FAMILIES["sdxl_base"], prediction="v")
+        assert with_recipe(FAMILY_ROWS["sdxl_base"], v_pred, told).prediction == "eps"
+    v = replace(FAMILY_ROWS["sdxl_base"], prediction="v")
     assert with_recipe(v, v_pred, ()) == v
 
 

@@ -28,7 +28,7 @@ from ldm_lite.image import mask_latent, to_array
 from ldm_lite.tasks import inpaint as inpaint_task
 from ldm_lite.tasks import txt2img as txt2img_task
 from ldm_lite.tasks.command import previews
-from ldm_lite.zoo.families import FAMILIES
+from ldm_lite.zoo.families import FAMILY_ROWS
 
 GOLDEN = np.load(Path(__file__).parents[1] / "data" / "zoo.npz")
 Load = Callable[[str], Pipeline]
@@ -260,7 +260,9 @@ def test_head_counts_are_the_rows() -> None:
         "ldm_inpainting_big": (8, None),
         "ldm_bsr_sr": (None, 32),
     }
-    assert {name: (FAMILIES[name].unet.num_heads, FAMILIES[name].unet.head_dim) for name in (*ROWS, "x4")} == heads
+    assert {
+        name: (FAMILY_ROWS[name].unet.num_heads, FAMILY_ROWS[name].unet.head_dim) for name in (*ROWS, "x4")
+    } == heads
 
 
 # ---- inpainting -----------------------------------------------------------------------------------------------------

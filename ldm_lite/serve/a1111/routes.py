@@ -16,7 +16,7 @@ from fastapi.concurrency import run_in_threadpool
 
 from ldm_lite.cli.task_options import Txt2imgOptions
 from ldm_lite.cli.version import __version__
-from ldm_lite.diffusion.webui import OFFERED, TYPES
+from ldm_lite.diffusion.webui import OFFERED, SCHEDULE_TYPES
 from ldm_lite.image import PIXEL_UPSCALERS
 from ldm_lite.serve import http
 from ldm_lite.serve.a1111 import controlnet, extras, translation
@@ -41,7 +41,7 @@ NOT_HERE: dict[str, object] = {  # what A1111 tells of an image that is made wit
 MOST_CLIENTS = 1000  # whose settings are kept
 
 
-class State:
+class Interface:
     """What A1111's clients have on the server, each its own: settings, and requests that run."""
 
     def __init__(self, engine: Engine) -> None:
@@ -72,7 +72,7 @@ class State:
 
 def router(engine: Engine) -> APIRouter:
     """Return the routes."""
-    routes, state, library = APIRouter(prefix="/sdapi/v1", tags=["AUTOMATIC1111"]), State(engine), engine.library
+    routes, state, library = APIRouter(prefix="/sdapi/v1", tags=["AUTOMATIC1111"]), Interface(engine), engine.library
 
     @routes.post("/txt2img", openapi_extra=Txt2imgRequest.docs())
     async def txt2img(request: Request) -> dict[str, Any]:
@@ -202,7 +202,7 @@ def router(engine: Engine) -> APIRouter:
 
     no_path = {"model_path": None, "model_url": None}
     schedule = {"aliases": None, "default_rho": -1.0, "need_inner_model": False}
-    schedules = ["Automatic", *(name for name in TYPES if name != "Turbo")]
+    schedules = ["Automatic", *(name for name in SCHEDULE_TYPES if name != "Turbo")]
     lists: dict[str, Callable[[], Any]] = {
         "samplers": lambda: [{"name": name, "aliases": [OFFERED[name].key], "options": {}} for name in OFFERED],
         "schedulers": lambda: [
@@ -234,7 +234,7 @@ def router(engine: Engine) -> APIRouter:
 # ---- images ---------------------------------------------------------------------------------------------------------
 
 
-async def _enlarged(request: Request, state: State, asked: ExtrasRequest, pictures: list[str]) -> list[str]:
+async def _enlarged(request: Request, state: Interface, asked: ExtrasRequest, pictures: list[str]) -> list[str]:
     """Enlarge images, all in base64."""
     ticket, texts = await reading(request, extras.submit, state.engine, asked, pictures)
     state.tickets.add(ticket)
@@ -244,7 +244,7 @@ async def _enlarged(request: Request, state: State, asked: ExtrasRequest, pictur
     return [await run_in_threadpool(encoded, image) for image in ticket.results]
 
 
-async def _respond(request: Request, state: State, asked: ImagesRequest) -> dict[str, Any]:
+async def _respond(request: Request, state: Interface, asked: ImagesRequest) -> dict[str, Any]:
     ticket, ignored = await reading(request, translation.submit, state.engine, state.settings, asked)
     left_out = ("init_images", "mask", "alwayson_scripts", "override_settings")
     sent = {name: getattr(asked, name) for name in type(asked).model_fields if name not in left_out}
@@ -259,7 +259,7 @@ def _timestamp(ticket: Ticket) -> str:
     return time.strftime("%Y%m%d%H%M%S", time.localtime(time.time() - time.monotonic() + ticket.submitted))
 
 
-def _info(state: State, ticket: Ticket, sent: dict[str, Any]) -> dict[str, Any]:
+def _info(state: Interface, ticket: Ticket, sent: dict[str, Any]) -> dict[str, Any]:
     """What A1111 tells of images: all fields of its Processed.js."""
     results, options, model = ticket.results, ticket.options, ticket.model or ""
     _, height, width = results[0].pixels.shape
