@@ -57,7 +57,7 @@ def _time(label: str, size: str, candidates: Mapping[str, Callable[[], object]],
             try:
                 taken = _seconds(way, device)
             except Exception as error:  # compilers raise anything
-                if name == default or isinstance(error, torch.OutOfMemoryError):
+                if name == default:
                     raise
                 log.info("%s: %s does not run here (%s)", label, name, str(error).partition("\n")[0][:150])
                 candidates = {key: candidate for key, candidate in candidates.items() if key != name}
@@ -79,8 +79,9 @@ def _seconds(way: Callable[[], object], device: torch.device) -> float:
         return time.perf_counter() - start
     before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     way()  # what happens once must not be captured
-    graph = torch.cuda.CUDAGraph()
-    with CAPTURES, torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+    # Around the capture, which does not restore the stream if it fails.
+    with CAPTURES, torch.cuda.stream(stream), torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for _ in range(CALLS):
             way()
     before.record()

@@ -266,8 +266,11 @@ def test_a_way_that_does_not_run_is_left_out(caplog: pytest.LogCaptureFixture) -
     assert "a product: broken does not run here (no compiler)" in caplog.text
     with pytest.raises(TypeError):
         timing.fastest("a product", object(), {"broken": broken}, CPU)
+    with caplog.at_level(logging.INFO, "ldm_lite"):
+        assert timing.fastest("a product", object(), {"plain": lambda: None, "large": _too_large}, CPU) == "plain"
+    assert "a product: large does not run here (too large)" in caplog.text
     with pytest.raises(torch.OutOfMemoryError):
-        timing.fastest("a product", object(), {"plain": lambda: None, "large": functools.partial(_too_large)}, CPU)
+        timing.fastest("a product", object(), {"large": _too_large}, CPU)
 
 
 def _too_large() -> None:
