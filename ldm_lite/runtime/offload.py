@@ -13,7 +13,7 @@ import contextlib
 import functools
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pickle import PicklingError
 from typing import Any
 
@@ -158,44 +158,58 @@ class Offloader:
         blocks = _blocks(network) if self.offload == "sequential" or storage else []
         ahead = self.device.type == "cuda" and self.offload == "sequential"
         stream: Any = torch.cuda.Stream(self.device) if ahead else None  # type: ignore[no-untyped-call]
-        order, moved, groups = _Order(), list[Tensor](), list[_Group]()
+        order, members, homes = _Order(), list[list[Tensor]](), dict[Tensor, Quantized]()
         for block in blocks:
-            tensors = [tensor for tensor in _tensors(block) if tensor not in self._groups]
-            group = self._group(tensors, storage, stream)
-            groups.append(group)
-            moved += [value for kept in group.kept.values() for value in kept[:2] if value is not None]
-            hooks = _Hooks(group, order if self.offload == "sequential" else None)
-            block.register_forward_pre_hook(hooks.before)
-            block.register_forward_hook(hooks.after, always_call=True)
-        unblocked = [tensor for tensor in _tensors(network) if tensor not in self._groups]
+            members.append([tensor for tensor in _tensors(block) if not (tensor in self._groups or tensor in homes)])
+            homes |= {tensor: self._stored(tensor, storage) for tensor in members[-1]}
+        moved = [value for home in homes.values() for value in home[:2] if value is not None]
+        unblocked = [tensor for tensor in _tensors(network) if not (tensor in self._groups or tensor in homes)]
         if self.offload is None:
             for tensor in unblocked:
                 mapped, tensor.data = tensor.data, tensor.data.to(self.device, copy=storage is not None)
                 if tensor.data_ptr() != mapped.data_ptr():
                     self._release(mapped)
-            return
-        self._phases[role] = self._group(unblocked + (moved if self.offload == "model" else []), None, None)
-        self._phases[role].blocks = groups
-
-    def _group(self, tensors: Iterable[Tensor], storage: str | None, stream: Any) -> "_Group":
-        """Group tensors that move together, each in its stored form and the memory that holds it meanwhile."""
-        homes = {
-            tensor: self._quantized[tensor]._replace(values=tensor.data)
-            if tensor in self._quantized
-            else quantize(tensor.data, storage)
-            for tensor in tensors
-        }
-        values = [value for kept in homes.values() for value in kept[:2] if value is not None]
-        if self.offload is None:
-            stored = iter([value.to(self.device) for value in values])
         else:
-            stored = iter(in_one_piece(values, pin_memory=True) if self.device.type == "cuda" else values)
-        for tensor, kept in homes.items():
-            homes[tensor] = kept._replace(values=next(stored), scale=None if kept.scale is None else next(stored))
-            if homes[tensor].values.data_ptr() != tensor.data_ptr():
-                self._release(tensor.data)
+            homes |= {tensor: self._stored(tensor, None) for tensor in unblocked}
+            if self.device.type == "cuda":
+                self._pin(homes)
+        groups = []
+        for block, tensors in zip(blocks, members, strict=True):
+            groups.append(self._group({tensor: homes[tensor] for tensor in tensors}, stream))
+            hooks = _Hooks(groups[-1], order if self.offload == "sequential" else None)
+            block.register_forward_pre_hook(hooks.before)
+            block.register_forward_hook(hooks.after, always_call=True)
+        if self.offload is not None:
+            homes |= {value: quantize(value.data, None) for value in moved}
+            together = unblocked + (moved if self.offload == "model" else [])
+            self._phases[role] = self._group({tensor: homes[tensor] for tensor in together}, None)
+            self._phases[role].blocks = groups
+
+    def _stored(self, tensor: Tensor, storage: str | None) -> Quantized:
+        """Return the form in which a tensor is kept: on the device, if it never moves."""
+        known = self._quantized.get(tensor)
+        home = quantize(tensor.data, storage) if known is None else known._replace(values=tensor.data)
+        if self.offload is None:
+            scale = None if home.scale is None else home.scale.to(self.device)
+            home = home._replace(values=home.values.to(self.device), scale=scale)
+        if home.values.data_ptr() != tensor.data_ptr():
+            self._release(tensor.data)
+        return home
+
+    def _pin(self, homes: Mapping[Tensor, Quantized]) -> None:
+        """Move what tensors are kept as to pinned memory, and with it the tensors, so that their old memory is free."""
+        kept = [(tensor, value) for tensor, home in homes.items() for value in home[:2] if value is not None]
+        for place, copy in in_pinned_memory([value for _, value in kept]):
+            tensor, value = kept[place]
+            self._release(value)
+            if value is homes[tensor].values:
+                tensor.data = copy
+            value.data = copy
+
+    def _group(self, homes: Mapping[Tensor, Quantized], stream: Any) -> "_Group":
+        """Group tensors that move together."""
         group = _Group(homes, self.device, stream)
-        self._groups |= dict.fromkeys(group.kept, group)
+        self._groups |= dict.fromkeys(homes, group)
         return group
 
 
@@ -311,20 +325,38 @@ class _Group:
             return values, self.stream.record_event()
 
 
-def in_one_piece(tensors: Sequence[Tensor], **where: Any) -> list[Tensor]:
-    """Return copies of tensors that share one allocation: that of pinned memory takes powers of two.
+LARGEST = 2**30  # bytes of a piece of pinned memory, unless one tensor is larger
 
-    where are arguments of torch.empty.
+
+def in_pinned_memory(tensors: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
+    """Yield copies of tensors in pinned memory, each with the number of its tensor, in the order of the pieces."""
+    for size, places in packed([tensor.nbytes for tensor in tensors]):
+        memory = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        for number, start in places.items():
+            tensor = tensors[number]
+            numbers = memory[start : start + tensor.nbytes].view(tensor.dtype)
+            strides = torch.empty_like(tensor, device="meta").stride()
+            yield number, numbers.as_strided(tensor.shape, strides).copy_(tensor)
+
+
+def packed(sizes: Sequence[int]) -> Iterator[tuple[int, dict[int, int]]]:
+    """Divide tensors of these sizes, in bytes, among pieces of memory; yield the size of each, and its tensors' starts.
+
+    The sizes are powers of two, since torch rounds pinned memory up to one.
     """
-    starts = [0]
-    for tensor in tensors:
-        starts.append(starts[-1] + -(-tensor.nbytes // 256) * 256)
-    memory = torch.empty(starts[-1], dtype=torch.uint8, **where)
-    copies = []
-    for tensor, start in zip(tensors, starts, strict=False):
-        numbers = memory[start : start + tensor.nbytes].view(tensor.dtype)
-        copies.append(numbers.as_strided(tensor.shape, torch.empty_like(tensor, device="meta").stride()).copy_(tensor))
-    return copies
+    aligned = [-(-size // 256) * 256 for size in sizes]
+    left = sorted(range(len(sizes)), key=aligned.__getitem__, reverse=True)
+    while left:
+        rest, largest = sum(aligned[number] for number in left), aligned[left[0]]
+        whole = 1 << max(12, rest.bit_length() - 1)  # all of it is used, if tensors fit well
+        size = max(min(LARGEST, whole), 1 << max(0, largest - 1).bit_length())
+        used, places = 0, dict[int, int]()
+        for number in left:
+            if used + aligned[number] <= size:
+                places[number] = used
+                used += aligned[number]
+        left = [number for number in left if number not in places]
+        yield size, places
 
 
 class _Order:

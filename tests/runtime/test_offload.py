@@ -23,11 +23,14 @@ from torch import Tensor, nn
 
 import ldm_lite
 from ldm_lite import Pipeline
+from ldm_lite.checkpoint.reader import on_meta
 from ldm_lite.control.control import parse
 from ldm_lite.control.loading import load_controls
 from ldm_lite.runtime import offload
 from ldm_lite.runtime.offload import _blocks
 from ldm_lite.runtime.quantization import STORAGES, Quantized, dequantize, quantize
+from ldm_lite.zoo.families import FAMILIES
+from ldm_lite.zoo.family import build
 
 
 class Device:
@@ -185,17 +188,64 @@ def test_every_thread_waits_for_the_copy(monkeypatch: pytest.MonkeyPatch) -> Non
             assert events == ["a", "kept for a", "b", "kept for b"]
 
 
-def test_tensors_of_a_block_lie_in_one_piece() -> None:
+def test_tensors_in_pinned_memory_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    pieces = pretended_pinning(monkeypatch)
     convolution = nn.Conv2d(4, 6, 3).half().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     weights = [convolution.weight.data, torch.arange(3), torch.ones(5)[None], torch.empty(0)]
-    copies = offload.in_one_piece(weights)
-    assert len({value.untyped_storage().data_ptr() for value in copies}) == 1
+    copies = [copy for _, copy in sorted(offload.in_pinned_memory(weights), key=lambda pair: pair[0])]
+    assert len(pieces) == 1
     for value, weight in zip(copies, weights, strict=True):
         assert torch.equal(value, weight)
         assert (value.dtype, value.stride()) == (weight.dtype, weight.stride())
     copies[0].zero_()
     assert torch.equal(copies[1], weights[1])
     assert weights[0].any()
+
+
+def pretended_pinning(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Have torch.empty take plain memory for pinned memory; return the list of how many bytes torch would pin."""
+    pieces, empty = list[int](), torch.empty
+
+    def pretended(*shape: Any, pin_memory: bool = False, **how: Any) -> Tensor:
+        made = empty(*shape, **how)
+        if pin_memory:
+            pieces.append(1 << (made.nbytes - 1).bit_length())  # CachingHostAllocator
+        return made
+
+    monkeypatch.setattr(torch, "empty", pretended)
+    return pieces
+
+
+@pytest.mark.parametrize("name", ["sd1", "sdxl_base", "flux_dev", "qwen_image"])
+def test_hardly_more_is_pinned_than_the_weights(name: str) -> None:
+    for spec in FAMILIES[name].networks.values():
+        with on_meta():
+            network = build(spec).half()
+        sizes = [tensor.nbytes for tensor in offload._tensors(network)]
+        pinned = [size for size, _ in offload.packed(sizes)]
+        assert all(size.bit_count() == 1 for size in pinned)
+        assert sum(sizes) <= sum(pinned) <= 1.1 * sum(sizes)
+
+
+@pytest.mark.parametrize("storage", [None, "int8"])
+@pytest.mark.parametrize("mode", ["model", "sequential"])
+def test_offloaded_networks_are_pinned_once(mode: str, storage: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values in 8 bits that a phase moves are in the memory that their blocks know."""
+    pieces = pretended_pinning(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    network = toy.network(SMALL.unet).requires_grad_(False)
+    before = {name: value.clone() for name, value in network.state_dict().items()}
+    offloader = offload.Offloader({"unet": network}, torch.device("cuda"), offload=mode, storage=storage)
+    homes = {tensor: group.kept[tensor] for tensor, group in offloader._groups.items()}
+    bytes_of = {
+        value.untyped_storage().data_ptr(): 0 for home in homes.values() for value in home[:2] if value is not None
+    }
+    assert len(bytes_of) == len(pieces)
+    kept = [value for name, p in network.named_parameters() for value in offloader.kept(p)[:2] if value is not None]
+    assert sum(pieces) <= 1.1 * sum(value.nbytes for value in kept)
+    for name, value in network.named_parameters():
+        restored = dequantize(offloader.kept(value), torch.device("cpu"))
+        torch.testing.assert_close(restored, before[name], rtol=0, atol=0 if storage is None else 0.05)
 
 
 @pytest.mark.parametrize("name", [None, *STORAGES])

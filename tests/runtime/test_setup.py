@@ -41,7 +41,7 @@ def test_offloaded_networks_are_set_up_for_where_they_compute(
     networks, tried = ldm_lite.load(small_path, device="cpu").networks, set[str]()
     networks = {role: toy.fill(type(network)(network.spec)) for role, network in networks.items()}
     before = torch.get_float32_matmul_precision()
-    monkeypatch.setattr(offload, "in_one_piece", lambda tensors, **where: list(tensors))
+    monkeypatch.setattr(offload, "in_pinned_memory", enumerate)
     monkeypatch.setattr(attention, "_runs", lambda function, device, *shape: tried.add(device.type) or True)
     try:
         options = RuntimeOptions(attention="cudnn", offload="model", matmul_precision="medium")
@@ -179,7 +179,7 @@ def test_kernels_are_switched_one_by_one(
 
 
 def test_weights_that_move_are_not_joined(small_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload, "in_one_piece", lambda tensors, **where: list(tensors))
+    monkeypatch.setattr(offload, "in_pinned_memory", enumerate)
     monkeypatch.setattr(setup, "set_matmul_precision", lambda name: None)
     monkeypatch.setattr(attention, "_runs", lambda *given: True)
     unet = ldm_lite.load(small_path, device="cpu").unet
