@@ -51,7 +51,7 @@ def join_projections(layer: Attention) -> None:
 
 def joined_layers(network: nn.Module) -> Iterator[Any]:
     """Yield the layers of a network that were joined, and may have come apart since."""
-    return (layer for layer in network.modules() if patch_of(layer) is _forward)
+    return (layer for layer in network.modules() if "joined" in vars(layer))
 
 
 def is_joined(layer: Any) -> bool:

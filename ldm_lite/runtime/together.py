@@ -2,10 +2,13 @@
 
 A kernel may add in another order for another number of images: matrix products of a few rows, Winograd's choice of
 tiles, cuDNN's choice of algorithms.  Which layers do so depends on the machine, so it is measured: a layer that gives
-other bits for a shape runs image by image, and a step that still does runs as a whole image by image.
+other bits for a shape runs image by image, and a step that still does runs as a whole image by image.  So does one in
+CUDA graphs that is slower than a graph for each image.
 """
 
 import contextlib
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +18,8 @@ from torch import Tensor, nn
 from ldm_lite.core.denoise import Guided, Network, run_row
 from ldm_lite.core.layers import Conv1x1
 from ldm_lite.core.plan import Row
+from ldm_lite.runtime import joined
+from ldm_lite.runtime.compile import PLAIN_CALLS
 from ldm_lite.runtime.patching import patch, patch_of
 
 LAYERS = (nn.Linear, nn.Conv2d, Conv1x1, nn.GroupNorm, nn.LayerNorm)
@@ -26,20 +31,25 @@ class Together:
     The rows of a batch are branch by branch, so those of image i are i, B + i, ...  One thread may use it at a time.
     """
 
-    def __init__(self, network: nn.Module, alone: Callable[..., Tensor] = run_row) -> None:
+    def __init__(self, network: nn.Module, step: Callable[..., Tensor] = run_row) -> None:
         """Patch the network's layers, which run as before outside of a step of several images.
 
-        alone runs steps of one image: on CUDA it may be one that captures graphs.
+        step is what runs: on CUDA it may be one that captures graphs.
         """
-        self._step_alone = alone
+        self._step = step
+        # A step in graphs is also compared, and timed, once both are replayed.
+        self._num_trials = 1 if step is run_row else PLAIN_CALLS + 2
+        self._trials: Counter[object] = Counter()
         self.count = 1  # images in the running batch
-        self._same: dict[object, bool] = {}  # what runs -> whether a batch has the bits of single images
-        for module in network.modules():
-            if type(module) in LAYERS:
-                patch(module, _InTurn(self, patch_of(module) or type(module).forward))
+        self._same: dict[object, bool] = {}  # what runs -> whether a batch has the bits of single images, and pays
+        joined_layers = list(joined.joined_layers(network))
+        parts_of_joined = {part for layer in joined_layers for part in layer.modules()}
+        layers = [module for module in network.modules() if type(module) in LAYERS and module not in parts_of_joined]
+        for layer in (*joined_layers, *layers):
+            patch(layer, _InTurn(self, patch_of(layer) or type(layer).forward))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_same": {}}  # whose keys are those of this process
+        return {**vars(self), "_same": {}, "_trials": Counter()}  # whose keys are those of this process
 
     def __call__(
         self, network: Network, registers: Tensor, row: Row, noise: Tensor, guided: Guided, *how: Any
@@ -48,18 +58,22 @@ class Together:
         count = registers.shape[1]
         inputs = network, registers, row, noise, guided, *how
         if count == 1:
-            return self._step_alone(*inputs)
+            return self._step(*inputs)
         shapes = [(name, part.shape) for name, part in guided.conditioning.items()]
         key = (registers.shape, *shapes, how[:2])
-        if self._same.get(key) is False:
-            return self._alone(*inputs)
-        with self.images(count):
-            whole = run_row(*inputs)
         if key in self._same:
-            return whole
-        alone = self._alone(*inputs)
-        self._same[key] = torch.equal(whole, alone)
+            return self._whole(*inputs) if self._same[key] else self._alone(*inputs)
+        whole, whole_s = _timed(self._whole, *inputs)
+        alone, alone_s = _timed(self._alone, *inputs)
+        is_same = torch.equal(whole, alone)
+        self._trials[key] += 1
+        if not is_same or self._trials[key] >= self._num_trials:
+            self._same[key] = is_same and (self._num_trials == 1 or whole_s < alone_s)
         return alone
+
+    def _whole(self, network: Network, registers: Tensor, *inputs: Any) -> Tensor:
+        with self.images(registers.shape[1]):
+            return self._step(network, registers, *inputs)
 
     @contextlib.contextmanager
     def images(self, count: int) -> Iterator[None]:
@@ -76,15 +90,18 @@ class Together:
             for i in range(count):
                 rows = {name: part[i::count] for name, part in guided.conditioning.items()}
                 image = registers[:, i : i + 1], row, noise[i : i + 1], guided._replace(conditioning=rows)
-                images.append(self._step_alone(network, *image, *how))
+                images.append(self._step(network, *image, *how))
         return torch.cat(images, dim=1)
 
-    def layer(self, inner: Callable[..., Tensor], layer: nn.Module, x: Tensor) -> Tensor:
-        """Run a layer, by its inner forward, image by image where that gives other bits."""
+    def layer(self, inner: Callable[..., Tensor], layer: nn.Module, x: Tensor, kind: object = None) -> Tensor:
+        """Run a layer, by its inner forward, image by image where that gives other bits.
+
+        kind tells which of its kernels runs, if that changes.
+        """
         count = self.count
         if count == 1 or len(x) % count:
             return inner(layer, x)
-        key = (id(layer), count, x.shape, x.stride(), x.dtype)
+        key = (id(layer), kind, count, x.shape, x.stride(), x.dtype)
         if key not in self._same:
             probe = torch.randn_like(x)  # in the layout of x
             self._same[key] = torch.equal(inner(layer, probe), _each(inner, layer, probe, count))
@@ -99,8 +116,29 @@ class _InTurn:
     def __init__(self, together: Together, inner: Callable[..., Tensor]) -> None:
         self.together, self.inner = together, inner
 
-    def __call__(self, layer: nn.Module, x: Tensor) -> Tensor:
-        return self.together.layer(self.inner, layer, x)
+    def __call__(self, layer: nn.Module, x: Tensor, context: Tensor | None = None) -> Tensor:
+        """Run the layer; one of attention, which has a context, if it is joined: it attends to x itself."""
+        if context is None:
+            return self.together.layer(self.inner, layer, x)
+        if context is not x:
+            return self.inner(layer, x, context)
+        return self.together.layer(self._of_itself, layer, x, joined.is_joined(layer))
+
+    def _of_itself(self, layer: nn.Module, x: Tensor) -> Tensor:
+        return self.inner(layer, x, x)
+
+
+def _timed(run: Callable[..., Tensor], network: Network, registers: Tensor, *inputs: Any) -> tuple[Tensor, float]:
+    """Run a step, and return what it returns, and the seconds until the device has finished."""
+
+    def now() -> float:
+        if registers.is_cuda:
+            torch.cuda.synchronize(registers.device)
+        return time.perf_counter()
+
+    start = now()
+    out = run(network, registers, *inputs)
+    return out, now() - start
 
 
 def _each(inner: Callable[..., Tensor], layer: nn.Module, x: Tensor, count: int) -> Tensor:

@@ -5,16 +5,15 @@ import copy
 import gc
 import logging
 import threading
-import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import toy
+from pretended_cuda import PretendedCuda
 from random_checkpoint import SMALL
 from steps import guidance
 from torch import Tensor, nn
@@ -199,29 +198,8 @@ def test_a_step_with_controls_is_one_graph_for_weights_steps_and_images(spec: LD
     assert counter.frame_count == 1
 
 
-class Replayed:
-    """A CUDA graph as the CPU can have it: computes again, from the same buffers into the same tensor."""
-
-    def __init__(self, step: cuda_graphs.Step, model: nn.Module, static: tuple[Any, ...], out: Any) -> None:
-        self.step, self.model, self.static, self.out = step, weakref.ref(model), static, out
-
-    def replay(self) -> None:
-        fresh = self.step(self.model(), *self.static)
-        for buffer, value in zip(cuda_graphs.tensors_in(self.out), cuda_graphs.tensors_in(fresh), strict=True):
-            buffer.copy_(value)
-
-
 def test_captured_steps_are_those_of_one_network_and_go_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    captured: list[Replayed] = []
-    Pretended(monkeypatch)
-
-    def capture(self: cuda_graphs.Graphs, model: nn.Module, args: tuple[Any, ...]) -> cuda_graphs.Captured:
-        static = cuda_graphs.mapped(args, lambda x: x.clone())
-        out = run_row(model, *static)
-        captured.append(Replayed(run_row, model, static, out))
-        return cuda_graphs.Captured(captured[-1], static, out)
-
-    monkeypatch.setattr(cuda_graphs.Graphs, "_capture", capture)
+    cuda = PretendedCuda(monkeypatch)
     unet: Any = toy.network(PLAIN)
     nets: list[Any] = [toy.fill(ControlNet(PLAIN), f"{i}.") for i in range(2)]
     graphs, outs = cuda_graphs.Graphs(run_row), []
@@ -232,19 +210,19 @@ def test_captured_steps_are_those_of_one_network_and_go_with_it(monkeypatch: pyt
             given = with_inputs(arguments(0, 2, 8, 8), ControlInputs((hint,), None))
             outs.append(graphs(steered, *given))
             assert torch.equal(outs[-1], run_row(steered, *given))
-    assert len(captured) == 2
+    assert cuda.log.count("capture") == 2
     assert torch.equal(outs[1], outs[4])
     assert not torch.equal(outs[0], outs[3])
     again = ControlledUNet(unet, [net])  # as the next run makes one
     assert torch.equal(graphs(again, *given), run_row(again, *given))
-    assert len(captured) == 2
+    assert cuda.log.count("capture") == 2
     del steered, again, net
     nets.pop()
     gc.collect()
     another: Any = ControlledUNet(unet, [toy.fill(ControlNet(PLAIN), "2.")])
     assert torch.equal(graphs(another, *given), run_row(another, *given))
     [held] = graphs._graphs.values()
-    assert (len(captured), len(held)) == (3, 2)  # that of the deleted net is gone
+    assert (cuda.log.count("capture"), len(held)) == (3, 2)  # that of the deleted net is gone
     del another, unet
     nets.clear()
     gc.collect()
@@ -289,55 +267,9 @@ def test_only_what_has_changed_is_copied_into_a_captured_steps_buffers() -> None
         assert run()[0] == 7
 
 
-class Pretended:
-    """What a capture asks of CUDA: streams, events, workspaces, and graphs that say which pool they share."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.log: list[str] = []  # what happened, in order
-        self.current = self.outside = self.Stream("outside")
-        self.pools: list[Any] = []
-        self.made = 0
-        for name in ("CUDAGraph", "current_stream", "stream", "graph", "Stream", "Event"):
-            monkeypatch.setattr(torch.cuda, name, getattr(self, name))
-        monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: self.log.append("clear"), raising=False)
-
-    def CUDAGraph(self) -> Any:
-        number = len(self.pools)
-        return SimpleNamespace(pool=lambda: self.pools[number] or f"pool {number}", replay=lambda: None)
-
-    def Stream(self, name: str = "") -> Any:
-        return SimpleNamespace(
-            wait_stream=lambda other: None, wait_event=lambda event: self.log.append(f"{name} waits for {event.name}")
-        )
-
-    def Event(self) -> Any:
-        self.made += 1
-        name = f"event {self.made}"
-        return SimpleNamespace(name=name, record=lambda: self.log.append(f"{name} recorded"))
-
-    def current_stream(self) -> Any:
-        return self.current
-
-    @contextlib.contextmanager
-    def stream(self, stream: Any) -> Iterator[None]:
-        before, self.current = self.current, stream
-        try:
-            yield
-        finally:
-            self.current = before
-
-    @contextlib.contextmanager
-    def graph(self, graph: Any, pool: Any, stream: Any, capture_error_mode: str) -> Iterator[None]:
-        assert stream is self.current
-        assert capture_error_mode == "thread_local"
-        self.pools.append(pool)
-        self.log.append("capture")
-        yield
-
-
 def test_a_replay_waits_for_the_last_result_to_be_copied(monkeypatch: pytest.MonkeyPatch, tiny: nn.Module) -> None:
     """Two threads compute on streams of their own, and share the buffers."""
-    cuda = Pretended(monkeypatch)
+    cuda = PretendedCuda(monkeypatch)
     graphs = cuda_graphs.Graphs(run_row)
     graphs(tiny, *VARIED[0])
     cuda.current = cuda.Stream("another thread")
@@ -351,7 +283,7 @@ def test_a_replay_waits_for_the_last_result_to_be_copied(monkeypatch: pytest.Mon
 
 def test_max_measures_cudnns_convolutions(monkeypatch: pytest.MonkeyPatch, tiny: nn.Module) -> None:
     """In the thread that captures, from its warm-up on, and in no other tier: cuDNN keeps choices by threads."""
-    Pretended(monkeypatch)
+    PretendedCuda(monkeypatch)
     kept = [10]  # a torch without cuDNN keeps no limit
     limit = property(lambda cudnn: kept[-1], lambda cudnn, value: kept.append(value))
     monkeypatch.setattr(type(torch.backends.cudnn), "benchmark_limit", limit)
@@ -377,7 +309,7 @@ def test_max_does_not_tune_kernels_one_after_the_other() -> None:
 
 def test_each_device_has_its_own_stream_and_memory(monkeypatch: pytest.MonkeyPatch, tiny: nn.Module) -> None:
     """A network that has moved to another device; meta stands for it."""
-    cuda, streams = Pretended(monkeypatch), []
+    cuda, streams = PretendedCuda(monkeypatch), []
 
     def step(*args: Any) -> Tensor:
         streams.append(cuda.current)
@@ -393,7 +325,7 @@ def test_each_device_has_its_own_stream_and_memory(monkeypatch: pytest.MonkeyPat
 
 
 def test_captured_steps_share_their_memory(monkeypatch: pytest.MonkeyPatch, tiny: nn.Module) -> None:
-    cuda, streams = Pretended(monkeypatch), []
+    cuda, streams = PretendedCuda(monkeypatch), []
 
     def step(*args: Any) -> Tensor:
         streams.append(cuda.current)
@@ -412,7 +344,7 @@ def test_captured_steps_share_their_memory(monkeypatch: pytest.MonkeyPatch, tiny
 
 
 def test_a_capture_that_fails_leaves_the_thread_in_its_stream(monkeypatch: pytest.MonkeyPatch, tiny: nn.Module) -> None:
-    cuda = Pretended(monkeypatch)
+    cuda = PretendedCuda(monkeypatch)
 
     @contextlib.contextmanager
     def graph(*args: Any, stream: Any, **others: Any) -> Iterator[None]:
@@ -563,7 +495,7 @@ def test_inductor(tier: str, tiny: nn.Module, caplog: pytest.LogCaptureFixture) 
 
 def test_graphs_start_at_the_third_call_of_a_shape(monkeypatch: pytest.MonkeyPatch, tiny: nn.Module) -> None:
     """Runs of one or two steps do not pay for them."""
-    cuda = Pretended(monkeypatch)
+    cuda = PretendedCuda(monkeypatch)
     graphs = cuda_graphs.Graphs(run_row, plain_calls=tiers.PLAIN_CALLS)
     for number, given in enumerate((VARIED[0], VARIED[1], VARIED[0], VARIED[1], VARIED[0], VARIED[0])):
         graphs(tiny, *given)
@@ -573,7 +505,7 @@ def test_graphs_start_at_the_third_call_of_a_shape(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("change", ["hook", "attention of one's own", "forward of one's own", "recorded maps"])
 def test_python_code_in_a_network_keeps_it_out_of_graphs(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph would repeat kernels and not call it; before and after, steps are captured."""
-    cuda, calls = Pretended(monkeypatch), list[str]()
+    cuda, calls = PretendedCuda(monkeypatch), list[str]()
     unet: Any = toy.network(ATTENDING)
     graphs, given = cuda_graphs.Graphs(run_row), arguments(0, 2, 8, 8)
     layer = next(iter(attention.layers(unet).values()))
@@ -605,7 +537,7 @@ def test_python_code_in_a_network_keeps_it_out_of_graphs(change: str, monkeypatc
 
 
 def test_guidance_of_ones_own_is_called_in_every_step(monkeypatch: pytest.MonkeyPatch, tiny: nn.Module) -> None:
-    cuda, calls = Pretended(monkeypatch), list[int]()
+    cuda, calls = PretendedCuda(monkeypatch), list[int]()
     graphs, given = cuda_graphs.Graphs(run_row), arguments(0, 2, 8, 8)
 
     def combine(outputs: Outputs) -> Tensor:
@@ -623,7 +555,7 @@ def test_guidance_of_ones_own_is_called_in_every_step(monkeypatch: pytest.Monkey
 def test_a_capture_that_another_thread_disturbed_is_tried_again(
     monkeypatch: pytest.MonkeyPatch, tiny: nn.Module
 ) -> None:
-    cuda = Pretended(monkeypatch)
+    cuda = PretendedCuda(monkeypatch)
     graph, failures, words = cuda.graph, iter([True, False]), list[str]()
 
     @contextlib.contextmanager
@@ -740,20 +672,12 @@ def test_regional_compiles_the_blocks_of_what_is_shortened() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_network_of_a_trick_is_captured_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    captured: list[Replayed] = []
-    Pretended(monkeypatch)
-
-    def capture(self: cuda_graphs.Graphs, model: nn.Module, args: tuple[Any, ...]) -> cuda_graphs.Captured:
-        static = cuda_graphs.mapped(args, lambda x: x.clone())
-        out = self._step(model, *static)
-        captured.append(Replayed(self._step, model, static, out))
-        captured[-1].model = lambda: model  # type: ignore[assignment]  # of a job that is over
-        return cuda_graphs.Captured(captured[-1], static, out)
-
-    monkeypatch.setattr(cuda_graphs.Graphs, "_capture", capture)
+    cuda = PretendedCuda(monkeypatch)
     (jobs, networks), unet = KINDS[kind], toy.network(LEVELS)
     step = CompiledStep("graph", unet, "eager")
     for seed, settings in enumerate((*jobs, *jobs)):
         assert torch.equal(job(unet, step, seed, **settings), job(unet, run_row, seed, **settings))
-    assert len(captured) == (2 if kind == "apg" else networks), "APG has a CUDA graph for each of its numbers"
+    assert cuda.log.count("capture") == (2 if kind == "apg" else networks), (
+        "APG has a CUDA graph for each of its numbers"
+    )
     assert step.failure is None
