@@ -22,6 +22,7 @@ from ldm_lite.models.controlnet import ControlNet
 from ldm_lite.models.open_clip import OpenCLIPTextSpec
 from ldm_lite.networks import lora_layers, token_tables
 from ldm_lite.runtime.patching import patch, unpatch
+from ldm_lite.train.batches import bits_of, fraction, keys_of, seed_of
 
 log = logging.getLogger("ldm_lite")
 
@@ -32,26 +33,29 @@ Content = tuple[dict[str, Tensor], dict[str, str]]  # tensors and metadata of a 
 # Their parameters have the names of LyCORIS's files.  A change is called with a layer's input x, its frozen weight W
 # (out,in), its output and its bias, and returns what is to be added to the output; it is 0 at first.  Layers are
 # linears, x (...,in), or 1x1 convolutions, x (B,in,h,w).  Shape letters: r rank; LoKr's W is the Kronecker product of
-# (a,c) and (b,d), out = a b, in = c d.
+# (a,c) and (b,d), out = a b, in = c d.  What a change begins with is drawn from a generator on the CPU.
 
 
 class LowRank(nn.Module):
     """alpha / r * up(down(x)).  Hu et al. 2021, eq. 3."""
 
-    def __init__(self, weight: Tensor, rank: int, alpha: float) -> None:
+    def __init__(self, weight: Tensor, rank: int, alpha: float, generator: torch.Generator) -> None:
         """weight (out,in) or (out,in,1,1) of the layer."""
         super().__init__()
         out, width = weight.shape[:2]
-        if weight.ndim == 2:
-            self.lora_down: nn.Module = nn.Linear(width, rank, bias=False)
-            self.lora_up: nn.Module = nn.Linear(rank, out, bias=False)
-        else:
-            self.lora_down = nn.Conv2d(width, rank, (weight.shape[2], weight.shape[3]), bias=False)
-            self.lora_up = nn.Conv2d(rank, out, 1, bias=False)
-        nn.init.kaiming_uniform_(self.lora_down.weight, a=math.sqrt(5))
-        nn.init.zeros_(self.lora_up.weight)
+        with torch.device("meta"):  # where nothing is drawn
+            if weight.ndim == 2:
+                self.lora_down: nn.Module = nn.Linear(width, rank, bias=False)
+                self.lora_up: nn.Module = nn.Linear(rank, out, bias=False)
+            else:
+                self.lora_down = nn.Conv2d(width, rank, (weight.shape[2], weight.shape[3]), bias=False)
+                self.lora_up = nn.Conv2d(rank, out, 1, bias=False)
+        self.to_empty(device="cpu")
+        nn.init.kaiming_uniform_(self.lora_down.get_parameter("weight"), a=math.sqrt(5), generator=generator)
+        nn.init.zeros_(self.lora_up.get_parameter("weight"))
         self.register_buffer("alpha", torch.tensor(float(alpha)))
         self.scale, self.dropout = alpha / rank, 0.0
+        self.keys: Tensor | None = None  # (B,) int64, of a step's examples: which inner values are left out
 
     def forward(self, x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None) -> Tensor:
         up, down = (layer.get_parameter("weight").flatten(1) for layer in (self.lora_up, self.lora_down))
@@ -63,8 +67,11 @@ class LowRank(nn.Module):
         return F.conv2d(self.scale * self.dropped(y), self.lora_up.get_parameter("weight"))
 
     def dropped(self, y: Tensor) -> Tensor:
-        """Leave values out, in steps alone."""
-        return F.dropout(y, self.dropout) if self.dropout and torch.is_grad_enabled() else y
+        """Leave values out, in steps alone: the same ones when activations are recomputed."""
+        if self.keys is None or not torch.is_grad_enabled():
+            return y
+        drawn = fraction(bits_of(self.keys, 0, math.ceil(y.numel() / len(self.keys)))).flatten()
+        return y * (drawn[: y.numel()].view(y.shape) > self.dropout) / (1 - self.dropout)
 
 
 class DoRA(LowRank):
@@ -73,8 +80,8 @@ class DoRA(LowRank):
     Liu et al. 2024, eq. 5 and sec. 4.3.
     """
 
-    def __init__(self, weight: Tensor, rank: int, alpha: float) -> None:
-        super().__init__(weight, rank, alpha)
+    def __init__(self, weight: Tensor, rank: int, alpha: float, generator: torch.Generator) -> None:
+        super().__init__(weight, rank, alpha, generator)
         lengths = weight.detach().float().flatten(1).norm(dim=1)
         self.dora_scale = nn.Parameter(lengths.view(-1, *[1] * (weight.ndim - 1)).clone())
 
@@ -91,12 +98,13 @@ class DoRA(LowRank):
 class LoHa(nn.Module):
     """alpha / r * (w1_a w1_b) * (w2_a w2_b), multiplied element by element.  Hyeon-Woo et al. 2022, eq. 2."""
 
-    def __init__(self, weight: Tensor, rank: int, alpha: float) -> None:
+    def __init__(self, weight: Tensor, rank: int, alpha: float, generator: torch.Generator) -> None:
         super().__init__()
         out, width = weight.shape[:2]
         self.hada_w1_a, self.hada_w2_a = (nn.Parameter(torch.zeros(out, rank)) for _ in range(2))
-        self.hada_w1_b, self.hada_w2_b = (nn.Parameter(torch.randn(rank, width)) for _ in range(2))
-        nn.init.normal_(self.hada_w1_a, std=0.1)
+        self.hada_w1_b, self.hada_w2_b = (nn.Parameter(torch.zeros(rank, width)) for _ in range(2))
+        for parameter, std in ((self.hada_w1_b, 1.0), (self.hada_w2_b, 1.0), (self.hada_w1_a, 0.1)):
+            nn.init.normal_(parameter, std=std, generator=generator)
         self.register_buffer("alpha", torch.tensor(float(alpha)))
         self.scale = alpha / rank
 
@@ -108,17 +116,19 @@ class LoHa(nn.Module):
 class LoKr(nn.Module):
     """alpha / r * kron(w1, w2_a w2_b), or kron(w1, w2) if r is no less than half of w2.  Yeh et al. 2024."""
 
-    def __init__(self, weight: Tensor, rank: int, alpha: float, factor: int = -1) -> None:
+    def __init__(
+        self, weight: Tensor, rank: int, alpha: float, generator: torch.Generator, factor: int = -1
+    ) -> None:  # fmt: skip
         super().__init__()
         (a, b), (c, d) = (factorised(size, factor) for size in weight.shape[:2])
         self.lokr_w1 = nn.Parameter(torch.empty(a, c))
-        nn.init.kaiming_uniform_(self.lokr_w1, a=math.sqrt(5))
+        nn.init.kaiming_uniform_(self.lokr_w1, a=math.sqrt(5), generator=generator)
         self.full = rank >= max(b, d) / 2
         if self.full:
             self.lokr_w2 = nn.Parameter(torch.zeros(b, d, *weight.shape[2:]))
         else:
             self.lokr_w2_a, self.lokr_w2_b = nn.Parameter(torch.empty(b, rank)), nn.Parameter(torch.zeros(rank, d))
-            nn.init.kaiming_uniform_(self.lokr_w2_a, a=math.sqrt(5))
+            nn.init.kaiming_uniform_(self.lokr_w2_a, a=math.sqrt(5), generator=generator)
         self.scale = 1.0 if self.full else alpha / rank
         self.register_buffer("alpha", torch.tensor(float(rank if self.full else alpha)))  # LyCORIS reads it so
 
@@ -189,10 +199,12 @@ class LoRA(nn.Module):
         factor: int = -1,
         conv: int | None = None,
         dropout: float = 0.0,
+        seed: int = 0,
     ) -> None:
         """networks by role ("unet", "text_encoder"); alpha defaults to the rank; factor is LoKr's.
 
-        conv is the rank of convolutions larger than 1x1, if they have any; dropout is a share of inner values.
+        conv is the rank of convolutions larger than 1x1, if they have any; dropout is a share of inner values; seed is
+        that of the weights it begins with.
 
         Raises ValueError if rank < 1.
         """
@@ -200,14 +212,22 @@ class LoRA(nn.Module):
         if rank < 1:
             raise ValueError(f"got a LoRA rank of {rank}, expected 1 or more")
         self.kind, self.rank, self.alpha = kind, rank, float(rank) if alpha is None else alpha
-        self.conv, more = conv, {"factor": factor} if kind == "lokr" else {}
+        self.conv, self.dropout, more = conv, dropout, {"factor": factor} if kind == "lokr" else {}
+        generator = torch.Generator().manual_seed(seed_of(seed, "a LoRA's weights"))
         for name, place in _places(networks, conv).items():
             is_large = conv is not None and place.weight.shape[2:].numel() > 1
             size, scale = (conv or 0, float(conv or 0) if alpha is None else alpha) if is_large else (rank, self.alpha)
-            change = ADDITIONS[kind](place.weight, size, scale, **more).to(place.weight.device)
+            change = ADDITIONS[kind](place.weight, size, scale, generator, **more).to(place.weight.device)
             if isinstance(change, LowRank):
                 change.dropout = dropout
             self.add_module(name, change)
+
+    def at_step(self, seed: int, numbers: Sequence[int]) -> None:
+        """Let what a dropout leaves out depend on these examples of a run, however they are divided into batches."""
+        if self.dropout:
+            keys = keys_of(seed_of(seed, "dropout"), numbers).to(next(self.parameters()).device)
+            for name, change in self.named_children():
+                change.keys = keys + seed_of(seed, name)
 
     def attach(self, networks: Mapping[str, nn.Module]) -> "AttachedLoRA":
         """Add these changes to networks with the same layers, and freeze the networks, until remove().
@@ -366,19 +386,26 @@ def embedding_file(vectors: nn.Module, model: Pipeline) -> Content:
 # ---- ControlNets ----------------------------------------------------------------------------------------------------
 
 
-def new_control(model: Pipeline) -> ControlNet:
+def new_control(model: Pipeline, seed: int = 0) -> ControlNet:
     """Return a ControlNet for a model, to be trained beside its UNet: a copy of the encoder that reads an image.
 
-    It has the UNet's weights, a new embedding of the image, and outputs that are 0.  Zhang et al. 2023, sec. 3.1.
+    It has the UNet's weights, a new embedding of the image, drawn as torch does, and outputs that are 0.  Zhang et al.
+    2023, sec. 3.1.
     """
-    with torch.device(model.device):
+    with torch.device("meta"):
         network = ControlNet(model.family.unet)
-    new, unet = network.state_dict(), model.unet.state_dict()
-    network.load_state_dict({key: unet.get(key, value).float() for key, value in new.items()})
-    for part in (network.input_hint_block[-1], network.zero_convs, network.middle_block_out):
-        for parameter in part.parameters():
-            nn.init.zeros_(parameter)
-    return network.requires_grad_(True)
+    generator = torch.Generator().manual_seed(seed_of(seed, "a ControlNet's weights"))
+    unet, weights = model.unet.state_dict(), dict[str, Tensor]()
+    for name, parameter in network.named_parameters():
+        weights[name] = unet[name].float().clone() if name in unet else torch.zeros(parameter.shape)
+    *hidden, _ = network.input_hint_block.named_children()
+    for place, layer in hidden:
+        if isinstance(layer, nn.Conv2d):
+            most = layer.weight[0].numel() ** -0.5
+            for kind in ("weight", "bias"):
+                weights[f"input_hint_block.{place}.{kind}"].uniform_(-most, most, generator=generator)
+    network.load_state_dict(weights, assign=True)
+    return network.to(model.device).requires_grad_(True)
 
 
 def control_file(network: nn.Module, model: Pipeline) -> Content:

@@ -7,6 +7,7 @@ stay the same however a step is divided into processes and batches, and a run ca
 import atexit
 import contextlib
 import functools
+import hashlib
 import logging
 import math
 import multiprocessing
@@ -63,6 +64,11 @@ GOLDEN_RATIO = 0x9E3779B97F4A7C15 - 2**64
 MIXERS = (30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64), (31, 1)
 
 
+def seed_of(seed: int, purpose: str) -> int:
+    """Return the seed in [0,2^63) of what a run draws for one purpose, which nothing else that is drawn changes."""
+    return int.from_bytes(hashlib.sha256(f"{seed} {purpose}".encode()).digest()[:8]) >> 1
+
+
 class Draws:
     """Random numbers for the examples of a batch; those of an example depend on its number and the seed.
 
@@ -73,14 +79,14 @@ class Draws:
     def __init__(self, seed: int, numbers: Sequence[int]) -> None:
         """Seed and numbers are 0 or more."""
         self.seed = seed
-        self._keys = _hashed(_hashed(torch.tensor(seed)) + torch.tensor(numbers, dtype=torch.int64))
+        self._keys = keys_of(seed, numbers)
         self._drawn = 0  # numbers of each example
 
     def normal(self, shape: Sequence[int] = (), device: torch.device | str = "cpu") -> Tensor:
         """Return normal numbers (B,*shape) float32 on a device.  Box and Muller 1958."""
         bits = self._bits(math.prod(shape), device)
-        radius = (-2 * _fraction(bits >> 32).log()).sqrt()
-        return (radius * (2 * math.pi * _fraction(bits)).cos()).view(-1, *shape)
+        radius = (-2 * fraction(bits >> 32).log()).sqrt()
+        return (radius * (2 * math.pi * fraction(bits)).cos()).view(-1, *shape)
 
     def uniform(self) -> Tensor:
         """Return numbers (B,) float32 in [0,1), on the CPU."""
@@ -92,9 +98,19 @@ class Draws:
 
     def _bits(self, count: int, device: torch.device | str) -> Tensor:
         """Return the next random integers (B,count) int64 of each example."""
-        counters = torch.arange(self._drawn, self._drawn + count, device=device) + 1  # the hash of 0 is 0
-        self._drawn += count
-        return _hashed(self._keys.to(device)[:, None] + GOLDEN_RATIO * counters)
+        first, self._drawn = self._drawn, self._drawn + count
+        return bits_of(self._keys.to(device), first, count)
+
+
+def keys_of(seed: int, numbers: Sequence[int]) -> Tensor:
+    """Return what tells the random numbers of examples apart: (B,) int64, on the CPU."""
+    return _hashed(_hashed(torch.tensor(seed)) + torch.tensor(numbers, dtype=torch.int64))
+
+
+def bits_of(keys: Tensor, first: int, count: int) -> Tensor:
+    """Return random integers (B,count) int64 of examples, by their keys (B,), from a first one on."""
+    counters = torch.arange(first, first + count, device=keys.device) + 1  # the hash of 0 is 0
+    return _hashed(keys[:, None] + GOLDEN_RATIO * counters)
 
 
 def _hashed(x: Tensor) -> Tensor:
@@ -103,7 +119,7 @@ def _hashed(x: Tensor) -> Tensor:
     return x
 
 
-def _fraction(bits: Tensor) -> Tensor:
+def fraction(bits: Tensor) -> Tensor:
     """Return the lower 32 bits as numbers in (0,1]."""
     return ((bits & (2**32 - 1)) + 1).float() / 2**32
 
@@ -203,6 +219,7 @@ def batches(dataset: Dataset, seed: int, part: Slice, workers: int, prior: Datas
         num_workers=workers,
         prefetch_factor=8 if workers else None,
         worker_init_fn=ignore_signals,
+        generator=torch.Generator(),
     )
     yield from map(_reraised, _started(loader))
 
@@ -231,6 +248,7 @@ def in_order(
         sampler=parts,
         num_workers=workers,
         worker_init_fn=ignore_signals,
+        generator=torch.Generator(),  # or it draws its workers' seeds from torch's global one
     )
     for batch, errors in map(_reraised, _started(loader)):
         for number, error in errors.items():

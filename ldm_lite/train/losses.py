@@ -21,6 +21,7 @@ from ldm_lite.core.vae import AutoencoderKL
 from ldm_lite.models.controlnet import ControlNet
 from ldm_lite.networks import blocks, encode_captions, network_inputs
 from ldm_lite.train import distributed
+from ldm_lite.train.additions import LoRA
 from ldm_lite.train.batches import Batch, Draws, divided_into, in_order
 from ldm_lite.train.data import Buckets, Dataset, to_float
 
@@ -144,6 +145,9 @@ class DiffusionLoss:
 
     def __call__(self, batch: Batch, draws: Draws) -> Tensor:
         """Return the loss of one batch, with that of the prior."""
+        for network in self.networks.values():
+            if isinstance(network, LoRA):
+                network.at_step(draws.seed, batch.numbers)
         loss = self._mean(batch, draws)
         if batch.prior is not None and self.prior is not None:
             loss = loss + self.prior.weight * self._mean(batch.prior, Draws(draws.seed, batch.prior.numbers))

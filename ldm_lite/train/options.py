@@ -213,7 +213,7 @@ class OptimiserOptions(CheckedOptions):
         "how timesteps of a rectified flow are drawn, before the shift",
         choices=("logit_normal", "uniform"),
     )
-    # seed * 2^32 + step must be a seed of torch.
+    # seed * 2^32 + number is the index of a renderer's scene.
     seed: int = option(0, "seed of weights, noise and order", within=(0, 2**31 - 1))
     compile_network: bool = option(False, "compile the network that is trained")
     fsdp: bool = option(

@@ -5,6 +5,7 @@ import copy
 import functools
 import hashlib
 import importlib.util
+import itertools
 import logging
 import math
 import os
@@ -62,6 +63,7 @@ from ldm_lite.train.losses import (
 )
 from ldm_lite.train.options import CONFIG, PRECISIONS, TrainOptions, as_toml, check, check_here, resolved, with_config
 from ldm_lite.train.state import LOG, STATE, open_logger, read_log, write_tensors
+from ldm_lite.train.trainer import FOLDER as AVERAGES
 from ldm_lite.train.trainer import Trainer, Weights, check_resumable, using
 
 log = logging.getLogger("ldm_lite")
@@ -88,7 +90,6 @@ def train(
         on_step = lambda step, loss: None  # noqa: E731
     with run_folder(options) as folder, contextlib.ExitStack() as stack:
         stack.callback(close_files)
-        torch.manual_seed(options.seed)
         # What is learned, from what, by which loss.
         model = make_model(options, load)
         schedule = model.schedule.prediction, model.schedule.alpha_bar.tobytes(), model.family.scale_factor
@@ -290,11 +291,11 @@ def make_loss(options: TrainOptions, model: Pipeline, empty: Mapping[str, Tensor
         vectors = Vectors(model, options.init_word, options.vectors)
         model, networks = vectors.known_to(model, str(options.token)), {"embedding": vectors}
     elif options.stage == "control":
-        control = new_control(model)
+        control = new_control(model, options.seed)
         networks = {"control": control}
     elif options.lora_rank is not None:
         shape = options.lora_kind, options.lokr_factor, options.lora_conv, options.lora_dropout
-        lora = LoRA(networks, options.lora_rank, options.lora_alpha, *shape)
+        lora = LoRA(networks, options.lora_rank, options.lora_alpha, *shape, options.seed)
         if options.lora_weights is not None:
             load_lora(lora, Path(options.lora_weights))
         networks = {"lora": lora.to(model.device)}
@@ -345,6 +346,8 @@ def make_trainer(
     elif options.resume:
         log.info("%s: holds no state to continue from, a new run begins", trainer.folder)
     if distributed.rank() == 0:
+        if trainer.step == 0:
+            set_aside(trainer.folder, checkpoint_path(options))
         about = asdict(options)
         trainer.log.loggers = [open_logger(name, trainer.folder, about, trainer.step) for name in options.log_to]
     return trainer
@@ -357,6 +360,19 @@ def checkpoint_path(options: TrainOptions) -> Path:
     """Return the path of the checkpoint that a run writes."""
     kind = "lora" if options.lora_rank is not None else {"diffusion": "model"}.get(options.stage, options.stage)
     return Path(options.out) / f"{kind}.safetensors"
+
+
+def set_aside(folder: Path, checkpoint: Path) -> None:
+    """Move what a run that left no state has logged, drawn and averaged: a new one would go on with it, or keep it."""
+    kept = f"{checkpoint.stem}-*{checkpoint.suffix}"
+    patterns = LOG, "samples-*.png", kept, AVERAGES, "tensorboard", "wandb.id"
+    if left := [path for pattern in patterns for path in sorted(folder.glob(pattern))]:
+        numbers = itertools.count(1)
+        aside = next(path for number in numbers if not os.path.lexists(path := folder / f"earlier-{number}"))
+        aside.mkdir()
+        for path in left:
+            path.rename(aside / path.name)
+        log.info("%s: holds what a run without a state left, which is in %s now", folder, aside)
 
 
 def sample(

@@ -303,8 +303,6 @@ class Trainer:
                 captions = zip(batch.captions, batch.numbers, strict=True)
                 shuffled = [shuffle(text, options.keep_tokens, [6, options.seed, number]) for text, number in captions]
                 batch = replace(batch, captions=shuffled)
-            if options.lora_dropout:
-                torch.manual_seed(options.seed * 2**32 + batch.numbers[0])
             part = len(batch.numbers) / (options.batch_size * options.accumulate)
             with distributed.without_exchange(self._module) if left else contextlib.nullcontext(), self._kernels():
                 with self.autocast():

@@ -64,7 +64,7 @@ def test_what_training_writes_is_merged(kind: str, tmp_path: Path, bundled: Pipe
     weight = layer.get_parameter("weight")
     options: dict[str, Any] = {"factor": 4} if ADDITIONS[kind] is LoKr else {}
     torch.manual_seed(1)
-    trained = ADDITIONS[kind](weight.detach(), 2, 1.0, **options)
+    trained = ADDITIONS[kind](weight.detach(), 2, 1.0, torch.Generator(), **options)
     for parameter in trained.parameters():
         nn.init.normal_(parameter, 0.5, 0.2)
     x = torch.randn(3, weight.shape[1])

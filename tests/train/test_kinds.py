@@ -25,7 +25,8 @@ def test_a_change_is_lycoris(kind: str, shape: str) -> None:
     layer.weight.copy_(normal(1, *layer.weight.shape))
     assert layer.bias is not None
     layer.bias.copy_(normal(2, 24))
-    change = ADDITIONS[kind.removesuffix("_full")](layer.weight, 20 if kind == "lokr_full" else 2, 3.0).double()
+    rank, generator = 20 if kind == "lokr_full" else 2, torch.Generator()
+    change = ADDITIONS[kind.removesuffix("_full")](layer.weight, rank, 3.0, generator).double()
     x = normal(3, 4, 36) if shape == "linear" else normal(3, 2, 36, 3, 2)
     attached = AttachedLoRA(LoRA({}, 1), {})
 

@@ -1,5 +1,6 @@
 """A resumed run is the same run: what would make it another one is refused by name."""
 
+import json
 import os
 import shutil
 from dataclasses import fields, replace
@@ -14,6 +15,7 @@ from safetensors.torch import save_file
 from training import load_options, options, plain_options, train
 
 from ldm_lite.train.options import _INPUTS, _OF_A_CALL, MAY_CHANGE, TrainOptions, settings_of
+from ldm_lite.train.state import read_log
 
 needs_prodigy = pytest.mark.skipif(find_spec("prodigyopt") is None, reason="prodigyopt is not installed")
 BEGUN: dict[str, Any] = {"steps": 3, "minutes": 0.0, "lora_rank": 2, "lora_alpha": 1.0}
@@ -101,6 +103,35 @@ def test_what_may_change_does(begun: Path, folder: Path, small_path: Path, tmp_p
     text = (out / "config.toml").read_text()
     assert "lr = 0.0001" in text
     assert f'ckpt = "{ckpt}"' in text
+
+
+def test_a_new_run_has_nothing_of_one_that_left_no_state(
+    folder: Path, small_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither its log nor its samples and averages, and it keeps its own checkpoints; these are in another folder."""
+    caplog.set_level("INFO")
+    given = {"lora_rank": 2, "save_every": 1, "keep": 1, "ema_lengths": True, "ema_decay": 0.5}
+    for name, (steps, resume) in {"first": (3, False), "second": (2, True), "third": (1, False)}.items():
+        train(
+            options(folder, tmp_path, **given | {"steps": steps}, seed=steps, resume=resume), load_options(small_path)
+        )
+        rows = [json.loads(line)["step"] for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+        assert rows == [*range(1, steps + 1)], name
+        places = [
+            path.name for pattern in ("lora-*", "samples-*", "averages/*0.05*") for path in tmp_path.glob(pattern)
+        ]
+        assert sorted(places) == sorted(
+            [f"lora-000000{steps}.safetensors"]
+            + [f"{step:07}-0.050.safetensors" for step in rows]
+            + [f"samples-{step:07}.png" for step in rows]
+        ), name
+        (tmp_path / "state.pt").unlink()
+    assert f"{tmp_path}: holds what a run without a state left, which is in {tmp_path / 'earlier-2'} now" in caplog.text
+    for number, steps in ((1, 3), (2, 2)):
+        before = tmp_path / f"earlier-{number}"
+        assert [row["step"] for row in read_log(before / "log.jsonl")] == [*range(1, steps + 1)]
+        assert len(list(before.glob("averages/*"))) == 2 * steps
+        assert (before / f"lora-000000{steps}.safetensors").is_file()
 
 
 def test_every_option_is_compared_or_may_change() -> None:
