@@ -37,7 +37,6 @@ TABLE = {
         "command.make_cascade", (command_options.CascadeOptions, command_options.StageOptions, SaveOptions)
     ),
     "reconstruct": Command("reconstruct.reconstruct_images", (command_options.ReconstructOptions, SaveOptions)),
-    "samplers": Command("compare.compare_samplers", (command_options.CompareOptions, LoadOptions)),
     "verify": Command("verify.verify_model", (command_options.VerifyOptions, LoadOptions)),
     "export": Command("export.export_unet", (command_options.ExportOptions, LoadOptions)),
 }

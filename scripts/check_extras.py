@@ -15,8 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 NEEDING = {  # modules of the package that an extra is for
-    "plot": ["ldm_lite.tasks.compare"],
-    "evaluate": ["ldm_lite.evaluate"],
+    "plot": ["ldm_lite.bench.report"],
     "serve": ["ldm_lite.serve.server"],
     "serve-ray": ["ldm_lite.serve.ray", "ldm_lite.serve.server"],
     "batch": ["ldm_lite.batch.table", "ldm_lite.batch.store"],

@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_leaves
 
 from ldm_lite.runtime import offload
 from ldm_lite.runtime.tiling import tiled
-from ldm_lite.zoo.families import FAMILIES
-from ldm_lite.zoo.family import Family, build
+from ldm_lite.zoo.families import FAMILY_ROWS
+from ldm_lite.zoo.family import FamilyRow, build_network
 
 CARDS = (4, 6, 8, 12, 16, 24)  # GiB
 RESERVED = 0.8  # GiB: CUDA's context and libraries, and what the desktop takes
@@ -89,7 +89,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *args: object, **kwargs: object) -> 
 def network_memory(spec: Any, dtype: torch.dtype, *inputs: Tensor, tile: bool = False, **named: Tensor) -> Memory:
     """Count a network's memory in a forward of these inputs, without any only its weights'."""
     with torch.device("meta"):
-        network = build(spec).to(dtype).eval().requires_grad_(False)
+        network = build_network(spec).to(dtype).eval().requires_grad_(False)
         forward = tiled(network).decode if tile else getattr(network, "decode", network)
         sizes = [sum(tensor.nbytes for tensor in _tensors(block)) for block in offload._blocks(network)]
         alive = Alive(network)
@@ -101,7 +101,7 @@ def network_memory(spec: Any, dtype: torch.dtype, *inputs: Tensor, tile: bool = 
     return Memory(weights, pair, max(sizes, default=0), alive.peak)
 
 
-def family_memory(family: Family) -> dict[str, Memory]:
+def family_memory(family: FamilyRow) -> dict[str, Memory]:
     """Count the memory of each network of a family while it makes one image."""
     half = torch.bfloat16 if type(family.unet).__name__ != "UNetSpec" else torch.float16
     with torch.device("meta"):
@@ -152,7 +152,7 @@ def tables() -> str:
     needs = [f"| | px | {' | '.join(f'`{options}`' if options else 'nothing' for options in LADDER)} | weights |"]
     needs.append("|---|---:|" + "---:|" * len(LADDER) + "---:|")
     for name in ROWS:
-        family = FAMILIES[name]
+        family = FAMILY_ROWS[name]
         networks = family_memory(family)
         takes = {options: SLACK * peak(networks, options) / GIB + RESERVED for options in LADDER}
         fitting = [next((LADDER[options] for options in LADDER if takes[options] <= card), "-") for card in CARDS]

@@ -15,8 +15,8 @@ Prints a table and one line of JSON; --out gets evaluation.png, and looks.png, t
 
     python scripts/evaluate_emoji.py --compare quality.json --count 48 [--compare-steps 5,10,20]
 
-adds identity and background to the points of `python -m ldm_lite.samplers --compare`, which then draws them. A run that
-was stopped goes on.
+adds identity and background to the points of `python scripts/compare_samplers.py --compare`, which then draws them. A
+run that was stopped goes on.
 """
 
 import argparse
@@ -858,7 +858,7 @@ def compare(
     Raises ValueError for a file of another checkpoint.
     """
     if not path.exists():
-        raise ValueError(f"{path} does not exist: python -m ldm_lite.samplers --compare makes it")
+        raise ValueError(f"{path} does not exist: python scripts/compare_samplers.py --compare makes it")
     kept = comparison.read(path, {"model": pipe.name})
     count = len(prompts)
     asked = Txt2imgOptions(
@@ -1024,7 +1024,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of prompts and noise (default: %(default)s)")
     parser.add_argument("--curves", action="store_true", help="accuracy against scale and, per sampler, steps")
     parser.add_argument(
-        "--compare", type=Path, metavar="FILE", help="add to the results of ldm_lite.samplers --compare"
+        "--compare", type=Path, metavar="FILE", help="add to the results of scripts/compare_samplers.py --compare"
     )
     parser.add_argument(
         "--compare-steps", default="5,10,20", metavar="N,N", help="at these steps (default: %(default)s)"

@@ -29,14 +29,14 @@ LAYERS = [
     {"train"},
     {"batch", "bench", "serve"},
     {"commands"},
-    {"txt2img", "img2img", "inpaint", "upscale", "cascade", "reconstruct", "samplers", "export", "verify", "evaluate"},
+    {"txt2img", "img2img", "inpaint", "upscale", "cascade", "reconstruct", "export", "verify"},
     {"__init__", "__main__"},
 ]
 # Within a layer.
 ALSO = {("generate", "control"), ("zoo", "runtime"), ("image", "cli"), ("text", "cli")}
 # The main parts of commands.
 PRINTING = {
-    *("tasks.command", "tasks.compare", "tasks.export", "tasks.reconstruct", "tasks.verify"),
+    *("tasks.command", "tasks.export", "tasks.reconstruct", "tasks.verify"),
     *("train.__main__", "train.averages"),
     "batch.__main__",
     "core.__main__",
@@ -48,10 +48,8 @@ COMMANDS = {
     "upscale",
     "cascade",
     "reconstruct",
-    "samplers",
     "export",
     "verify",
-    "evaluate",
     "__main__",
 }
 BLOCKS = {"models.unet": {"models.adm"}, "models.unet_if": {"models.adm", "models.unet"}}

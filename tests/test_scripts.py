@@ -53,7 +53,7 @@ def test_the_chart_shows_the_table_of_the_page() -> None:
 def test_memory_is_counted_while_tensors_live(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a chain of linears two maps live at a time, beside the input."""
     chain = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(5)))
-    monkeypatch.setattr(count_memory, "build", lambda spec: chain.to("meta"))
+    monkeypatch.setattr(count_memory, "build_network", lambda spec: chain.to("meta"))
     memory = count_memory.network_memory(None, torch.float16, torch.empty(10, 64, device="meta", dtype=torch.float16))
     assert memory.activations == 2 * 10 * 64 * 2
     assert memory.weights == 5 * 65 * 64 * 2

@@ -57,39 +57,6 @@ class StageOptions(CheckedOptions):
 
 
 @dataclass(frozen=True)
-class CompareOptions(CheckedOptions):
-    """What to compare."""
-
-    prompt: str = option("a red apple on a blue background", "prompt of all runs", positional=True, common=True)
-    samplers: tuple[str, ...] = option(
-        "",
-        "comma-separated names (default: all); --compare also combines them with the tricks",
-        parse=words,
-        common=True,
-    )
-    steps: tuple[int, ...] = option(
-        "5,10,20,40,80", "comma-separated step counts", within=(1, 1000), parse=numbers, common=True
-    )
-    spacing: str = option(
-        "karras", "timestep spacing of all samplers: only then do they solve the same equation", common=True
-    )
-    spacings: tuple[str, ...] = option(
-        "leading,trailing,linspace,karras,exponential,beta", "comma-separated spacings to draw", parse=words
-    )
-    reference: int = option(400, "steps of the reference run", within=(1, 1000))
-    scale: float | None = option(None, "classifier-free guidance scale (default: the checkpoint's)", within=SCALES)
-    seed: int = option(42, "seed of the noise", within=SEEDS)
-    out: str = option("samplers.png", "name of the chart", common=True)
-    compare: bool = option(
-        False, "chart quality over cost, of samplers and of the tricks that save network calls", common=True
-    )
-    results: str | None = option(
-        None, "with --compare: keep results in this file; those it already holds are not run again", metavar="FILE"
-    )
-    debug: bool = option(False, "show the traceback of an error")
-
-
-@dataclass(frozen=True)
 class ExportOptions(CheckedOptions):
     """What to compile for."""
 

@@ -47,7 +47,7 @@ class _Parser(argparse.ArgumentParser):
 
     def __init__(self, command: str, about: str, positional: str) -> None:
         super().__init__(
-            prog=f"python -m ldm_lite.{command}",
+            prog=f"python {command}" if command.endswith(".py") else f"python -m ldm_lite.{command}",
             usage=f"%(prog)s {positional}[--flag VALUE ...]",
             description=about,
             allow_abbrev=False,

@@ -26,7 +26,6 @@ from ldm_lite.batch.options import BatchOptions
 from ldm_lite.bench.options import BenchOptions as Bench
 from ldm_lite.cli import console, flags
 from ldm_lite.cli.command_options import CascadeOptions as Cascade
-from ldm_lite.cli.command_options import CompareOptions as Samplers
 from ldm_lite.cli.command_options import ExportOptions as Export
 from ldm_lite.cli.command_options import ReconstructOptions as Reconstruct
 from ldm_lite.cli.command_options import StageOptions
@@ -38,7 +37,6 @@ from ldm_lite.cli.task_options import InpaintOptions as Inpaint
 from ldm_lite.cli.task_options import Txt2imgOptions as Options
 from ldm_lite.cli.task_options import UpscaleOptions as Upscale
 from ldm_lite.core.declare import FINITE, WHY_SCALES
-from ldm_lite.evaluate import EvaluateOptions
 from ldm_lite.runtime.tiling import out_of_memory
 from ldm_lite.serve.options import ServeOptions
 from ldm_lite.train.options import TrainOptions as Train
@@ -158,9 +156,7 @@ def test_python_refuses_what_is_no_choice_of_an_option() -> None:
         Img2img("a", resize="squash")
 
 
-@pytest.mark.parametrize(
-    "group", [Options, Img2img, Inpaint, Upscale, Cascade, Samplers, Train, Bench, Export, SaveOptions]
-)
+@pytest.mark.parametrize("group", [Options, Img2img, Inpaint, Upscale, Cascade, Train, Bench, Export, SaveOptions])
 def test_every_number_has_a_range(group: type[CheckedOptions], capsys: pytest.CaptureFixture[str]) -> None:
     hints = typing.get_type_hints(group)
     numbers = [each for each in dataclasses.fields(group) if {int, float} & {*typing.get_args(hints[each.name])}]
@@ -277,9 +273,9 @@ def messages(tree: ast.AST) -> list[str]:
 def test_an_option_that_a_message_names_exists() -> None:
     """And below the commands no message names a flag."""
     groups: tuple[type, ...] = (Options, Img2img, Inpaint, Upscale, Cascade, StageOptions, LoadOptions, SaveOptions)
-    groups = (*groups, Samplers, Export, Train, Bench, Reconstruct, Verify, ServeOptions, BatchOptions, EvaluateOptions)
+    groups = (*groups, Export, Train, Bench, Reconstruct, Verify, ServeOptions, BatchOptions)
     names = {each.name for group in groups for each in dataclasses.fields(group)}
-    names |= {"draw", "output", "C", "f", "config", "step"}  # of Python, the original scripts, train.averages alone
+    names |= {"draw", "output", "C", "f", "config", "run_row"}  # of Python, the original scripts, train.averages alone
     root, count = Path(ldm_lite.__file__).parent, 0
     for file in sorted(root.rglob("*.py")):
         for text in messages(ast.parse(file.read_text())):

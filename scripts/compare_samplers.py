@@ -1,5 +1,8 @@
 """Compare samplers: how far they are from the converged image after some steps, or against what a run costs.
 
+    python scripts/compare_samplers.py --steps 5,10        # a table and, with matplotlib, a chart
+    python scripts/compare_samplers.py --compare           # quality over cost
+
 The error is that of the last latents against a long run of Heun's method from the same noise.  It is defined only for
 samplers that add no noise.  All run with the same spacing, to solve the same equation.
 
@@ -16,6 +19,7 @@ import inspect
 import io
 import json
 import logging
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,12 +34,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from ldm_lite.checkpoint.loading import load_model
 from ldm_lite.checkpoint.model import CheckpointModel
 from ldm_lite.checkpoint.reader import on_meta
-from ldm_lite.cli.command_options import CompareOptions
+from ldm_lite.cli import console, flags
 from ldm_lite.cli.files import read_json
-from ldm_lite.cli.options import LoadOptions, SaveOptions
+from ldm_lite.cli.options import SEEDS, CheckedOptions, LoadOptions, SaveOptions, numbers, words
 from ldm_lite.cli.output import Saver
 from ldm_lite.cli.task_options import Txt2imgOptions
 from ldm_lite.cli.writing import write_whole
+from ldm_lite.core.declare import SCALES, option
 from ldm_lite.core.denoise import Branch, Call, Constraint, Draw, Inputs, InputSource, join, running, unconstrained
 from ldm_lite.core.job import Item, Latents, start
 from ldm_lite.core.job import run_batches as run_batches
@@ -56,6 +61,39 @@ log = logging.getLogger("ldm_lite")
 
 ACCURACIES = ("identity", "background")  # shares of images, which scripts/evaluate_emoji.py measures
 BASE = "dpmpp_2m"  # the sampler that tricks are tried with
+
+
+@dataclass(frozen=True)
+class CompareOptions(CheckedOptions):
+    """What to compare."""
+
+    prompt: str = option("a red apple on a blue background", "prompt of all runs", positional=True, common=True)
+    samplers: tuple[str, ...] = option(
+        "",
+        "comma-separated names (default: all); --compare also combines them with the tricks",
+        parse=words,
+        common=True,
+    )
+    steps: tuple[int, ...] = option(
+        "5,10,20,40,80", "comma-separated step counts", within=(1, 1000), parse=numbers, common=True
+    )
+    spacing: str = option(
+        "karras", "timestep spacing of all samplers: only then do they solve the same equation", common=True
+    )
+    spacings: tuple[str, ...] = option(
+        "leading,trailing,linspace,karras,exponential,beta", "comma-separated spacings to draw", parse=words
+    )
+    reference: int = option(400, "steps of the reference run", within=(1, 1000))
+    scale: float | None = option(None, "classifier-free guidance scale (default: the checkpoint's)", within=SCALES)
+    seed: int = option(42, "seed of the noise", within=SEEDS)
+    out: str = option("samplers.png", "name of the chart", common=True)
+    compare: bool = option(
+        False, "chart quality over cost, of samplers and of the tricks that save network calls", common=True
+    )
+    results: str | None = option(
+        None, "with --compare: keep results in this file; those it already holds are not run again", metavar="FILE"
+    )
+    debug: bool = option(False, "show the traceback of an error")
 
 
 @dataclass(frozen=True)
@@ -363,3 +401,14 @@ def compare_samplers(options: CompareOptions, load: LoadOptions) -> None:
     file = io.BytesIO()
     drawn().savefig(file, format="png")
     print(saver.sample(Image.open(file, formats=["PNG"]).convert("RGB"), options.prompt))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status."""
+    about = (__doc__ or "").splitlines()[0]
+    (options, load), _ = flags.parse(argv, "scripts/compare_samplers.py", about, (CompareOptions, LoadOptions))
+    return console.run(lambda: compare_samplers(options, load), (options, load))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -6,12 +6,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import evaluate_images as evaluate
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from ldm_lite import evaluate
 from ldm_lite.cli.version import pip_install
 
 

@@ -1,5 +1,7 @@
 """Measure images: Fréchet inception distance, precision and recall against others, and CLIP score against captions.
 
+    python scripts/evaluate_images.py images/ --reference photos/ --clip openai/clip-vit-base-patch16
+
 Needs the extra [evaluate]: torch-fidelity and torchmetrics compute them, with weights of networks that they download.
 """
 
@@ -40,7 +42,7 @@ class EvaluateOptions(CheckedOptions):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
-    (options,), _ = flags.parse(argv, "evaluate", (__doc__ or "").splitlines()[0], (EvaluateOptions,))
+    (options,), _ = flags.parse(argv, "scripts/evaluate_images.py", (__doc__ or "").splitlines()[0], (EvaluateOptions,))
     return console.run(lambda: print(json.dumps(evaluate(options), indent=1)), (options,))
 
 

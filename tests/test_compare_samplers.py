@@ -5,13 +5,13 @@ import os
 import sys
 from pathlib import Path
 
+import compare_samplers as command
 import pytest
+from compare_samplers import CompareOptions as Options
+from compare_samplers import compare, table
 from runs import status_of
 
 from ldm_lite import Pipeline
-from ldm_lite import samplers as command
-from ldm_lite.cli.command_options import CompareOptions as Options
-from ldm_lite.tasks.compare import compare, table
 
 FEW = Options(samplers="ddim,DPM++ 2M,heun,euler_a", steps="5,10,20", reference=60)
 
