@@ -29,8 +29,8 @@ from ldm_lite.control.loading import load_controls
 from ldm_lite.runtime import offload
 from ldm_lite.runtime.offload import _blocks
 from ldm_lite.runtime.quantization import STORAGES, Quantized, dequantize, quantize
-from ldm_lite.zoo.families import FAMILIES
-from ldm_lite.zoo.family import build
+from ldm_lite.zoo.families import FAMILY_ROWS
+from ldm_lite.zoo.family import build_network
 
 
 class Device:
@@ -218,9 +218,9 @@ def pretended_pinning(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize("name", ["sd1", "sdxl_base", "flux_dev", "qwen_image"])
 def test_hardly_more_is_pinned_than_the_weights(name: str) -> None:
-    for spec in FAMILIES[name].networks.values():
+    for spec in FAMILY_ROWS[name].networks.values():
         with on_meta():
-            network = build(spec).half()
+            network = build_network(spec).half()
         sizes = [tensor.nbytes for tensor in offload._tensors(network)]
         pinned = [size for size, _ in offload.packed(sizes)]
         assert all(size.bit_count() == 1 for size in pinned)
