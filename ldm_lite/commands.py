@@ -88,8 +88,7 @@ def _features_in(files: Sequence[str], kind: type) -> list[Any]:
     """
     if not files:
         return []
-    from ldm_lite.core.features import FEATURES  # which imports torch, as the files do
-    from ldm_lite.core.files import import_file
+    from ldm_lite.core.features import FEATURES, import_file  # which imports torch, as the files do
 
     for file in files:
         import_file(Path(file))

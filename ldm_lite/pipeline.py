@@ -284,18 +284,19 @@ class Pipeline(CheckpointModel):
         cond: Conditioning,
         uncond: Conditioning | None,
         plan: Plan,
-        guidance: float | Callable[..., Any] = 7.5,
+        scale: float | None = None,
         draw: Draw | None = None,
         *,
+        guidance: float | Callable[..., Any] | None = None,
         on_step: Callable[[State], object] = lambda state: None,
         wrap: Callable[[InputSource], InputSource] = lambda source: source,
     ) -> Tensor:
         """Run a plan from noise (B,C,h,w) and return the latents (B,C,h,w); a single conditioning serves all B images.
 
-        guidance is a scale, a function step -> scale, or a function (cond, uncond) or (cond, uncond, step) -> output
-        of the network's raw outputs (B,C,h,w); steps count from 0.  draw supplies the noise of stochastic samplers: see
-        noise_source.  on_step gets the state after every step.  wrap changes what the calls of the network read:
-        docs/forking.md.
+        scale is that of classifier-free guidance, by default the family's.  guidance replaces it: a number, a function
+        step -> scale, or a function (cond, uncond) or (cond, uncond, step) -> output of the network's raw outputs
+        (B,C,h,w); steps count from 0.  draw supplies the noise of stochastic samplers: see noise_source.  on_step gets
+        the state after every step.  wrap changes what the calls of the network read: docs/forking.md.
         """
         if not isinstance(noise, Tensor) or not isinstance(plan, Plan):
             raise TypeError(
@@ -306,7 +307,12 @@ class Pipeline(CheckpointModel):
             raise TypeError("got None as conditioning, expected what encode_prompt makes")
         of_images = conditioning_rows(positive, slice(None), count)
         of_negative = None if negative is None else conditioning_rows(negative, slice(None), count)
-        branches = guided(self, of_images, of_negative, guidance)
+        if guidance is not None and scale is not None:
+            raise ValueError("got `guidance` and `scale`, which it replaces: give one of them")
+        if callable(scale):
+            raise TypeError("got a function as `scale`, which is a number: give it as `guidance`")
+        scale = self.family.scale if scale is None else scale
+        branches = guided(self, of_images, of_negative, scale if guidance is None else guidance)
         return generate.denoise(self, noise, branches, plan, draw=draw, wrap=wrap, on_step=on_step)
 
     def decode(self, latents: Tensor, *, output: str = "pil") -> list[Any]:

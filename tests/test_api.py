@@ -76,7 +76,8 @@ def test_images_go_in_as_path_pil_numpy_and_tensor(pipe: Pipeline, tmp_path: Pat
 def test_the_parts_make_what_txt2img_makes(pipe: Pipeline) -> None:
     cond, uncond, plan = pipe.encode_prompt("a cat"), pipe.encode_prompt(""), pipe.plan("ddim", 2)
     noise = pipe.noise(seed=[5, 6], height=64, width=64)
-    latents = pipe.denoise(noise, cond, uncond, plan, guidance=pipe.family.scale)
+    latents = pipe.denoise(noise, cond, uncond, plan, scale=pipe.family.scale)
+    assert torch.equal(latents, pipe.denoise(noise, cond, uncond, plan)), "which is the default"
     by_parts = pipe.decode(latents, output="tensor")
     whole = pixels(pipe, "a cat", negative_prompt="", seed=5, batch_size=2)
     given = pixels(pipe, cond=cond.context.expand(2, -1, -1), uncond=uncond, noise=noise, batch_size=2)
@@ -232,6 +233,10 @@ def test_a_guidance_schedule_may_have_more_arguments_by_default(pipe: Pipeline) 
     cond = pipe.encode_prompt("a cat")
     with pytest.raises(ValueError, match="got a `guidance` function, but no conditioning of the negative prompt"):
         pipe.denoise(pipe.noise(), cond, None, pipe.plan("ddim", 1), guidance=lambda cond, uncond: cond)
+    with pytest.raises(ValueError, match="got `guidance` and `scale`, which it replaces"):
+        pipe.denoise(pipe.noise(), cond, cond, pipe.plan("ddim", 1), 2.0, guidance=lambda step: 2.0)
+    with pytest.raises(TypeError, match="got a function as `scale`, which is a number: give it as `guidance`"):
+        pipe.denoise(pipe.noise(), cond, cond, pipe.plan("ddim", 1), lambda step: 2.0)
 
 
 def test_a_plan_of_another_network_or_beside_a_sampler_is_refused(

@@ -143,7 +143,7 @@ def test_a_fork_names_itself(source: Path) -> None:
     for path in texts:
         names = set(re.findall("ldm_lite.", path.read_text(encoding="utf-8")))
         assert names <= (
-            {"ldm_lite."} if path.stem in ("family", "random_sd1", "files") else set()
+            {"ldm_lite."} if path.stem in ("family", "random_sd1", "features") else set()
         )  # what is read is named as ours
     assert "from mylab.pipeline import Pipeline, load" in (source / "mylab" / "__init__.py").read_text()
     assert (source / "README.md").read_text().startswith("# mylab\n")

@@ -20,7 +20,7 @@ from runs import unet_calls
 import ldm_lite
 from ldm_lite import img2img, txt2img, verify
 from ldm_lite.core import features
-from ldm_lite.core.files import import_file
+from ldm_lite.core.features import import_file
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "forking.md").read_text(encoding="utf-8")
@@ -237,7 +237,7 @@ def test_a_guidance_and_what_a_call_reads(tmp_path: Path, monkeypatch: pytest.Mo
     with unet_calls(pipe) as calls:
         pipe.denoise(noise, cond, uncond, plan, 5.0, wrap=names["late"])
     assert [len(call.x) for call in calls] == [1, 2, 2]
-    always = pipe.denoise(noise, cond, uncond, plan, formula)
+    always = pipe.denoise(noise, cond, uncond, plan, guidance=formula)
     every = lambda source: lambda call: source(call).combined_by(names["zero_star"])  # noqa: E731
     torch.testing.assert_close(pipe.denoise(noise, cond, uncond, plan, 5.0, wrap=every), always, rtol=1e-4, atol=1e-4)
     assert not torch.allclose(wrapped, always, atol=1e-3)

@@ -102,7 +102,7 @@ def test_a_guidance_function_may_take_the_step(pipe: Pipeline) -> None:
             assert seen == [0, 1, 2]
             torch.testing.assert_close(got, wanted, rtol=1e-3, atol=1e-3)
     cond, uncond, plan = pipe.encode_prompt("a"), pipe.encode_prompt(""), pipe.plan("ddim", 3)
-    a, b = (pipe.denoise(pipe.noise(1), cond, uncond, plan, f) for f in (stepwise, lambda step: 2.0 + step))
+    a, b = (pipe.denoise(pipe.noise(1), cond, uncond, plan, guidance=f) for f in (stepwise, lambda step: 2.0 + step))
     torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
 
 

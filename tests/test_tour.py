@@ -48,7 +48,7 @@ def test_the_lora_is_gone_after_its_block(done: dict[str, Any]) -> None:
 
 def test_guidance_by_number_schedule_and_function_agree(done: dict[str, Any]) -> None:
     pipe, noise, cond, uncond, plan = (done[name] for name in ("pipe", "noise", "cond", "uncond", "plan"))
-    number = pipe.denoise(noise, cond, uncond, plan, guidance=2.5)
+    number = pipe.denoise(noise, cond, uncond, plan, scale=2.5)
     assert torch.equal(number, pipe.denoise(noise, cond, uncond, plan, guidance=lambda step: 2.5))
     both = pipe.denoise(noise, cond, uncond, plan, guidance=lambda c, u: u + 2.5 * (c - u))
     assert torch.allclose(number, both, atol=1e-5)

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ldm_lite.core.features import FEATURES
-from ldm_lite.core.files import import_file, imported
+from ldm_lite.core.features import FEATURES, import_file
+from ldm_lite.core.files import imported
 from ldm_lite.core.options import Options
 from ldm_lite.core.pipeline import load
 

@@ -3,8 +3,12 @@
 import difflib
 import functools
 import logging
+import sys
+import traceback
+import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from ldm_lite.core.declare import check_values, option
@@ -124,6 +128,25 @@ def register_feature(kind: type[Feature]) -> type[Feature]:
         del FEATURES[name]
     FEATURES.update({field.name: kind for field in fields(kind)})
     return kind
+
+
+ORIGIN = "ldm_lite.core"  # how files of features name this package, in a fork too
+
+
+def import_file(path: Path) -> None:
+    """Run a Python file of one's own, such as one that registers a feature.
+
+    Raises ValueError, one line, for a file that cannot be read or run.
+    """
+    module = types.ModuleType(f"file_{path.stem}")
+    sys.modules[module.__name__] = module  # where dataclasses look for it
+    try:
+        text = path.read_text(encoding="utf-8").replace(ORIGIN, str(__package__))
+        exec(compile(text, str(path), "exec", dont_inherit=True), vars(module))
+    except Exception as error:
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        place = f", line {lines[-1]}" if lines else ""
+        raise ValueError(f"{path}{place}: {type(error).__name__}: {error}") from error
 
 
 def check_together(feature: Feature, is_set: Callable[[str], bool], task: str = "") -> None:

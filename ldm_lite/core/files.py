@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import importlib
 import re
-import sys
-import traceback
-import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -101,22 +98,3 @@ def imported(entry: Any) -> Any:
         return entry
     module, _, name = entry.partition(":")
     return getattr(importlib.import_module(module), name)
-
-
-ORIGIN = "ldm_lite.core"  # how files of features name this package, in a fork too
-
-
-def import_file(path: Path) -> None:
-    """Run a Python file of one's own, such as one that registers a feature.
-
-    Raises ValueError, one line, for a file that cannot be read or run.
-    """
-    module = types.ModuleType(f"file_{path.stem}")
-    sys.modules[module.__name__] = module  # where dataclasses look for it
-    try:
-        text = path.read_text(encoding="utf-8").replace(ORIGIN, str(__package__))
-        exec(compile(text, str(path), "exec", dont_inherit=True), vars(module))
-    except Exception as error:
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
-        place = f", line {lines[-1]}" if lines else ""
-        raise ValueError(f"{path}{place}: {type(error).__name__}: {error}") from error

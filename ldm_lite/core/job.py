@@ -129,7 +129,7 @@ def run_batches(job: Job) -> Events:
         yield Latents(job, batch, latents)
 
 
-def decode(events: Events) -> Iterator[Result]:
+def results_of(events: Events) -> Iterator[Result]:
     """Yield the results of a run, each as soon as it is decoded."""
     for event in events:
         if isinstance(event, Latents):

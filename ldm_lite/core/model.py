@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ldm_lite.core.denoise import Conditioning, run_row
 from ldm_lite.core.family import Family
 from ldm_lite.core.image import MOST_PIXELS as MOST
+from ldm_lite.core.layers import AttentionFn, shared_copy, use_attention
 from ldm_lite.core.plan import Plan
 from ldm_lite.core.schedule import Level, Schedule
 
@@ -49,6 +50,17 @@ class Model:
     def with_networks(self, **networks: nn.Module) -> Self:
         """Return the model with other networks, by kind: unet=, ...  layers.shared_copy makes one to change."""
         return replace(self, networks={**self.networks, **networks})
+
+    def with_attention(self, attention: str | AttentionFn, where: str = "*") -> Self:
+        """Return a model whose UNet attends by a function of q, k, v (B,H,N,D), in the layers that match `where`.
+
+        "*attn1" are the self-attentions, "*attn2" those to the text.  The batch is that of denoise.Guided: with
+        guidance the first half of B is the negative prompt's.  A fourth parameter named `place` is told the layer, the
+        size and the call: see layers.Place.  Weights are shared.
+        """
+        unet = shared_copy(self.unet)
+        use_attention(unet, attention, where)
+        return self.with_networks(unet=unet)
 
     def latent_shape(self, height: int, width: int) -> tuple[int, int, int]:
         """Return the latent shape (C,h,w) of an image.  Raises ValueError unless its sides are multiples of 8 px."""

@@ -20,8 +20,7 @@ from ldm_lite.core.denoise import Branch, Conditioning, Draw, Inputs, State, run
 from ldm_lite.core.family import recognise, schedule_of
 from ldm_lite.core.files import Tensors, open_tensors
 from ldm_lite.core.image import open_image, pad, to_pil, to_pixels
-from ldm_lite.core.job import Result, decode
-from ldm_lite.core.layers import AttentionFn, shared_copy, use_attention
+from ldm_lite.core.job import Result, results_of
 from ldm_lite.core.model import Model
 from ldm_lite.core.networks import load_network, split
 from ldm_lite.core.plan import Plan
@@ -60,8 +59,8 @@ class Pipeline(Model):
 
     def results(self, **options: Any) -> Iterator[Result]:
         """Yield the results of a task, each as soon as it is decoded: pixels, with the prompt and the seed."""
-        events = features.events_of(self, *features.read_arguments(options))  # a step runs when it is asked for
-        return decode(events)
+        events = features.events_of(self, *features.read_arguments(options))
+        return results_of(events)  # a generator: each step runs when its result is asked for
 
     def stream(self, prompt: str | Sequence[str], **options: Any) -> Iterator[State]:
         """Yield the state after each step; leaving the loop stops it.  pipe.decode(state.latents), or .x0, shows it."""
@@ -137,19 +136,6 @@ class Pipeline(Model):
         if len(sizes) != 1:
             raise ValueError(f"got images of sizes {sorted(sizes)}, expected one or more images of the same size")
         return self.encode_pixels(torch.stack(pixels))
-
-    # ---- changes ----------------------------------------------------------------------------------------------------
-
-    def with_attention(self, attention: str | AttentionFn, where: str = "*") -> Pipeline:
-        """Return a pipeline whose UNet attends by a function of q, k, v (B,H,N,D), in the layers that match `where`.
-
-        "*attn1" are the self-attentions, "*attn2" those to the text.  The batch is that of denoise.Guided: with
-        guidance the first half of B is the negative prompt's.  A fourth parameter named `place` is told the layer, the
-        size and the call: see layers.Place.  Weights are shared.
-        """
-        unet = shared_copy(self.unet)
-        use_attention(unet, attention, where)
-        return self.with_networks(unet=unet)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write all networks, in their dtype, with what load() needs to know, into one .safetensors file.
