@@ -96,13 +96,20 @@ def load_model(options: LoadOptions) -> Pipeline:
     return loading.load_model(options, Pipeline)
 
 
-def check_checkpoint(options: LoadOptions) -> bool:
-    """Read the header of a checkpoint, and return whether its network reads reference images.
+class ModelInputs(NamedTuple):
+    """What a model's network reads beside the prompt."""
+
+    references: bool  # images
+    scale: bool  # of guidance, which was distilled into it: there is nothing to guide by
+
+
+def check_checkpoint(options: LoadOptions) -> ModelInputs:
+    """Read the header of a checkpoint, and return what its network reads.
 
     Raises FileNotFoundError, ValueError if it is none of a known family.
     """
     family, *_ = loading.recognise_file(open_source(options.ckpt), options)
-    return family.references is not None
+    return ModelInputs(family.references is not None, family.distilled)
 
 
 def with_exact_batches(model: Pipeline) -> Pipeline | None:
@@ -149,9 +156,9 @@ def tasks_of(model: Pipeline) -> tuple[str, ...]:
     return TASKS[model.family.task]
 
 
-def reads_references(model: Pipeline) -> bool:
-    """Return whether a model reads images beside the prompt, as `reference`."""
-    return model.family.references is not None
+def inputs_of(model: Pipeline) -> ModelInputs:
+    """Return what a model's network reads beside the prompt."""
+    return ModelInputs(model.family.references is not None, model.family.distilled)
 
 
 def prompt_kind(model: Pipeline) -> str:

@@ -5,6 +5,7 @@ import contextlib
 import hmac
 import ipaddress
 import logging
+import re
 import time
 from collections.abc import AsyncIterator, Iterable
 from urllib.parse import urlsplit
@@ -30,7 +31,7 @@ from ldm_lite.serve.queue import CLIENT, Engine, Full, Stopping
 
 access = logging.getLogger("ldm_lite.access")
 
-PUBLIC_ROUTES = {"/healthz"}  # needs no key
+PUBLIC_ROUTES = re.compile(r"/healthz|/v1/images/[0-9a-f]{32}\.[a-z]{3,4}")  # need no key
 MOST_LOGGED = 200  # characters of a path
 SAFE = {"GET", "HEAD", "OPTIONS"}
 TOTALS = {  # of the engine, as Prometheus describes them
@@ -175,7 +176,7 @@ class _Guard:
             foreign or headers.get("sec-fetch-site") == "cross-site"
         ):
             raise Refused(403, f"a page of another site ({origin!r:.80}) may not use this server")
-        if scope["path"] not in PUBLIC_ROUTES and not self._has_key(headers.get("authorization", "")):
+        if not PUBLIC_ROUTES.fullmatch(scope["path"]) and not self._has_key(headers.get("authorization", "")):
             raise Refused(401, "expected the server's key: Authorization: Bearer KEY, or KEY as the password")
 
     def _is_ours(self, host: str) -> bool:

@@ -38,7 +38,7 @@ class ModelFacts(NamedTuple):
     steps: int
     tasks: tuple[str, ...]
     widths: set[int]  # of its text encoders, which embeddings fit
-    references: bool  # it reads images beside the prompt
+    inputs: toolkit.ModelInputs  # what its network reads
 
 
 class Library:
@@ -82,12 +82,12 @@ class Library:
         """Return what is known of a model: of one that never was loaded, what the default has."""
         return self._facts.get(name or self.default) or self._facts[self.default]
 
-    def reads_references(self, name: str | None) -> bool:
-        """Whether a model reads images beside the prompt, as the header of its file tells if it never was loaded."""
+    def inputs(self, name: str | None) -> toolkit.ModelInputs:
+        """Return what a model's network reads, as the header of its file tells if it never was loaded."""
         if name is None or name in self._facts:
-            return self.facts(name).references
+            return self.facts(name).inputs
         path = self.file("models", name)
-        return _reads_references(dataclasses.replace(self._load, ckpt=path), path.stat().st_mtime_ns)
+        return _inputs(dataclasses.replace(self._load, ckpt=path), path.stat().st_mtime_ns)
 
     @property
     def names(self) -> list[str]:
@@ -231,8 +231,8 @@ class Library:
         self.together = toolkit.with_exact_batches(model) if self._options.batching == "exact" else None
         encoders: tuple[Any, ...] = model.text_encoders
         widths = {encoder.spec.width for encoder in encoders if hasattr(encoder, "spec")}
-        tasks, references = toolkit.tasks_of(model), toolkit.reads_references(model)
-        self._facts[name] = ModelFacts(model.family.resolution, model.family.steps, tasks, widths, references)
+        tasks, inputs = toolkit.tasks_of(model), toolkit.inputs_of(model)
+        self._facts[name] = ModelFacts(model.family.resolution, model.family.steps, tasks, widths, inputs)
         self._model = self.together or model
 
     @property
@@ -256,11 +256,11 @@ def _shapes(path: Path, changed: int) -> Shapes:
 
 
 @functools.lru_cache(1024)
-def _reads_references(load: LoadOptions, changed: int) -> bool:
+def _inputs(load: LoadOptions, changed: int) -> toolkit.ModelInputs:
     try:
         return toolkit.check_checkpoint(load)
     except (ValueError, OSError):  # which is said when it is loaded
-        return False
+        return toolkit.ModelInputs(references=False, scale=False)
 
 
 @functools.lru_cache(1024)

@@ -1,14 +1,16 @@
-"""OpenAI's API for images: /v1/images/generations, /v1/images/edits, /v1/models.
+"""OpenAI's API for images: /v1/images/generations, /v1/images/edits, /v1/images/variations, /v1/models.
 
 Its own fields are used where they have a meaning here.  Beside them go seed, steps, scale, sampler, negative_prompt
 and strength, which its Python client sends from extra_body.
 """
 
+import base64
 import functools
 import re
+import secrets
 import time
 from collections.abc import AsyncIterator
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from fastapi import APIRouter, Request
 from fastapi.concurrency import run_in_threadpool
@@ -20,10 +22,12 @@ from ldm_lite.cli.task_options import Img2imgOptions, InpaintOptions, Txt2imgOpt
 from ldm_lite.image import to_rgb
 from ldm_lite.serve import http
 from ldm_lite.serve.http import Body, Refused, open_bytes, read_json, reading
-from ldm_lite.serve.queue import Engine, Ticket
+from ldm_lite.serve.queue import CLIENT, Engine, Ticket
 
-# Names that clients give by default; they are the default model, unless a file has such a name.
-ALIASES = ("gpt-image-1", "gpt-image-1-mini", "gpt-image-1.5", "chatgpt-image-latest", "dall-e-3", "dall-e-2")
+# OpenAI's own models, which clients name by default: they mean the default model, unless a file has such a name.
+ALIASES = re.compile(r"(?P<dalle>dall-e-[\w.-]{1,80})|(?:chat)?gpt-image-[\w.-]{1,80}")
+LIFETIME = 3600.0  # seconds that an image can be fetched by its URL
+MOST_LINKED = 64 * 2**20  # bytes of images that have a URL; a client has half
 USAGE = {  # the clients want it; nothing is charged, so there are no tokens
     "input_tokens": 0,
     "output_tokens": 0,
@@ -39,7 +43,7 @@ class ImageRequest(Body):
     model: str | None = None
     n: int | None = Field(None, ge=1)
     size: str | None = Field(None, description="WIDTHxHEIGHT, or auto")
-    response_format: Literal["b64_json"] | None = None
+    response_format: Literal["b64_json", "url"] | None = Field(None, description="b64_json; of dall-e-* both")
     output_format: Literal["png", "jpeg", "webp"] | None = None
     output_compression: int | None = Field(None, ge=0, le=100, description="quality of JPEG and WebP")
     background: Literal["opaque", "auto"] | None = None
@@ -52,6 +56,14 @@ class ImageRequest(Body):
     sampler: str | None = None
     negative_prompt: str | None = None
 
+    @property
+    def fields(self) -> set[str]:
+        """What an image's entry in the answer has of `b64_json` and `url`."""
+        if self.response_format is not None:
+            return {self.response_format}
+        alias = ALIASES.fullmatch(self.model or "")  # clients of these expect a URL
+        return {"b64_json", "url"} if alias and alias["dalle"] else {"b64_json"}
+
 
 class EditRequest(ImageRequest):
     """The fields of /v1/images/edits, besides the files `image` and `mask`.
@@ -62,9 +74,51 @@ class EditRequest(ImageRequest):
     strength: float | None = Field(None, description="0 keeps the image, 1 forgets it")
 
 
+class VariationRequest(EditRequest):
+    """The fields of /v1/images/variations, besides the file `image`."""
+
+    prompt: str = ""
+
+
+class Link(NamedTuple):
+    """An image that has a URL."""
+
+    client: str
+    until: float  # of time.monotonic()
+    content: bytes
+
+
+class Links:
+    """Images that answers name by a URL, in memory: the oldest make place for new ones."""
+
+    def __init__(self) -> None:
+        self._links: dict[str, Link] = {}  # by name, the oldest first
+
+    def add(self, contents: list[bytes], suffix: str) -> list[str]:
+        """Return names for the images of an answer.  Raises Refused if they are more than a client may have."""
+        client, now, half = CLIENT.get(), time.monotonic(), MOST_LINKED // 2
+        if sum(map(len, contents)) > half:
+            raise Refused(422, f"got images of more than {half >> 20} MiB: give b64_json as response_format, or fewer")
+        self._links = {name: link for name, link in self._links.items() if link.until > now}
+        names = [f"{secrets.token_hex(16)}.{suffix}" for _ in contents]
+        self._links |= zip(names, (Link(client, now + LIFETIME, content) for content in contents), strict=True)
+        for most, whose in ((half, client), (MOST_LINKED, None)):
+            held = [name for name, link in self._links.items() if whose in (link.client, None)]
+            while sum(len(self._links[name].content) for name in held) > most:
+                del self._links[held.pop(0)]
+        return names
+
+    def read(self, name: str) -> bytes:
+        """Return an image.  Raises Refused (404)."""
+        link = self._links.get(name)
+        if link is None or link.until < time.monotonic():
+            raise Refused(404, "there is no image at this address any more")
+        return link.content
+
+
 def router(engine: Engine) -> APIRouter:
     """Return the routes."""
-    routes = APIRouter(prefix="/v1", tags=["OpenAI"])
+    routes, links = APIRouter(prefix="/v1", tags=["OpenAI"]), Links()
     started = int(time.time())
 
     def about(name: str) -> dict[str, Any]:
@@ -86,7 +140,7 @@ def router(engine: Engine) -> APIRouter:
         """Text to image."""
         asked = await read_json(request, ImageRequest)
         ticket = await reading(request, _submit, engine, asked, {})
-        return await _respond(request, ticket, asked, "image_generation")
+        return await _respond(request, links, ticket, asked, "image_generation")
 
     @routes.post("/images/edits", openapi_extra=EditRequest.docs("multipart/form-data"))
     async def edits(request: Request) -> Response:
@@ -95,11 +149,25 @@ def router(engine: Engine) -> APIRouter:
         Models that read reference images (FLUX.2, Qwen-Image-Edit) edit an image without either by the prompt, or
         combine several.
         """
+        return await edit(request, EditRequest)
+
+    @routes.post("/images/variations", openapi_extra=VariationRequest.docs("multipart/form-data"))
+    async def variations(request: Request) -> Response:
+        """Image to image, without a prompt."""
+        return await edit(request, VariationRequest)
+
+    async def edit(request: Request, kind: type[EditRequest]) -> Response:
         fields, files = await http.read_form(request)
-        asked = http.validated(EditRequest, fields)
+        asked = http.validated(kind, fields)
         ticket = await reading(request, _submit, engine, asked, files)
         del files  # which would stay in memory while it waits
-        return await _respond(request, ticket, asked, "image_edit")
+        return await _respond(request, links, ticket, asked, "image_edit")
+
+    @routes.get("/images/{name}")
+    async def image(name: str) -> Response:
+        """An image, by the URL that an answer gave for it: whoever knows it needs no key."""
+        headers = {"Cache-Control": "private", "X-Content-Type-Options": "nosniff"}
+        return Response(links.read(name), headers=headers, media_type=f"image/{name.rpartition('.')[2]}")
 
     return routes
 
@@ -109,7 +177,7 @@ def _named(engine: Engine, name: str) -> str | None:
     names = engine.library.names
     if (plain := engine.library.plain(name, names)) in names:
         return plain
-    if name in ALIASES:
+    if ALIASES.fullmatch(name):
         return None
     raise Refused(
         404, http.one_line(f"unknown model {name!r:.80}: expected one of {', '.join(names)}"), "model_not_found"
@@ -132,7 +200,7 @@ def _submit(engine: Engine, asked: ImageRequest, files: dict[str, list[bytes]]) 
         return submit("txt2img", Txt2imgOptions(**options))
     most = engine.limits.max_pixels
     contents = files.get("image", []) + files.get("image[]", [])
-    if contents and "mask" not in files and asked.strength is None and engine.library.reads_references(model):
+    if contents and "mask" not in files and asked.strength is None and engine.library.inputs(model).references:
         opened = [open_bytes(content, "image", most) for content in contents]
         if len(opened) > 1 or _hole(opened[0]) is None:
             return submit("txt2img", Txt2imgOptions(**options | {"reference": tuple(map(to_rgb, opened))}))
@@ -163,14 +231,20 @@ def _hole(image: Image.Image) -> Image.Image | None:
     return None if mask.getbbox() is None else mask
 
 
-async def _respond(request: Request, ticket: Ticket, asked: ImageRequest, event: str) -> Response:
+async def _respond(request: Request, links: Links, ticket: Ticket, asked: ImageRequest, event: str) -> Response:
     if asked.stream:
         return http.stream(_events(ticket, asked, event))
     await http.ended(request, ticket)
-    data, about = [], dict[str, Any]()
+    data, about = list[dict[str, Any]](), dict[str, Any]()
     for result in ticket.results:
         about = await _encoded(result.image, asked)
         data.append({"b64_json": about.pop("b64_json"), "seed": result.seed})
+    if "url" in asked.fields:
+        contents = [await run_in_threadpool(base64.b64decode, entry["b64_json"]) for entry in data]
+        for entry, name in zip(data, links.add(contents, asked.output_format or "png"), strict=True):
+            entry["url"] = str(request.url_for("image", name=name))
+            if "b64_json" not in asked.fields:
+                del entry["b64_json"]
     ignored = {"ignored": sorted(asked.model_extra)} if asked.model_extra else {}
     return JSONResponse({"created": int(time.time()), "data": data, "usage": USAGE, **about, **ignored})
 

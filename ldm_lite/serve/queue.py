@@ -318,7 +318,7 @@ class Engine:
         embeddings: Any = {"embedding": self.library.embeddings_in(asked.texts, ticket.model)}
         ticket.options = dataclasses.replace(options, **embeddings) if embeddings["embedding"] else options
         if (model := self.library.ready(ticket.model)) is not None:
-            if ticket.cost.references and not facts.references:
+            if ticket.cost.references and not facts.inputs.references:
                 raise ValueError(f"{ticket.model} reads no reference images: leave out `reference`")
             if not ticket.cost.controls + ticket.cost.references:
                 prepare(model, ticket.options)

@@ -10,6 +10,7 @@ import pytest
 import random_checkpoint
 import torch
 import toy
+import toy_flow
 from PIL import Image
 from safetensors.torch import save_file
 from serving import Running, library_of, opened
@@ -187,17 +188,125 @@ def test_embeddings_are_used_by_name(server: Running, folder: Path, small_path: 
 
 def test_info_is_complete_and_names_what_is_ignored(server: Running) -> None:
     asked = SMALL | {"negative_prompt": "ugly", "cfg_scale": 5, "batch_size": 2, "subseed": 9, "subseed_strength": 0.3}
-    asked |= {"override_settings": {"eta_noise_seed_delta": 5, "CLIP_stop_at_last_layers": 1}, "save_images": True}
+    asked |= {"override_settings": {"samples_format": "png", "CLIP_stop_at_last_layers": 1}, "save_images": True}
     info = json.loads(server.ask(TXT2IMG, asked)[1]["info"])
     assert info["all_negative_prompts"] == ["ugly", "ugly"]
     assert info["all_subseeds"] == [9, 10]
     assert (info["sampler_name"], info["cfg_scale"], info["clip_skip"], info["steps"]) == ("Euler", 5, 1, 2)
     assert re.fullmatch(r"\d{14}", info["job_timestamp"])
     assert re.fullmatch(r"[0-9a-f]{8}", info["sd_model_hash"])
-    assert info["ignored"] == ["override_settings.eta_noise_seed_delta", "save_images"]
+    assert info["ignored"] == ["override_settings.samples_format", "save_images"]
     info = json.loads(server.ask(TXT2IMG, {"prompt": "x", "steps": 1, "width": 32, "height": 32})[1]["info"])
     assert info["sampler_name"].startswith("DDIM")
     assert info["cfg_scale"] > 0
+
+
+def test_fields_that_would_change_the_image_are_refused_by_name(server: Running) -> None:
+    """At the values at which they do nothing they are taken, as by clients that send all fields there are."""
+    from ldm_lite.serve.a1111.translation import NEUTRAL, NEUTRAL_SETTINGS
+    from ldm_lite.serve.http import encoded
+
+    nothing = {name: values[0] for name, values in NEUTRAL.items()}
+    settings = {name: values[0] for name, values in NEUTRAL_SETTINGS.items()}
+    whole = SMALL | nothing | {"override_settings": settings, "refiner_switch_at": 0.8, "width": 32, "height": 32}
+    null = dict.fromkeys(("scheduler", "eta", "batch_size", "styles", "mask_blur", "image_cfg_scale", "n_iter"))
+    scripts = {"ADetailer": {"args": [False, {}]}, "controlnet": {"args": []}}
+    for path, asked in ((TXT2IMG, {}), (IMG2IMG, {"init_images": [encoded(photo())], "mask_blur_x": 8})):
+        status, answer = server.ask(path, {**whole, **null, **asked, "alwayson_scripts": scripts})
+        assert status == 200, answer
+        ignored = json.loads(answer["info"])["ignored"]  # there is no second pass
+        assert ignored == ["hr_additional_modules", "hr_checkpoint_name", "refiner_switch_at"]
+    second = {"enable_hr": True, "cfg_scale": 5.0, "hr_cfg": 5.0, "hr_upscaler": "Latent", "hr_scale": 1.0}
+    assert server.ask(TXT2IMG, SMALL | nothing | second)[0] == 200
+    for name in NEUTRAL:
+        needs = {"enable_hr": True} if name.startswith("hr_") else {}
+        status, message = server.refused(IMG2IMG if name == "enable_hr" else TXT2IMG, SMALL | needs | {name: "other"})
+        assert (status, name in message) == (422, True), message
+    for name in NEUTRAL_SETTINGS:
+        status, message = server.refused(TXT2IMG, SMALL | {"override_settings": {name: "other"}})
+        assert (status, name in message) == (422, True), message
+        assert server.refused("/sdapi/v1/options", {name: "other"}) == (422, message)
+    message = server.refused(TXT2IMG, SMALL | second | {"hr_cfg": 2})[1]
+    assert message == "hr_cfg is not supported: leave it out, or give 5.0"
+    blur = {"init_images": [encoded(photo())], "mask": encoded(photo()), "mask_blur_x": 1, "mask_blur_y": 2}
+    assert "give mask_blur" in server.refused(IMG2IMG, SMALL | blur)[1]
+    assert "ADetailer" in server.refused(TXT2IMG, SMALL | {"alwayson_scripts": {"ADetailer": {"args": [True]}}})[1]
+
+
+@pytest.mark.parametrize(
+    ("settings", "options"),
+    [
+        ({"eta_noise_seed_delta": 31337}, {"ensd": 31337}),
+        ({"eta_ancestral": 0.5, "eta_ddim": 0.1}, {"eta": 0.5}),
+        ({"rho": 5, "sigma_max": 9.5, "sigma_min": 0.2}, {"spacing": "karras:rho=5.0:sigma_min=0.2:sigma_max=9.5"}),
+        ({"always_discard_next_to_last_sigma": True}, {"spacing": "karras:discard"}),
+        ({"randn_source": "NV"}, {"noise": "a1111"}),
+        ({"randn_source": "GPU"}, {"noise": "a1111"}),
+        ({"randn_source": "CPU", "rho": None}, {}),
+    ],
+    ids=str,
+)
+def test_settings_that_change_the_image(
+    server: Running, small_path: Path, settings: dict[str, Any], options: dict[str, Any]
+) -> None:
+    pipe = ldm_lite.load(small_path, device="cpu")
+    ours = {"steps": 4, "seed": 3, "width": 32, "height": 32, "prompt_syntax": "a1111", "negative_prompt": ""}
+    asked = {"prompt": "x", "steps": 4, "seed": 3, "width": 32, "height": 32, "sampler_name": "Euler a"}
+    asked |= {"scheduler": "Karras"}
+    [wanted] = pipe.txt2img("x", sampler="euler_a", **{"spacing": "karras", **ours, **options})
+    status, answer = server.ask(TXT2IMG, asked | {"override_settings": settings})
+    assert status == 200, answer
+    assert opened(answer["images"][0]).tobytes() == wanted.tobytes()
+    if options:
+        assert opened(server.ask(TXT2IMG, asked)[1]["images"][0]).tobytes() != wanted.tobytes()
+    # kept, they are those of the client's next requests
+    before = {name: value for name, value in server.ask("/sdapi/v1/options")[1].items() if name in settings}
+    assert server.ask("/sdapi/v1/options", settings)[0] == 200
+    assert opened(server.ask(TXT2IMG, asked)[1]["images"][0]).tobytes() == wanted.tobytes()
+    assert server.ask("/sdapi/v1/options", before) == (200, None)
+
+
+def test_options_keep_what_they_know_and_name_the_rest(server: Running) -> None:
+    options = server.ask("/sdapi/v1/options")[1]
+    assert re.fullmatch(r"small.safetensors \[[0-9a-f]{8}\]", options["sd_model_checkpoint"])
+    assert f"[{options['sd_checkpoint_hash']}]" in options["sd_model_checkpoint"]
+    sent = options | {"CLIP_stop_at_last_layers": 2, "samples_format": "png", "sd_vae": "Automatic"}
+    assert server.ask("/sdapi/v1/options", sent) == (200, {"ignored": ["samples_format"]})
+    assert server.ask("/sdapi/v1/options")[1] == options | {"CLIP_stop_at_last_layers": 2}
+    assert server.ask("/sdapi/v1/options", options) == (200, None)
+    for name, wrong in (("CLIP_stop_at_last_layers", 0), ("sd_model_checkpoint", "no"), ("eta_ddim", "x"), ("rho", [])):
+        assert server.refused("/sdapi/v1/options", {"s_churn": 3, name: wrong})[0] == 422
+        assert server.ask("/sdapi/v1/options")[1] == options
+
+
+@pytest.mark.parametrize(
+    ("asked", "scale"),
+    [
+        ({"cfg_scale": 1, "distilled_cfg_scale": 3.5}, 3.5),
+        ({"cfg_scale": 1, "distilled_cfg_scale": 2.0, "hr_distilled_cfg": 9, "hr_cfg": 1}, 2.0),
+        ({"distilled_cfg_scale": 2.0}, 2.0),
+        ({"cfg_scale": 1}, None),  # no guidance besides what is distilled
+        ({"cfg_scale": 2.0}, 2.0),
+        ({}, None),
+    ],
+    ids=str,
+)
+def test_forges_requests_for_flux(asked: dict[str, Any], scale: float | None, tmp_path: Path, small_path: Path) -> None:
+    """Of a model that was never loaded, too; other networks do not read a scale."""
+    from ldm_lite.serve.a1111.translation import Txt2imgRequest, WebuiSettings, submit
+    from ldm_lite.serve.http import Refused
+
+    toy_flow.write(tmp_path, "flux_dev")
+    engine = Engine(library_of(small_path, models=str(tmp_path)), ServeOptions())
+    request = Txt2imgRequest(prompt="x", width=32, height=32, steps=1, **asked)
+    ticket, ignored = submit(engine, WebuiSettings(sd_model_checkpoint="flux_dev"), request)
+    assert (ticket.options.scale, {*ignored}) == (scale, {name for name in asked if name.startswith("hr_")})
+    ticket, ignored = submit(engine, WebuiSettings(), request)
+    assert ticket.options.scale == asked.get("cfg_scale")
+    assert ("distilled_cfg_scale" in ignored) == ("distilled_cfg_scale" in asked)
+    both = Txt2imgRequest(prompt="x", cfg_scale=2.0, distilled_cfg_scale=3.5)
+    with pytest.raises(Refused, match="the network reads one scale: give 1 as cfg_scale"):
+        submit(engine, WebuiSettings(sd_model_checkpoint="flux_dev"), both)
 
 
 def test_models_have_names_with_suffix_and_hash(server: Running) -> None:
@@ -215,8 +324,17 @@ def test_what_clients_ask_for_besides(server: Running) -> None:
         assert server.ask(f"/sdapi/v1/{path}", {})[0] == 200
     memory = server.ask("/sdapi/v1/memory")[1]
     assert 0 < memory["ram"]["used"] < memory["ram"]["total"]
-    for path in ("hypernetworks", "sd-vae", "face-restorers", "prompt-styles"):
+    for path in ("hypernetworks", "sd-vae", "sd-modules", "face-restorers", "prompt-styles", "script-info"):
         assert server.ask(f"/sdapi/v1/{path}") == (200, [])
+    assert [about["name"] for about in server.ask("/sdapi/v1/extensions")[1]] == ["sd-webui-controlnet"]
+    types = server.ask("/controlnet/control_types")[1]["control_types"]
+    assert types["All"]["model_list"][0] == "None"
+    assert types["All"]["default_model"].startswith("edges [")
+    assert types["Canny"]["default_option"] == "canny"
+    assert types["Inpaint"]["model_list"] == ["None"]
+    assert server.ask("/controlnet/settings")[1]["control_net_unit_count"] == server.options.max_branches - 1
+    status, message = server.refused("/sdapi/v1/interrogate", {"image": "", "model": "clip"})
+    assert (status, "interrogate" in message) == (501, True)
 
 
 def test_settings_progress_and_interrupt_are_each_clients_own(library: Library) -> None:
@@ -234,9 +352,9 @@ def test_settings_progress_and_interrupt_are_each_clients_own(library: Library) 
         assert state.running == [ticket]
         CLIENT.set("b")
         assert state.running == []
-        assert state.settings["CLIP_stop_at_last_layers"] == 1
+        assert state.settings.CLIP_stop_at_last_layers == 1
         CLIENT.set("a")
-        assert state.settings["CLIP_stop_at_last_layers"] == 2
+        assert state.settings.CLIP_stop_at_last_layers == 2
         ticket.cancel()
         assert state.running == []
         for number in range(2 * routes.MOST_CLIENTS):

@@ -10,6 +10,8 @@ import shutil
 import struct
 import tempfile
 import threading
+import typing
+import urllib.request
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -91,7 +93,8 @@ def test_openais_client_generates_edits_and_streams(server: Running, small_path:
         (422, {"size": "32"}),
         (422, {"size": "1024x1024"}),
         (422, {"n": 0}),
-        (422, {"response_format": "url"}),
+        (422, {"response_format": "uri"}),
+        (422, {"output_format": "gif"}),
         (422, {"extra_body": {"steps": 5000}}),
         (422, {"extra_body": {"sampler": "eulerr"}}),
     ):
@@ -221,13 +224,76 @@ def test_the_clients_with_rectified_flow(flow_path: Path, small_path: Path, tmp_
         server.close()
 
 
-@pytest.mark.parametrize("name", ["gpt-image-1", "dall-e-3", "dall-e-2", "small.safetensors"])
+@pytest.mark.parametrize("name", ["gpt-image-1", "gpt-image-9-any", "dall-e-3", "small.safetensors"])
 def test_the_names_that_clients_give_by_default(server: Running, name: str) -> None:
     asked = {"prompt": "x", "size": "32x32", "steps": 1, "seed": 1}
     status, answer = server.ask(OPENAI, asked | {"model": name})
     assert status == 200
-    assert answer["data"] == server.ask(OPENAI, asked)[1]["data"]
+    assert answer["data"][0]["b64_json"] == server.ask(OPENAI, asked)[1]["data"][0]["b64_json"]
+    assert ("url" in answer["data"][0]) == name.startswith("dall-e")
     assert server.ask(f"/v1/models/{name}")[1]["id"] == name
+
+
+def test_all_image_models_of_openais_client_are_the_default_model(server: Running) -> None:
+    openai = pytest.importorskip("openai")
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    names = typing.get_args(openai.types.ImageModel)
+    assert "dall-e-3" in names
+    for name in names:
+        assert client.models.retrieve(name).id == name
+    for name in ("gpt-5", "gpt-image-", "dall-e-3/../x", "my-gpt-image-1"):
+        assert server.refused(OPENAI, {"prompt": "x", "model": name})[0] == 404
+
+
+@pytest.mark.filterwarnings("ignore:deprecated:DeprecationWarning")  # OpenAI retired variations
+def test_urls_and_variations(start: Start, small_path: Path) -> None:
+    openai = pytest.importorskip("openai")
+    server = start(api_key=KEY)
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0)
+    size: dict[str, Any] = {"size": "32x32", "extra_body": {"seed": 3, "steps": 3}}
+    made = client.images.generate(prompt="an apple", n=2, response_format="url", **size)
+    expected = client.images.generate(prompt="an apple", n=2, **size)
+    for linked, image in zip(made.data, expected.data, strict=True):
+        assert linked.b64_json is None
+        with urllib.request.urlopen(linked.url) as answer:  # as any client, without the key
+            assert answer.headers["content-type"] == "image/png"
+            assert answer.read() == base64.b64decode(image.b64_json)
+    assert server.refused(f"/v1/images/{'0' * 32}.png", None)[0] == 404
+    assert server.refused(OPENAI.replace("generations", "x.png"), None)[0] == 401
+
+    pipe = ldm_lite.load(small_path, device="cpu")
+    [wanted] = pipe.img2img("", Image.new("RGB", (32, 32), "red"), seed=3, steps=3, width=32, height=32)
+    varied = client.images.create_variation(image=("a.png", picture()), response_format="b64_json", **size)
+    assert opened(varied.data[0].b64_json).tobytes() == wanted.tobytes()
+    varied = client.images.create_variation(image=("a.png", picture()), model="dall-e-2", **size)
+    assert varied.data[0].url.startswith(server.url)
+
+
+def test_images_with_urls_are_limited_and_expire(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ldm_lite.serve import openai
+    from ldm_lite.serve.http import Refused
+    from ldm_lite.serve.queue import CLIENT
+
+    monkeypatch.setattr(openai, "MOST_LINKED", 40)
+    links, token = openai.Links(), CLIENT.set("a")
+    try:
+        first, second, third = (links.add([bytes(10)], "png")[0] for _ in range(3))
+        assert links.read(second) == links.read(third) == bytes(10)
+        with pytest.raises(Refused, match="no image"):
+            links.read(first)  # a client has half
+        with pytest.raises(Refused, match="b64_json as response_format"):
+            links.add([bytes(15), bytes(6)], "png")
+        for client in "bc":
+            CLIENT.set(client)
+            links.add([bytes(10)] * 2, "png")
+        with pytest.raises(Refused, match="no image"):
+            links.read(third)
+        monkeypatch.setattr(openai, "LIFETIME", -1.0)
+        [name] = links.add([bytes(5)], "png")
+        with pytest.raises(Refused, match="no image"):
+            links.read(name)
+    finally:
+        CLIENT.reset(token)
 
 
 def form_of(**fields: bytes) -> tuple[bytes, dict[str, str]]:
@@ -330,9 +396,9 @@ def test_an_edit_by_a_model_that_was_never_loaded(small_path: Path, tmp_path: Pa
     """Whether it reads references is told by the header of its file; a file that changes is read again."""
     library = library_of(small_path, models=str(tmp_path))
     klein = toy_flux2.write_whole(tmp_path)
-    assert [library.reads_references(name) for name in (None, klein.stem)] == [False, True]
+    assert [library.inputs(name).references for name in (None, klein.stem)] == [False, True]
     klein.write_bytes(b"no checkpoint")
-    assert not library.reads_references(klein.stem)
+    assert not library.inputs(klein.stem).references
 
 
 # ---- what is refused ------------------------------------------------------------------------------------------------

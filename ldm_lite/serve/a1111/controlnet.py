@@ -13,8 +13,22 @@ from ldm_lite.serve.http import Body, encoded, open_base64, read_json, reading
 from ldm_lite.serve.queue import Engine
 
 MODULES = {"none": "none", "canny": "canny", "inpaint": "inpaint", "inpaint_only": "inpaint"}  # of ControlNets
+CONTROL_TYPES = {  # of ControlNets, and their modules, the usual one last
+    "All": tuple(reversed(MODULES)),
+    "Canny": ("none", "canny"),
+    "Inpaint": ("none", "inpaint_only", "inpaint"),
+}
 THRESHOLDS = {"a": 100.0, "b": 200.0}  # of canny
 FITTED = {0: "stretch", "Just Resize": "stretch", 2: "pad", "Resize and Fill": "pad"}  # resize modes; others crop
+EXTENSION = {  # as A1111 lists its extensions
+    "name": "sd-webui-controlnet",
+    "remote": "",
+    "branch": "",
+    "commit_hash": "",
+    "version": "3",
+    "commit_date": 0,
+    "enabled": True,
+}
 MODES = {0: False, "Balanced": False, 2: True, "ControlNet is more important": True}  # whether Control guesses
 
 
@@ -123,10 +137,28 @@ def router(engine: Engine) -> APIRouter:
         """Whose names and defaults these are."""
         return {"version": 3}
 
+    @routes.get("/settings")
+    def settings() -> dict[str, Any]:
+        """How many a request may have."""
+        return {"control_net_unit_count": engine.limits.max_branches - 1}
+
+    def titles() -> list[str]:
+        return [library.title("controlnets", name)[0] for name in library.files("controlnets")]
+
     @routes.get("/model_list")
     def model_list() -> dict[str, Any]:
         """The ControlNets that requests may name."""
-        return {"model_list": [library.title("controlnets", name)[0] for name in library.files("controlnets")]}
+        return {"model_list": titles()}
+
+    @routes.get("/control_types")
+    def control_types() -> dict[str, Any]:
+        """The modules and ControlNets that go together, as their names tell."""
+        types, names = dict[str, Any](), titles()
+        for kind, modules in CONTROL_TYPES.items():
+            models = [name for name in names if kind == "All" or kind.lower() in name.lower()]
+            types[kind] = {"module_list": [*modules], "model_list": ["None", *models]}
+            types[kind] |= {"default_option": modules[-1], "default_model": models[0] if models else "None"}
+        return {"control_types": types}
 
     @routes.get("/module_list")
     def module_list() -> dict[str, Any]:

@@ -14,19 +14,32 @@ import torch
 from fastapi import APIRouter, Request
 from fastapi.concurrency import run_in_threadpool
 
-from ldm_lite.cli.task_options import Txt2imgOptions
 from ldm_lite.cli.version import __version__
 from ldm_lite.diffusion.webui import OFFERED, SCHEDULE_TYPES
 from ldm_lite.image import PIXEL_UPSCALERS
 from ldm_lite.serve import http
 from ldm_lite.serve.a1111 import controlnet, extras, translation
 from ldm_lite.serve.a1111.extras import ExtrasRequest, SeveralRequest, SingleRequest
-from ldm_lite.serve.a1111.translation import LATENT_UPSCALERS, ImagesRequest, Img2imgRequest, Txt2imgRequest
-from ldm_lite.serve.http import Body, PictureRequest, encoded, open_base64, read_json, reading
+from ldm_lite.serve.a1111.translation import (
+    LATENT_UPSCALERS,
+    ImagesRequest,
+    Img2imgRequest,
+    Txt2imgRequest,
+    WebuiSettings,
+)
+from ldm_lite.serve.http import PictureRequest, Refused, encoded, open_base64, read_json, reading
 from ldm_lite.serve.queue import CLIENT, Engine, Ticket
 from ldm_lite.text.parameters import read_parameters, text_of
 
-EMPTY = ("sd-vae", "hypernetworks", "face-restorers", "realesrgan-models", "prompt-styles")
+EMPTY = (
+    "sd-vae",
+    "sd-modules",
+    "hypernetworks",
+    "face-restorers",
+    "realesrgan-models",
+    "prompt-styles",
+    "script-info",
+)
 NOT_HERE: dict[str, object] = {  # what A1111 tells of an image that is made without it
     "restore_faces": False,
     "face_restoration_model": None,
@@ -50,11 +63,9 @@ class Interface:
         self._settings: OrderedDict[str, dict[str, Any]] = OrderedDict()  # by client
 
     @property
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> WebuiSettings:
         """The settings of the client that asks."""
-        title, digest = self.engine.library.title("models", self.engine.library.default)
-        usual = {"sd_model_checkpoint": title, "sd_checkpoint_hash": digest, "CLIP_stop_at_last_layers": 1}
-        return usual | self._settings.get(CLIENT.get(), {})
+        return WebuiSettings(**self._settings.get(CLIENT.get(), {}))
 
     def set(self, changed: dict[str, Any]) -> None:
         """Change settings of the client that asks."""
@@ -146,21 +157,21 @@ def router(engine: Engine) -> APIRouter:
     @routes.get("/options")
     def options() -> dict[str, Any]:
         """The settings of the client's requests."""
-        return state.settings
+        settings = state.settings.model_dump()
+        name = library.plain(settings["sd_model_checkpoint"], library.names) or library.default
+        title, digest = library.title("models", name)
+        return settings | {"sd_model_checkpoint": title, "sd_checkpoint_hash": digest}
 
-    @routes.post("/options", openapi_extra=Body.docs())
-    async def set_options(request: Request) -> None:
-        """Set the model and the layer of the text encoder for the client's requests."""
-        changed: dict[str, Any] = {}
-        for name, value in ((await read_json(request, Body)).model_extra or {}).items():
-            if name == "sd_model_checkpoint":
-                title, digest = library.title("models", library.check_request(str(value), ()))
-                changed |= {name: title, "sd_checkpoint_hash": digest}
-            elif name == "CLIP_stop_at_last_layers":
-                changed[name] = Txt2imgOptions(clip_skip=value).clip_skip
-            elif name != "sd_checkpoint_hash":
-                raise ValueError(f"unknown setting {name!r:.80}: expected {' or '.join(state.settings)}")
+    @routes.post("/options", openapi_extra=WebuiSettings.docs())
+    async def set_options(request: Request) -> dict[str, Any] | None:
+        """Set the model and other settings for the client's requests; the answer names those that are ignored."""
+        asked = await read_json(request, WebuiSettings)
+        ignored, changed = asked.ignored(), asked.changed
+        if asked.sd_model_checkpoint:
+            changed["sd_model_checkpoint"] = library.check_request(asked.sd_model_checkpoint, ())
         state.set(changed)
+        ignored = [name for name in ignored if name != "sd_checkpoint_hash"]  # which GET gives
+        return {"ignored": ignored} if ignored else None
 
     def refresh() -> None:
         """Folders are read for every request, and models are loaded when a request names them."""
@@ -173,6 +184,11 @@ def router(engine: Engine) -> APIRouter:
         """Free the model's memory once nothing waits; the next request loads it again."""
         engine.unload()
         return {}
+
+    @routes.post("/interrogate", openapi_extra=PictureRequest.docs())
+    async def interrogate(request: Request) -> None:
+        """Captions need a model that is not here."""
+        raise Refused(501, "captions of images (interrogate) are not supported: there is no model for them here")
 
     @routes.get("/memory")
     def memory() -> dict[str, Any]:
@@ -219,6 +235,7 @@ def router(engine: Engine) -> APIRouter:
         "latent-upscale-modes": lambda: [{"name": name} for name in LATENT_UPSCALERS],
         # of these there is none here, but clients ask for them when they start
         "scripts": lambda: {"txt2img": [], "img2img": []},
+        "extensions": lambda: [controlnet.EXTENSION],
         "embeddings": lambda: {"loaded": embeddings(), "skipped": {}},
         "cmd-flags": lambda: {},
         **dict.fromkeys(EMPTY, lambda: []),

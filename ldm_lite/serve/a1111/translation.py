@@ -7,14 +7,15 @@ fields that are ignored are named in the answer's info, under "ignored".
 import dataclasses
 import re
 import secrets
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from ldm_lite.cli.options import RANDOM_SEEDS
 from ldm_lite.cli.task_options import Img2imgOptions, InpaintOptions, Txt2imgOptions
 from ldm_lite.diffusion.names import has, resolve
-from ldm_lite.diffusion.webui import OFFERED, from_webui
+from ldm_lite.diffusion.webui import DISCARD, OFFERED, from_webui
 from ldm_lite.image import PIXEL_UPSCALERS, to_rgb
 from ldm_lite.serve import http
 from ldm_lite.serve.a1111.controlnet import Unit, controls
@@ -32,24 +33,111 @@ LATENT_UPSCALERS = [  # of latents
 ]
 VERSION = {"Version": "v1.10.0"}  # whose names and defaults these are
 NEUTRAL: dict[str, tuple[object, ...]] = {  # field that would change the image -> values at which it does nothing
-    "hr_checkpoint_name": ("Use same checkpoint", ""),
     "enable_hr": (False,),  # of img2img
+    "hr_checkpoint_name": ("Use same checkpoint", "", "None"),
+    "hr_additional_modules": ([], ["Use same choices"]),
+    "firstphase_width": (0,),
+    "firstphase_height": (0,),
+    "refiner_checkpoint": ("", "None"),
     "restore_faces": (False,),
     "tiling": (False,),
     "styles": ([],),
+    "disable_extra_networks": (False,),
     "seed_resize_from_h": (0, -1),
     "seed_resize_from_w": (0, -1),
+    "s_min_uncond": (0,),
     "s_tmin": (0,),
+    "s_tmax": (0,),
     "s_noise": (1,),
-    "script_name": ("",),
-    "image_cfg_scale": (1.5,),
+    "initial_noise_multiplier": (1,),
+    "latent_mask": ("",),
+    "mask_round": (True,),
+    "script_name": ("", "None"),
+    "infotext": ("",),
+}
+NEUTRAL_SETTINGS: dict[str, tuple[object, ...]] = {  # the same, of the settings
+    **{name: NEUTRAL[name] for name in ("tiling", "s_min_uncond", "s_tmin", "s_tmax", "s_noise")},
+    "initial_noise_multiplier": (1,),
+    "sd_vae": ("Automatic", "", "None"),
+    "sd_unet": ("Automatic", "", "None"),
+    "sd_hypernetwork": ("None", ""),
+    "forge_additional_modules": ([],),
+    "sd_vae_encode_method": ("Full",),
+    "sd_vae_decode_method": ("Full",),
+    "face_restoration": (False,),
+    "emphasis": ("Original",),
+    "sd_noise_schedule": ("Default",),
+    "sgm_noise_multiplier": (False,),
+    "img2img_extra_noise": (0,),
+    "img2img_color_correction": (False,),
+    "inpainting_mask_weight": (1,),
+    "skip_early_cond": (0,),
+    "s_min_uncond_all": (False,),
+    "token_merging_ratio": (0,),
+    "token_merging_ratio_img2img": (0,),
+    "token_merging_ratio_hr": (0,),
+    "uni_pc_variant": ("bh1",),
+    "uni_pc_skip_type": ("time_uniform",),
+    "uni_pc_order": (3,),
+    "uni_pc_lower_order_final": (True,),
+    "use_downcasted_alpha_bar": (False,),
+    "use_old_scheduling": (False,),
+    "use_old_karras_scheduler_sigmas": (False,),
+    "use_old_emphasis_implementation": (False,),
+}
+SCHEDULE = {  # settings of the noise levels -> their keys in a picture's text
+    "rho": "Schedule rho",
+    "sigma_min": "Schedule min sigma",
+    "sigma_max": "Schedule max sigma",
+    "beta_dist_alpha": "Beta schedule alpha",
+    "beta_dist_beta": "Beta schedule beta",
+    "always_discard_next_to_last_sigma": DISCARD,
 }
 SAME_NAMES = ("negative_prompt", "seed", "batch_size", "n_iter", "steps", "width", "height")  # in the options
 SAME = (None, "", "Use same sampler", "Use same scheduler")  # in the second pass as in the first
 _LORA = re.compile(r"<(?:lora|lyco):([^<>:]{1,200}+):?+([^<>]{0,400}+)>")
 
 
-class ImagesRequest(Body):
+class NullableFields(Body):
+    """A field that is null is as good as missing."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_null(cls, fields: Any) -> Any:
+        if not isinstance(fields, dict):
+            return fields
+        return {name: value for name, value in fields.items() if value is not None}
+
+
+class WebuiSettings(NullableFields):
+    """The web UI's settings that have an effect here, and their defaults."""
+
+    sd_model_checkpoint: str = ""
+    CLIP_stop_at_last_layers: int = Field(1, ge=1, le=100)
+    randn_source: Literal["CPU", "GPU", "NV"] = Field("CPU", description="the noise: ldm_lite's, or that of a GPU")
+    eta_noise_seed_delta: int = 0
+    eta_ddim: float = Field(0, ge=0, le=1)
+    eta_ancestral: float = Field(1, ge=0, le=1)
+    s_churn: float = Field(0, ge=0, le=1000)
+    rho: float = 0
+    sigma_min: float = 0
+    sigma_max: float = 0
+    beta_dist_alpha: float = 0.6
+    beta_dist_beta: float = 0.6
+    always_discard_next_to_last_sigma: bool = False
+    img2img_fix_steps: bool = False
+
+    def ignored(self) -> list[str]:
+        """The settings that have no effect.  Raises Refused for one that would change images."""
+        return _ignored(self, NEUTRAL_SETTINGS)
+
+    @property
+    def changed(self) -> dict[str, Any]:
+        """Those that have an effect and are given."""
+        return self.model_dump(include=self.model_fields_set & {*WebuiSettings.model_fields})
+
+
+class ImagesRequest(NullableFields):
     """What both tasks have; the defaults are the model's own."""
 
     prompt: str = ""
@@ -60,6 +148,7 @@ class ImagesRequest(Body):
     scheduler: str | None = None
     steps: int | None = None
     cfg_scale: float | None = None
+    distilled_cfg_scale: float | None = Field(None, description="Forge's: the scale that networks as FLUX.1's read")
     width: int | None = None
     height: int | None = None
     batch_size: int = Field(1, ge=1)
@@ -69,7 +158,7 @@ class ImagesRequest(Body):
     eta: float | None = None
     s_churn: float | None = None
     send_images: bool = True
-    override_settings: dict[str, Any] | None = Field(None, description="sd_model_checkpoint, CLIP_stop_at_last_layers")
+    override_settings: WebuiSettings | None = None
     alwayson_scripts: dict[str, Any] | None = None
 
 
@@ -96,22 +185,39 @@ class Img2imgRequest(ImagesRequest):
     mask: str | None = Field(None, description="white is repainted")
     denoising_strength: float = 0.75
     resize_mode: int = Field(0, ge=0, le=2, description="0 stretches, 1 crops, 2 fits")
-    mask_blur: float = 4
+    image_cfg_scale: float | None = Field(None, description="of InstructPix2Pix")
+    mask_blur: float | None = Field(None, description="in place of mask_blur_x and mask_blur_y")
+    mask_blur_x: float = 4
+    mask_blur_y: float = 4
     inpainting_mask_invert: int = Field(0, ge=0, le=1)
     inpainting_fill: int = Field(0, ge=0, le=3, description="under the mask: 0 fill, 1 original, 2 noise, 3 nothing")
     inpaint_full_res: bool = Field(True, description="only the masked area, at width and height")
     inpaint_full_res_padding: int = Field(0, ge=0, description="more pixels around that area")
 
 
-def submit(engine: Engine, settings: dict[str, Any], asked: ImagesRequest) -> tuple[Ticket, list[str]]:
-    """Queue a request; also return what of it is ignored.
+def _ignored(asked: Body, neutral: Mapping[str, tuple[object, ...]]) -> list[str]:
+    """The fields of a request that have no effect.  Raises Refused for one that would change images."""
+    extra = asked.model_extra or {}
+    for name, value in extra.items():
+        if name in neutral and value not in neutral[name]:
+            raise Refused(422, f"{name} is not supported: leave it out, or give {neutral[name][0]!r}", param=name)
+    return sorted(name[:80] for name in extra if name not in neutral)
+
+
+def submit(engine: Engine, kept: WebuiSettings, asked: ImagesRequest) -> tuple[Ticket, list[str]]:
+    """Queue a request of a client that has kept settings; also return what of it is ignored.
 
     Raises ValueError, and Refused for a field that would change the image and is not ours.
     """
-    most = engine.limits.max_pixels
-    for name, value in (asked.model_extra or {}).items():
-        if name in NEUTRAL and value is not None and value not in NEUTRAL[name]:
-            raise Refused(422, f"{name} is not supported: leave it out, or give {NEUTRAL[name][0]!r}")
+    most, library = engine.limits.max_pixels, engine.library
+    override = asked.override_settings or WebuiSettings()
+    settings = kept.model_copy(update=override.changed)
+    model = library.check_request(settings.sd_model_checkpoint or None, ())
+    reads_scale = library.inputs(model).scale
+    ignored = [f"override_settings.{name}" for name in override.ignored()]
+    ignored += _ignored(asked, _neutral(asked, reads_scale))
+    if asked.distilled_cfg_scale is not None and not reads_scale:
+        ignored.append("distilled_cfg_scale")
     units: list[Unit] = []
     for name, script in (asked.alwayson_scripts or {}).items():
         arguments = script.get("args") if isinstance(script, dict) else script
@@ -119,18 +225,13 @@ def submit(engine: Engine, settings: dict[str, Any], asked: ImagesRequest) -> tu
             if not isinstance(arguments or [], list):
                 raise Refused(422, f"got {type(arguments).__name__} as args of {name}, expected a list of ControlNets")
             units = [http.validated(Unit, unit) for unit in arguments or () if isinstance(unit, dict)]
-        elif arguments and arguments != [False]:
+        elif arguments and not (isinstance(arguments, list) and arguments[0] is False):  # which turns it off
             raise Refused(422, f"the script {name!r:.60} is not supported: leave it out of alwayson_scripts")
-    override = asked.override_settings or {}
-    settings |= {name: value for name, value in override.items() if name in settings}
-    ignored = [name for name in asked.model_extra or () if name not in NEUTRAL]
-    ignored += [f"override_settings.{name}" for name in override if name not in settings]
-    ignored = sorted(name[:80] for name in ignored)
-    model = str(settings["sd_model_checkpoint"])
     prompt, loras = _loras(asked.prompt)
-    options: dict[str, Any] = {name: getattr(asked, name) for name in SAME_NAMES} | _sampler(asked)
-    options |= {"prompt": prompt, "prompt_syntax": "a1111", "scale": asked.cfg_scale}
-    options["clip_skip"] = settings["CLIP_stop_at_last_layers"]
+    options: dict[str, Any] = {name: getattr(asked, name) for name in SAME_NAMES} | _sampler(asked, settings)
+    options |= {"prompt": prompt, "prompt_syntax": "a1111", "scale": _scale(asked, reads_scale)}
+    options |= {"clip_skip": settings.CLIP_stop_at_last_layers, "ensd": settings.eta_noise_seed_delta}
+    options |= {"noise": "own" if settings.randn_source == "CPU" else "a1111"}
     if asked.subseed_strength:
         subseed = secrets.randbelow(RANDOM_SEEDS) if asked.subseed == -1 else asked.subseed
         options |= {"variation_seed": subseed, "variation_strength": asked.subseed_strength}
@@ -149,12 +250,40 @@ def submit(engine: Engine, settings: dict[str, Any], asked: ImagesRequest) -> tu
     options["control"] = controls(engine, units, (asked.width, asked.height), image, mask)
     resize = ("stretch", "crop", "fit")[asked.resize_mode]
     options |= {"init_img": (image,), "strength": asked.denoising_strength, "resize": resize}
+    options["exact_steps"] = settings.img2img_fix_steps
     if mask is None:
+        if library.facts(model).tasks[0] == "img2img":  # InstructPix2Pix
+            options["image_scale"] = asked.image_cfg_scale
+        elif asked.image_cfg_scale is not None:
+            ignored.append("image_cfg_scale")
         return engine.submit("img2img", Img2imgOptions(**options), model, loras), ignored
-    options |= {"mask": (mask,), "feather": asked.mask_blur, "invert_mask": bool(asked.inpainting_mask_invert)}
+    if asked.mask_blur is None and asked.mask_blur_x != asked.mask_blur_y:
+        raise ValueError(f"got mask_blur_x {asked.mask_blur_x:g} and mask_blur_y {asked.mask_blur_y:g}: give mask_blur")
+    feather = asked.mask_blur_x if asked.mask_blur is None else asked.mask_blur
+    options |= {"mask": (mask,), "feather": feather, "invert_mask": bool(asked.inpainting_mask_invert)}
     options["masked_content"] = ("fill", "original", "noise", "nothing")[asked.inpainting_fill]
     options["only_masked"] = asked.inpaint_full_res_padding if asked.inpaint_full_res else None
     return engine.submit("inpaint", InpaintOptions(**options), model, loras), ignored
+
+
+def _neutral(asked: ImagesRequest, reads_scale: bool) -> dict[str, tuple[object, ...]]:
+    """NEUTRAL for a request: without a second pass its fields mean nothing; with one it has the first one's scale."""
+    if not getattr(asked, "enable_hr", False):
+        return {name: values for name, values in NEUTRAL.items() if not name.startswith("hr_")}
+    distilled = 3.5 if asked.distilled_cfg_scale is None else asked.distilled_cfg_scale
+    return NEUTRAL | {"hr_cfg": (asked.cfg_scale,)} | ({"hr_distilled_cfg": (distilled,)} if reads_scale else {})
+
+
+def _scale(asked: ImagesRequest, reads_scale: bool) -> float | None:
+    """The guidance scale; of a network that reads it, Forge's distilled one.  Raises Refused for both."""
+    if not reads_scale:
+        return asked.cfg_scale
+    if asked.distilled_cfg_scale is None:
+        return None if asked.cfg_scale == 1 else asked.cfg_scale
+    if asked.cfg_scale not in (None, 1):
+        message = f"got cfg_scale {asked.cfg_scale:g} and distilled_cfg_scale, but the network reads one scale"
+        raise Refused(422, f"{message}: give 1 as cfg_scale", param="cfg_scale")
+    return asked.distilled_cfg_scale
 
 
 def _loras(prompt: str) -> tuple[str, Loras]:
@@ -170,23 +299,29 @@ def _loras(prompt: str) -> tuple[str, Loras]:
     return _LORA.sub("", prompt), tuple(loras)
 
 
-def _sampler(asked: ImagesRequest) -> dict[str, Any]:
+def _sampler(asked: ImagesRequest, settings: WebuiSettings) -> dict[str, Any]:
     """The options for a sampler by A1111's name, or by one of ldm_lite's.  Raises ValueError."""
+    changed = settings.model_dump(exclude_defaults=True)
+    levels = {key: str(changed[name]) for name, key in SCHEDULE.items() if name in changed}
+    churn = changed.get("s_churn") if asked.s_churn is None else asked.s_churn
+    options: dict[str, Any] = {"eta": asked.eta, "churn": churn}
     name = asked.sampler_name or asked.sampler_index
     if not name:
-        return {}
+        if levels:
+            raise ValueError(f"got {', '.join(levels)} without a sampler: give sampler_name")
+        return options
     kind = (asked.scheduler or "").strip() or "Automatic"
+    spacing: str | None
     try:
-        key, spacing = from_webui(name, VERSION | {"Schedule type": kind})
+        key, spacing = from_webui(name, VERSION | {"Schedule type": kind} | levels)
     except ValueError:
-        if name in OFFERED:
+        if name in OFFERED or levels:
             raise
-        return dict(zip(("sampler", "spacing"), resolve(name), strict=True))
-    options: dict[str, Any] = {"sampler": key, "spacing": spacing}
-    for option, value in (("eta", asked.eta), ("churn", asked.s_churn)):
-        if value is not None and has(key, option):
-            options[option] = value
-    return options
+        key, spacing = resolve(name)
+    if asked.eta is None:
+        options["eta"] = changed.get("eta_ddim" if key.startswith("ddim") else "eta_ancestral")
+    used = {option: value for option, value in options.items() if has(key, option)}
+    return {"sampler": key, "spacing": spacing, **used}
 
 
 def _second_pass(asked: Txt2imgRequest, library: Library) -> dict[str, Any]:
@@ -203,11 +338,8 @@ def _second_pass(asked: Txt2imgRequest, library: Library) -> dict[str, Any]:
     options |= {"hires_steps": asked.hr_second_pass_steps or None}
     options |= {"hires_prompt": asked.hr_prompt or None, "hires_negative_prompt": asked.hr_negative_prompt or None}
 
-    upscaler, networks, ours = (
-        asked.hr_upscaler,
-        library.files("upscalers"),
-        (*LATENT_UPSCALERS, "None", *PIXEL_UPSCALERS),
-    )
+    upscaler, networks = asked.hr_upscaler, library.files("upscalers")
+    ours = (*LATENT_UPSCALERS, "None", *PIXEL_UPSCALERS)
     if upscaler in ours:
         options["hires_upscaler"] = "Lanczos" if upscaler == "None" else upscaler
     elif upscaler in networks:
