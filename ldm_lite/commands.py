@@ -25,8 +25,10 @@ class Command:
     run: str  # MODULE.FUNCTION of ldm_lite.tasks, which takes the options and, with `extend`, the values of its flags
     groups: tuple[type, ...]  # the dataclasses of its options
     extend: Callable[[argparse.ArgumentParser], object] | None = None  # adds the flags of original scripts
+    kept: str = "nothing is saved"  # said when it is interrupted, if it saves no images
 
 
+IMAGES_KEPT = "finished images are saved"
 _IMAGES = (LoadOptions, SaveOptions)
 TABLE = {
     "txt2img": Command("command.make", (Txt2imgOptions, *_IMAGES), flags.txt2img_flags),
@@ -66,7 +68,7 @@ def main_of(name: str, about: str | None, module: str = "") -> Callable[..., int
             body = getattr(importlib.import_module(f"ldm_lite.tasks.{module}"), function)
             body(*options, *([] if command.extend is None else [original]))
 
-        return console.run(run, options)
+        return console.run(run, options, IMAGES_KEPT if SaveOptions in command.groups else command.kept)
 
     if module == "__main__":
         sys.exit(main())

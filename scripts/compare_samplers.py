@@ -407,7 +407,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
     about = (__doc__ or "").splitlines()[0]
     (options, load), _ = flags.parse(argv, "scripts/compare_samplers.py", about, (CompareOptions, LoadOptions))
-    return console.run(lambda: compare_samplers(options, load), (options, load))
+    return console.run(lambda: compare_samplers(options, load), (options, load), "only the file of `results` is saved")
 
 
 if __name__ == "__main__":

@@ -6,10 +6,10 @@ coefficients of the next latent.  Needs matplotlib (extra "plot").
 
 import argparse
 import io
+import sys
+from typing import Any
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from PIL import Image
 
 from ldm_lite.diffusion.names import label, named_plan
@@ -20,7 +20,7 @@ COLUMNS = ["x", "aside", "H1", "H2", "H3", "H", "noise"]
 LIMIT = 1.5  # where the colours end
 
 
-def draw(axes: Axes, plan: Plan, title: str) -> None:
+def draw(axes: Any, plan: Plan, title: str) -> None:
     """Draw the rows of `mix` that make the next latent, (N,7)."""
     table = plan.mix[:, 0]
     axes.imshow(np.where(table == 0, np.nan, table), cmap="RdBu_r", vmin=-LIMIT, vmax=LIMIT, aspect="auto")
@@ -45,6 +45,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--out", default="plan.png")
     options = parser.parse_args()
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        sys.exit("no picture without matplotlib: pip install matplotlib")
     schedule = NoiseSchedule.from_betas(scaled_linear_betas(0.00085, 0.012), "eps")  # Stable Diffusion's
     figure = Figure(figsize=(4.3 * len(options.samplers), 4.2), layout="constrained")
     panels = figure.subplots(1, len(options.samplers), squeeze=False)[0]

@@ -94,8 +94,7 @@ def written(field: dataclasses.Field[Any]) -> str:
     if field.metadata["choices"] is not None:
         names = ", ".join(f'"{name}"' for name in field.metadata["choices"])
         return text.replace("str", f"Literal[{names}]")
-    is_path = names_files(field) or field.name in ("vae", "unet", "tokenizer", "t5_vocab", "compiled")
-    return text.replace("str", "str | os.PathLike[str]") if is_path else text
+    return text.replace("str", "str | os.PathLike[str]") if names_files(field) else text
 
 
 def classes() -> str:

@@ -1,9 +1,8 @@
 """Draw docs/performance.png from the first table in docs/performance.md: `python scripts/plot_performance.py`."""
 
 import re
+import sys
 from pathlib import Path
-
-from matplotlib.figure import Figure
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 
@@ -16,8 +15,11 @@ def rows(text: str) -> list[tuple[str, float]]:
 
 def main() -> None:
     """Draw a bar for each row."""
-    found = rows((DOCS / "performance.md").read_text(encoding="utf-8"))
-    names, seconds = zip(*found, strict=True)
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        sys.exit("no picture without matplotlib: pip install matplotlib")
+    names, seconds = zip(*rows((DOCS / "performance.md").read_text(encoding="utf-8")), strict=True)
     figure = Figure(figsize=(7, 2.2), layout="constrained")
     axes = figure.subplots()
     colors = ["#3b6fb6" if name.startswith("ours") else "#b8bfc9" for name in names]

@@ -42,12 +42,22 @@ def test_works_are_timed_in_turn() -> None:
 
 
 def test_the_chart_shows_the_table_of_the_page() -> None:
-    pytest.importorskip("matplotlib")
     plot = importlib.import_module("plot_performance")
     rows = plot.rows((plot.DOCS / "performance.md").read_text(encoding="utf-8"))
     assert len(rows) == 5
     assert rows[0] == ("original", 15.1)
     assert rows[-1] == ("ours, timed again", 6.17)
+
+
+@pytest.mark.parametrize(("name", "arguments"), [("draw_plan", ["heun"]), ("plot_performance", [])])
+def test_pictures_without_matplotlib_are_one_line(
+    name: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("matplotlib", "matplotlib.figure"):
+        monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.setattr(sys, "argv", [name, *arguments])
+    with pytest.raises(SystemExit, match="no picture without matplotlib: pip install matplotlib"):
+        importlib.import_module(name).main()
 
 
 def test_memory_is_counted_while_tensors_live(monkeypatch: pytest.MonkeyPatch) -> None:

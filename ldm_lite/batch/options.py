@@ -47,7 +47,9 @@ class BatchOptions(CheckedOptions):
     prompts: str | None = option(
         None, "table of prompts: .parquet, .jsonl, .csv or .txt; with --encode, captioned images", positional=True
     )
-    out: str | None = option(None, "folder of the results; the same command continues it (default: outputs/batch)")
+    out: str | None = option(
+        None, "folder of the results; the same command continues it (default: outputs/batch)", metavar="DIR"
+    )
     format: str = option("shards", "shards: tar files as WebDataset reads them", choices=("shards", "folder"))
     manifest: str = option("parquet", "format of the list of all images", choices=("parquet", "jsonl"))
     shard_size: int = option(

@@ -23,7 +23,7 @@ class BenchOptions(CheckedOptions):
     size: str = option(
         "", "the model: sd1 or another, with random weights, or bundled (default: sd1 on CUDA, else bundled)"
     )
-    ckpt: str | None = option(None, "measure this checkpoint")
+    ckpt: str | None = option(None, "measure this checkpoint", metavar="FILE")
     device: str = option("", "cuda, cuda:1, mps, cpu (default: the best available)")
     dtypes: tuple[str, ...] = option(
         "", "separated by commas (default: fp16,fp32 on CUDA, else fp32)", parse=words, choices=tuple(GATES)
@@ -53,7 +53,7 @@ class BenchOptions(CheckedOptions):
     rounds: int = option(10, "rounds of timing in a cell, at most", within=(1, MOST))
     minutes: float = option(9.0, "stop after this many minutes; what was measured is kept", within=(0, MOST))
     threads: int | None = option(None, "CPU threads (default: torch's choice)", within=(1, 4096))
-    out: str = option("outputs/bench", "folder for results.json, results.md and results.png")
+    out: str = option("outputs/bench", "folder for results.json, results.md and results.png", metavar="DIR")
     resume: bool = option(False, "keep the results that the folder holds; measure the missing cells and configurations")
     debug: bool = option(False, "show the traceback of an error")
 

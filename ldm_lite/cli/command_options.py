@@ -41,12 +41,20 @@ class StageOptions(CheckedOptions):
     """What to load, and on which device."""
 
     stage_1: str | None = option(
-        None, "DeepFloyd IF's first stage: a path, or owner/repository/file on the hub", common=True
+        None, "DeepFloyd IF's first stage: a path, or owner/repository/file on the hub", metavar="FILE", common=True
     )
-    stage_2: str | None = option(None, "its second stage; without it images are 64 px wide", common=True)
-    stage_3: str | None = option(None, "Stable Diffusion's x4 upscaler; without it images are 256 px wide", common=True)
-    t5: tuple[str, ...] = option((), "T5 v1.1 XXL's encoder; repeatable for a sharded file", common=True)
-    t5_vocab: str | None = option(None, "T5's spiece.model or tokenizer.json (default: the one beside --t5)")
+    stage_2: str | None = option(
+        None, "its second stage; without it images are 64 px wide", metavar="FILE", common=True
+    )
+    stage_3: str | None = option(
+        None, "Stable Diffusion's x4 upscaler; without it images are 256 px wide", metavar="FILE", common=True
+    )
+    t5: tuple[str, ...] = option(
+        (), "T5 v1.1 XXL's encoder; repeatable for a sharded file", metavar="FILE", common=True
+    )
+    t5_vocab: str | None = option(
+        None, "T5's spiece.model or tokenizer.json (default: the one beside --t5)", metavar="FILE"
+    )
     prompt_embeds: str | None = option(
         None, "precomputed embeddings (T,D) or (N,T,D) in place of a prompt: .npy, .safetensors or .pt"
     )
@@ -68,7 +76,7 @@ class ExportOptions(CheckedOptions):
         2, "UNet evaluations of a step and image: 2 with guidance, 1 without, 3 for InstructPix2Pix", within=(1, 3)
     )
     chunks: int = option(1, "chunks of 77 tokens in a prompt", within=(1, 1000))
-    out: str = option("unet.pt2", "name of the package")
+    out: str = option("unet.pt2", "name of the package", metavar="FILE")
     debug: bool = option(False, "show the traceback of an error")
 
 
@@ -78,7 +86,9 @@ class ReconstructOptions(CheckedOptions):
 
     image: str | None = option(None, "the image", positional=True)
     ckpt: str | None = option(
-        None, "a checkpoint, or an autoencoder's file: a path, or owner/repository/file on the hub (default: bundled)"
+        None,
+        "a checkpoint, or an autoencoder's file: a path, or owner/repository/file on the hub (default: bundled)",
+        metavar="FILE",
     )
     device: str | None = option(None, "cuda, cuda:1, mps, cpu (default: the best there is)")
     dtype: str | None = option(None, "fp32, fp16, bf16 (default: fp16 on CUDA, else fp32)")
@@ -91,7 +101,7 @@ class VerifyOptions(CheckedOptions):
     whole: str | None = option(
         None,
         "also compare whole images of 50 steps: a folder with files of the data set diffusers/test-arrays, or hub",
-        metavar="FOLDER",
+        metavar="DIR",
         common=True,
     )
     only: str | None = option(None, "only checkpoints whose name contains this, e.g. 1.4", common=True)

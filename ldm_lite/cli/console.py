@@ -94,7 +94,7 @@ class _Messages(logging.Handler):
             tqdm.write(line, file=sys.stderr)
 
 
-def run(body: Callable[[], None], options: Sequence[object] = (), kept: str = "finished images are saved") -> int:
+def run(body: Callable[[], None], options: Sequence[object] = (), kept: str = "nothing is saved") -> int:
     """Run a command's body and return its exit status: 0, 1 (the machine failed), 2 (bad input) or 128 + a signal's.
 
     options are the command's dataclasses.  An error is one line on stderr, with options as flags; with debug set it is

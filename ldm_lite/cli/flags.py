@@ -14,6 +14,7 @@ from ldm_lite.cli.console import as_flags, printable, shortened, show
 from ldm_lite.core.declare import TYPES
 
 Field = dataclasses.Field[Any]
+LONGEST_CHOICES = 50  # characters of a line of help, beside the flag
 FLAG = "{flag}"  # in messages of types, which do not know it
 
 
@@ -197,6 +198,9 @@ def _add(section: Any, field: Field, hint: Any) -> argparse.Action:
     else:
         kind = hint if hint in (int, float) else str
         choices = about["choices"] and "{" + ",".join(about["choices"]) + "}"
+        if choices and len(choices) > LONGEST_CHOICES:
+            kwargs["help"] += ": one of " + ", ".join(about["choices"])
+            choices = "NAME"
         kwargs["metavar"] = choices or about["metavar"] or {int: "N", float: "X"}.get(kind, "TEXT")
         kwargs["type"] = number(kind) if kind is not str else str if field.name.endswith("prompt") else _text
     if about["positional"]:

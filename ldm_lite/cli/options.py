@@ -133,7 +133,9 @@ class RuntimeOptions(CheckedOptions):
         "steps, for networks below a billion parameters; else off)",
         common=True,
     )
-    compiled: str | None = option(None, "run the UNet of this package, written by `python -m ldm_lite.export`")
+    compiled: str | None = option(
+        None, "run the UNet of this package, written by `python -m ldm_lite.export`", metavar="FILE"
+    )
     kernels: str | None = option(
         None,
         "plain: only PyTorch's own kernels, and nothing is timed; on a GPU also all, or a comma-separated list of the "
@@ -165,18 +167,22 @@ class LoadOptions(RuntimeOptions):
         None,
         "checkpoint: a file, a diffusers folder, or owner/repository[/file] on the hub (default: the bundled model)",
         "--pretrained_model_name_or_path",
+        metavar="FILE",
         common=True,
     )
-    vae: str | None = option(None, "take the autoencoder from this file", common=True)
-    unet: str | None = option(None, "take the UNet from this file")
+    vae: str | None = option(None, "take the autoencoder from this file", metavar="FILE", common=True)
+    unet: str | None = option(None, "take the UNet from this file", metavar="FILE")
     text_encoder: tuple[str, ...] = option(
-        (), "take a text encoder (CLIP-L, bigG, T5, Qwen3, ...) from this file; repeatable", metavar="TEXT"
+        (), "take a text encoder (CLIP-L, bigG, T5, Qwen3, ...) from this file; repeatable", metavar="FILE"
     )
     tokenizer: str | None = option(
         None,
         "Qwen's tokenizer.json, or a folder with it or with vocab.json and merges.txt (default: beside the weights)",
+        metavar="FILE",
     )
-    t5_vocab: str | None = option(None, "T5's spiece.model or tokenizer.json (default: the one beside its weights)")
+    t5_vocab: str | None = option(
+        None, "T5's spiece.model or tokenizer.json (default: the one beside its weights)", metavar="FILE"
+    )
     lora: tuple[str, ...] = option(
         (),
         "merge a LoRA, a file or PEFT's folder; WEIGHT may have parts: 0.8:lbw=OUTD, te=0.5:unet=1; repeatable",
@@ -223,6 +229,7 @@ class SaveOptions(CheckedOptions):
         None,
         "folder for the images, or a name ending in .png (default: outputs/COMMAND-samples)",
         "--outdir",
+        metavar="PATH",
         common=True,
     )
     skip_save: bool = option(False, "do not save single images")

@@ -67,7 +67,7 @@ class Hires(Feature):
     )
     hires_upscaler: str = option(
         "Latent",
-        "how it is enlarged: Latent, Latent (nearest), ... in the latents; Lanczos, Nearest in pixels",
+        "how it is enlarged, in the latents or (Lanczos, Nearest) in pixels",
         choices=(*UPSCALERS, "Lanczos", "Nearest"),
         png="Hires upscaler",
         always=True,

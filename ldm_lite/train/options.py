@@ -24,6 +24,7 @@ class DataOptions(CheckedOptions):
         None,
         "folder of images with captions: NAME.txt beside each, or a .jsonl; or .tar files",
         *("--train_data_dir", "--instance_data_dir"),
+        metavar="PATH",
         common=True,
     )
     caption: str | None = option(None, "caption of images without one")
@@ -40,6 +41,7 @@ class DataOptions(CheckedOptions):
         None,
         "DreamBooth: images of the class, to train on beside those of --data",
         *("--class_data_dir", "--reg_data_dir"),
+        metavar="DIR",
     )
     class_prompt: str | None = option(
         None, "DreamBooth: caption of the class images; without --class-data, keep the base model's prediction for it"
@@ -49,13 +51,16 @@ class DataOptions(CheckedOptions):
         None,
         "folder of images, or a fraction of the data such as 0.1, to measure the loss on, not to train on",
         "--validation_split",
+        metavar="PATH",
         common=True,
     )
     validate_every: int | None = option(
         None, "steps between validations (default: --save-every)", "--validate_every_n_steps", within=(1, MOST)
     )
-    renderer: str | None = option(None, "Python file whose scenes(resolution, ...) draws captioned images")
-    renderer_options: str = option("{}", "arguments of scenes(), as JSON")
+    renderer: str | None = option(
+        None, "Python file whose scenes(resolution, ...) draws captioned images", metavar="FILE"
+    )
+    renderer_options: str = option("{}", "arguments of scenes(), as JSON", metavar="JSON")
     scenes: int | None = option(
         None, "draw this many scenes once, and keep their latents (default: new scenes at every step)", within=(1, MOST)
     )
@@ -231,7 +236,7 @@ class OptimiserOptions(CheckedOptions):
 class TrainOptions(DataOptions, LearnedOptions, OptimiserOptions):
     """The run."""
 
-    out: str = option("outputs/train", "folder of the run", "--output_dir", common=True)
+    out: str = option("outputs/train", "folder of the run", "--output_dir", metavar="DIR", common=True)
     resume: bool = option(False, "continue the run in that folder", common=True)
     config: str | None = option(
         None,

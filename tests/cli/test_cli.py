@@ -36,6 +36,7 @@ from ldm_lite.cli.task_options import Img2imgOptions as Img2img
 from ldm_lite.cli.task_options import InpaintOptions as Inpaint
 from ldm_lite.cli.task_options import Txt2imgOptions as Options
 from ldm_lite.cli.task_options import UpscaleOptions as Upscale
+from ldm_lite.commands import TABLE
 from ldm_lite.core.declare import FINITE, WHY_SCALES
 from ldm_lite.runtime.tiling import out_of_memory
 from ldm_lite.serve.options import ServeOptions
@@ -304,8 +305,54 @@ def shown(command: str, flag: str, capsys: pytest.CaptureFixture[str]) -> list[l
     if flag != "--help-all":
         [number] = re.findall(r"^--help-all shows all (\d+) options\.$", text, re.MULTILINE)
         assert int(number) == len(shown(command, "--help-all", capsys))
+    assert max(map(len, text.splitlines())) <= 80
     lines = re.findall(r"^  (-.*?)(?:  |$)", text, re.MULTILINE)
     return [re.findall(r"(?<![\w-])--?[A-Za-z][\w-]*", line) for line in lines]
+
+
+FILES = {
+    "vae",
+    "unet",
+    "text-encoder",
+    "tokenizer",
+    "t5-vocab",
+    "compiled",
+    "ckpt",
+    "data",
+    "out",
+    "renderer",
+    "stage-1",
+    "stage-3",
+    "t5",
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_values_that_name_files_are_shown_as_such(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    module = f"ldm_lite.{command}{'.__main__' * (command in ('serve', 'train', 'bench', 'batch'))}"
+    with pytest.raises(SystemExit):
+        importlib.import_module(module).main(["--help-all"])
+    values = re.findall(r"^  --([\w-]+)(?:, --[\w-]+)* ([A-Z]\S*)", capsys.readouterr().out, re.MULTILINE)
+    assert {(name, value) for name, value in values if name in FILES and not re.search("FILE|PATH|DIR", value)} == set()
+
+
+@pytest.mark.parametrize(
+    ("command", "kept"),
+    [
+        ("txt2img", "finished images are saved"),
+        ("verify", "nothing"),
+    ],
+)
+def test_a_command_that_is_stopped_says_what_it_has_saved(
+    command: str, kept: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(*options: object) -> None:
+        raise KeyboardInterrupt
+
+    folder, _, function = TABLE[command].run.partition(".")
+    monkeypatch.setattr(f"ldm_lite.tasks.{folder}.{function}", stopped)
+    assert importlib.import_module(f"ldm_lite.{command}").main([]) == 130
+    assert capsys.readouterr().err.startswith(f"interrupted: {kept}")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full is Linux's")

@@ -140,7 +140,7 @@ def test_a_signal_is_one_line_and_a_status(name: str, status: int, capsys: pytes
             raise ImportError("numpy failed") from error
 
     assert console.run(body) == status
-    assert capsys.readouterr().err == "interrupted: finished images are saved\n"
+    assert capsys.readouterr().err == "interrupted: nothing is saved\n"
     assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGHUP)] == handlers
 
 
@@ -165,7 +165,7 @@ def test_a_signal_that_waited_for_a_file_has_its_status(capsys: pytest.CaptureFi
             os.kill(os.getpid(), signal.SIGTERM)
 
     assert console.run(body) == 143
-    assert capsys.readouterr().err == "interrupted: finished images are saved\n"
+    assert capsys.readouterr().err == "interrupted: nothing is saved\n"
 
 
 def test_what_only_notes_signals_does_so_around_a_file_too() -> None:
