@@ -523,7 +523,7 @@ def test_an_unknown_part_of_a_layer_is_named(prefix: str, family: str, tmp_path:
 
 
 def test_the_documented_matrix_is_what_is_tested() -> None:
-    page = (Path(__file__).parents[1] / "docs" / "checkpoints.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[1] / "docs" / "loras.md").read_text(encoding="utf-8")
     table = page[page.index("| LoRAs of |") :].split("\n\n")[0].splitlines()[2:]
     told = {}
     for line in table:

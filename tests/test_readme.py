@@ -38,9 +38,23 @@ def test_every_folder_and_file_has_its_place() -> None:
             assert path.name in architecture or path.name == "__init__.py" or path.parts[1] == "cpu", path
 
 
-@pytest.mark.parametrize("name", re.findall(r"\]\(([\w./]+)\)", README))
-def test_links(name: str) -> None:
-    assert (ROOT / name).exists()
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "weights" / "README.md", ROOT / "ldm_lite/core/README.md"]
+
+
+def _anchors(page: Path) -> set[str]:
+    """Those of its headings, as GitHub and mkdocs make them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links(page: Path) -> None:
+    """To files of the repository, and to headings of its pages."""
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for name, anchor in re.findall(r"(?:\]\(|src=\")([^)\s#:\"]*)(?:#([\w-]+))?[)\"]", text):
+        target = page.parent / name if name else page
+        assert target.exists(), name
+        assert not anchor or anchor in _anchors(target), f"{name}#{anchor}"
 
 
 def test_the_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
