@@ -3,10 +3,10 @@
     python scripts/kill_runs.py FOLDER                              # every kind of run, 20 of each
     python scripts/kill_runs.py FOLDER --kinds lora,two --runs 4
 
-A run is killed by SIGKILL at a random moment from its start to its end, so also before its first save, continued by
---resume, killed once more, and continued to its end.  Of a run of two processes one is killed, by turns, and the other
-soon after, as torchrun does.  They train a miniature of Stable Diffusion 1 with random weights.  What may differ: the
-times in log.jsonl, and earlier-1, ..., the logs of attempts that ended before their first save.
+A run is killed by SIGKILL at a random moment from its start to its end, so also before its first save, and continued by
+--resume to its end.  Of a run of two processes one is killed, by turns, and the other soon after, as torchrun does.
+They train a miniature of Stable Diffusion 1 with random weights.  What may differ: the times in log.jsonl, and
+earlier-1, the log of an attempt that ended before its first save.
 """
 
 import argparse
@@ -143,11 +143,9 @@ def differences(kind: str, folder: Path, runs: int, chance: random.Random) -> tu
     wrong, kills, early = list[str](), 0, 0
     for number in range(runs):
         out = folder / kind / str(number)
-        for _ in range(2):
-            if attempt(kind, folder, out, chance.uniform(0, whole), number % PROCESSES.get(kind, 1)):
-                break
+        if not attempt(kind, folder, out, chance.uniform(0, whole), number % PROCESSES.get(kind, 1)):
             kills, early = kills + 1, early + (not (out / "state.pt").exists())
-        attempt(kind, folder, out, None)
+            attempt(kind, folder, out, None)
         found = contents(out)
         names = sorted(name for name in expected | found if found.get(name, 0) != expected.get(name, 0))
         wrong += [f"{kind}/{number}/{name}" for name in names]
