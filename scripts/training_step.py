@@ -91,9 +91,9 @@ def ours(family: FamilyRow, options: argparse.Namespace, folder: Path) -> Step:
     trainer = Trainer(DiffusionLoss(model, networks, empty=empty), config, folder, precision)
 
     def step(number: int) -> float:
-        [value] = trainer._step(iter([batch(number, options, family.unet.context_dim)]), lambda step: None)
+        trainer._step(iter([batch(number, options, family.unet.context_dim)]))
         trainer.step += 1
-        return value
+        return trainer.read()[0]
 
     return step
 

@@ -48,7 +48,7 @@ from ldm_lite.train.additions import (
     new_control,
 )
 from ldm_lite.train.data import first_captions
-from ldm_lite.train.encoded import INDEX, close_files, open_all
+from ldm_lite.train.encoded import INDEX, Data, close_files, open_all
 from ldm_lite.train.losses import (
     ConsistencyLoss,
     DiffusionLoss,
@@ -89,90 +89,107 @@ def train(
         log.setLevel(logging.WARNING)
         on_step = lambda step, loss: None  # noqa: E731
     with run_folder(options) as folder, contextlib.ExitStack() as stack:
+        # The model, and the data, whose latents are written once.
         stack.callback(close_files)
-        # What is learned, from what, by which loss.
         model = make_model(options, load)
-        schedule = model.schedule.prediction, model.schedule.alpha_bar.tobytes(), model.family.scale_factor
-        base = hashlib.sha256(repr((digest(*model.networks.values()), schedule)).encode()).hexdigest()[:32]
-        changes_text = "text_encoder" in trained_networks(options, model) or options.stage == "embedding"
         precision = precision_of(load, model.device)
-        inputs = {"dtype": f"{short_name(model.dtype)}, {precision}", "storage": str(load.storage), "ckpt": base}
+        inputs = inputs_of(model, load, precision)
         if options.lora_weights is not None or options.stage == "embedding":
             make_loss(options, model)  # a wrong file or word is told before data are encoded, which may take hours
         data = open_all(
-            options, model, not changes_text, lambda digest: check_resumable(options, inputs | {"data": digest})
-        )
-        if options.epochs is not None:
-            if data.train.shards is None:
-                raise ValueError("`epochs` needs finite data: give `scenes`, or `steps` in place of it")
-            steps = math.ceil(options.epochs * sum(data.train.shards) / (options.batch_size * options.accumulate))
-            options = replace(options, steps=steps, epochs=None)
-        # With an offloader what no step uses waits on the CPU, and with `offload` the text encoders for their turn.
-        texts = [] if data.empty is not None or (load.offload and not changes_text) else list(text_encoders(model))
-        staying = ["unet", *texts, *["vae"] * (not data.encoded and load.offload is None)]
-        stack.enter_context(model.phase(*staying))
-        if model.offloader is not None:
-            unused = [] if load.offload else [role for role in model.networks if role not in staying]
-            model.offloader.release(*staying, *unused * (distributed.rank() > 0))
-            for role in unused * (distributed.rank() > 0):  # which draws no samples
-                model.networks[role].to("meta")
-        loss = make_loss(options, model, data.empty)
+            options, model, not changes_text(options, model),
+            lambda digest: check_resumable(options, inputs | {"data": digest}),
+        )  # fmt: skip
+        options = with_steps(options, data)
+        # What is learned, by which loss.
+        stack.enter_context(room_for_steps(options, load, model, data))
+        loss, attached = stack.enter_context(attached_loss(options, model, data))
         if options.stage == "embedding" and isinstance(loss, DiffusionLoss):
             model = loss.model  # whose prompts know the name
-        attached = None
-        if isinstance(lora := loss.networks.get("lora"), LoRA):
-            attached = stack.enter_context(lora.attach(trained_networks(options, model)))
-        if isinstance(loss, DiffusionLoss):
-            loss.prior = _prior(options, model, attached)
-        # The trainer, and what changes how its networks run.
+        # The trainer, which copies the networks for the EMA and divides them among processes, and the steps.
         whole = {role: copy.deepcopy(network).cpu() for role, network in loss.networks.items() if options.fsdp}
         trainer = make_trainer(options, loss, precision, inputs | {"data": data.digest})
         if distributed.rank() == 0:
             write_whole(folder / CONFIG, as_toml(options, load))
-        if options.compile_network:
-            is_whole = options.lora_rank is None and options.stage != "embedding"
-            for network in loss.networks.values() if is_whole else [model.unet]:
-                network.compile()
         if isinstance(loss, ConsistencyLoss) and attached is not None:
             loss.base, loss.average = attached.off, functools.partial(using, loss.networks, trainer.ema)
         if data.validation is not None and isinstance(loss, DiffusionLoss):
             every = options.validate_every or options.save_every
             trainer.validation = Validation(loss, data.validation, options.batch_size, every)
-        is_moved = load.offload == "sequential" or load.storage is not None
-        if is_moved and model.offloader is not None:
-            model.offloader.differentiable(model.unet)
-        if options.checkpointing or is_moved:  # after the trainer has copied the networks for the EMA
+        stack.enter_context(other_forwards(options, load, model, loss))
+        trainer.fit(data.train, on_step, Saver(options, model, trainer, data, whole), data.prior)
+    return checkpoint_path(options)
+
+
+def inputs_of(model: Pipeline, load: LoadOptions, precision: torch.dtype | None) -> dict[str, str]:
+    """Return what tells a run's model from others, and how it computes, by option: a resumed run must have the same."""
+    schedule = model.schedule.prediction, model.schedule.alpha_bar.tobytes(), model.family.scale_factor
+    base = hashlib.sha256(repr((digest(*model.networks.values()), schedule)).encode()).hexdigest()[:32]
+    return {"dtype": f"{short_name(model.dtype)}, {precision}", "storage": str(load.storage), "ckpt": base}
+
+
+def changes_text(options: TrainOptions, model: Pipeline) -> bool:
+    """Return whether what text encoders make of a caption changes in the run."""
+    return "text_encoder" in trained_networks(options, model) or options.stage == "embedding"
+
+
+def with_steps(options: TrainOptions, data: Data) -> TrainOptions:
+    """Return the options with steps in place of epochs.  Raises ValueError for epochs of data without an end."""
+    if options.epochs is None:
+        return options
+    if data.train.shards is None:
+        raise ValueError("`epochs` needs finite data: give `scenes`, or `steps` in place of it")
+    steps = math.ceil(options.epochs * sum(data.train.shards) / (options.batch_size * options.accumulate))
+    return replace(options, steps=steps, epochs=None)
+
+
+@contextlib.contextmanager
+def room_for_steps(options: TrainOptions, load: LoadOptions, model: Pipeline, data: Data) -> Iterator[None]:
+    """Within the block the device holds what steps use.
+
+    With an offloader the rest waits on the CPU, with `offload` also the text encoders for their turn.
+    """
+    waits_its_turn = load.offload is not None and not changes_text(options, model)
+    texts = [] if data.empty is not None or waits_its_turn else list(text_encoders(model))
+    staying = ["unet", *texts, *["vae"] * (not data.encoded and load.offload is None)]
+    with model.phase(*staying):
+        if model.offloader is not None:
+            unused = [] if load.offload else [role for role in model.networks if role not in staying]
+            model.offloader.release(*staying, *unused * (distributed.rank() > 0))
+            for role in unused * (distributed.rank() > 0):  # which draws no samples
+                model.networks[role].to("meta")
+        yield
+
+
+@contextlib.contextmanager
+def attached_loss(
+    options: TrainOptions, model: Pipeline, data: Data
+) -> Iterator[tuple[Loss, AttachedLoRA | None]]:  # fmt: skip
+    """Yield the loss, with what is trained; if that is a LoRA, it is attached to the model within the block."""
+    loss, attached = make_loss(options, model, data.empty), None
+    with contextlib.ExitStack() as stack:
+        if isinstance(lora := loss.networks.get("lora"), LoRA):
+            attached = stack.enter_context(lora.attach(trained_networks(options, model)))
+        if isinstance(loss, DiffusionLoss):
+            loss.prior = _prior(options, loss.model if options.stage == "embedding" else model, attached)
+        yield loss, attached
+
+
+@contextlib.contextmanager
+def other_forwards(options: TrainOptions, load: LoadOptions, model: Pipeline, loss: Loss) -> Iterator[None]:
+    """Within the block networks are compiled, read weights block by block, and recompute activations, as is asked."""
+    if options.compile_network:
+        is_whole = options.lora_rank is None and options.stage != "embedding"
+        for network in loss.networks.values() if is_whole else [model.unet]:
+            network.compile()
+    is_moved = load.offload == "sequential" or load.storage is not None
+    if is_moved and model.offloader is not None:
+        model.offloader.differentiable(model.unet)
+    with contextlib.ExitStack() as stack:
+        if options.checkpointing or is_moved:
             for network in (model.unet, *model.text_encoders, *loss.networks.values()):
                 stack.enter_context(checkpoint_activations(network))
-        prompts = options.samples.split("|") if options.samples else first_captions(data.train)
-        hint = data.train.example(0).hint if options.stage == "control" else None
-
-        def on_save(step: int) -> None:
-            average = {role: tree_map(distributed.gather, net.state_dict()) for role, net in trainer.ema.items()}
-            if distributed.rank() == 0:
-                ema = dict(trainer.ema)
-                for role, network in whole.items():
-                    network.load_state_dict(average[role])
-                    ema[role] = network.to(model.device)
-                write_checkpoint(checkpoint_path(options), model, ema, step)
-                path = checkpoint_path(options)
-                if options.keep:
-                    with replacing(path.with_stem(f"{path.stem}-{step:07}")) as part:
-                        shutil.copyfile(path, part)
-                    for older in sorted(folder.glob(f"{path.stem}-*{path.suffix}"))[: -options.keep]:
-                        older.unlink()
-                if trainer.averages is not None:
-                    trainer.averages.store(folder, step)
-                plot_losses(folder)
-                every = options.save_every if options.sample_every is None else options.sample_every
-                is_due = every and (step % every == 0 or step == trainer.steps) and not samples_path(trainer).exists()
-                if is_due:  # after a resume only if the run ended between the state and its samples
-                    sample(options, model, trainer, ema, prompts, hint)
-                for network in whole.values():
-                    network.cpu()
-
-        trainer.fit(data.train, on_step, on_save, data.prior)
-    return checkpoint_path(options)
+        yield
 
 
 @contextlib.contextmanager
@@ -354,6 +371,45 @@ def make_trainer(
 
 
 # ---- the files besides the state and the log ------------------------------------------------------------------------
+
+
+class Saver:
+    """What a run writes after its state: the checkpoint, averages, the plot and samples.  All processes call it."""
+
+    def __init__(
+        self, options: TrainOptions, model: Pipeline, trainer: Trainer, data: Data, whole: Mapping[str, nn.Module]
+    ) -> None:
+        """`whole` are copies on the CPU of the networks that are divided among processes."""
+        self.options, self.model, self.trainer, self.whole = options, model, trainer, whole
+        self.prompts = options.samples.split("|") if options.samples else first_captions(data.train)
+        self.hint = data.train.example(0).hint if options.stage == "control" else None
+
+    def __call__(self, step: int) -> None:
+        """Write them.  Raises OSError."""
+        options, trainer, folder = self.options, self.trainer, self.trainer.folder
+        average = {role: tree_map(distributed.gather, net.state_dict()) for role, net in trainer.ema.items()}
+        if distributed.rank() > 0:
+            return
+        ema = dict(trainer.ema)
+        for role, network in self.whole.items():
+            network.load_state_dict(average[role])
+            ema[role] = network.to(self.model.device)
+        path = checkpoint_path(options)
+        write_checkpoint(path, self.model, ema, step)
+        if options.keep:
+            with replacing(path.with_stem(f"{path.stem}-{step:07}")) as part:
+                shutil.copyfile(path, part)
+            for older in sorted(folder.glob(f"{path.stem}-*{path.suffix}"))[: -options.keep]:
+                older.unlink()
+        if trainer.averages is not None:
+            trainer.averages.store(folder, step)
+        plot_losses(folder)
+        every = options.save_every if options.sample_every is None else options.sample_every
+        is_due = every and (step % every == 0 or step == trainer.steps) and not samples_path(trainer).exists()
+        if is_due:  # after a resume only if the run ended between the state and its samples
+            sample(options, self.model, trainer, ema, self.prompts, self.hint)
+        for network in self.whole.values():
+            network.cpu()
 
 
 def checkpoint_path(options: TrainOptions) -> Path:

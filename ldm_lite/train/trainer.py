@@ -115,9 +115,15 @@ class Trainer:
         # Gradients of float16 would vanish.
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=precision == torch.float16)
         self.log = Log(folder)
+        # Whether a step is left out is decided where it is computed, so that no step waits for the one before.
+        self._is_decided_there = (
+            options.optimizer == "adamw" and self.optimizer.defaults["fused"] and not self.is_divided
+        )
+        self._unread: list[Tensor] = []  # loss and norm of the gradient (2,) of the last steps, on their device
         self._losses: list[float] = []  # of the steps since the log's last row
-        self._last: Batch | None = None  # the batch of the last good step
-        self._skipped = 0  # steps since then
+        self._newest: Batch | None = None  # the last batch
+        self._last: Batch | None = None  # that of the last good step that was read
+        self._skipped, self._why_skipped = 0, ""  # steps since then
         self._module = distributed.parallel(_Whole(loss))
 
     # ---- state ------------------------------------------------------------------------------------------------------
@@ -127,6 +133,7 @@ class Trainer:
 
         Raises OSError, in all processes.
         """
+        self.read()
         state: dict[str, Any] = {"step": self.step, "settings": self.settings, "losses": self._losses}
         state |= {"seconds": self.seconds} if self.options.lr_by_time else {}  # else equal runs have equal states
         state |= {"scaler": self.scaler.state_dict()}
@@ -206,9 +213,9 @@ class Trainer:
         on_step gets the number of steps done and, every CHECK_EVERY steps, their mean loss; on_save gets the number of
         steps done, after the state was written.  A save that fails is tried again later, the last one raises OSError.
         After SIGINT, SIGTERM or SIGHUP the step is finished and the state saved, then Stopped is raised; a second
-        signal stops at once.  A step whose loss or gradient is not finite changes nothing.  Raises ValueError for more
-        than MOST_SKIPPED of them in a row: the weights before them are saved then, if their loss is finite;
-        ChildProcessError if a worker or another process of the run dies.
+        signal stops at once.  A step whose loss or gradient is not finite changes nothing.  Raises ValueError if there
+        were more than MOST_SKIPPED of them in a row when losses are shown: the weights before them are saved then, if
+        their loss is finite; ChildProcessError if a worker or another process of the run dies.
         """
         options, start, earlier, unsaved = self.options, time.perf_counter(), self.seconds, False
         data = contextlib.closing(self._batches(dataset, prior))  # its workers end before the process waits for them
@@ -219,7 +226,7 @@ class Trainer:
                 self._validate()
             last = self.step == self.steps
             while not last:
-                self._losses += self._step(batches, on_save)
+                self._step(batches)
                 self.step += 1
                 # A signal to one process stops all of them, and all have the same time, so the same learning rate.
                 sums = torch.tensor([bool(received), time.perf_counter() - start], dtype=torch.float64)
@@ -228,8 +235,11 @@ class Trainer:
                 spent = self.seconds if options.lr_by_time else seconds
                 over = options.minutes is not None and spent > 60 * options.minutes
                 last = signalled or over or self.step == self.steps
-                mean = None
-                if self._losses and (self.step % CHECK_EVERY == 0 or self.step == self.steps):
+                mean, is_shown = None, self.step % CHECK_EVERY == 0 or self.step == self.steps
+                if is_shown or last or self._is_due():
+                    self.read()
+                    self._check_skipped(on_save)
+                if self._losses and is_shown:
                     mean, self._losses = sum(self._losses) / len(self._losses), []
                     if distributed.rank() == 0:
                         self.log.add({"step": self.step, "loss": mean, "seconds": round(seconds, 2)})
@@ -285,10 +295,10 @@ class Trainer:
         part = Slice(options.batch_size, rows, self.step * options.accumulate, self.steps * options.accumulate)
         return batches(dataset, options.seed, part, options.data_workers, prior)
 
-    def _step(self, data: Iterator[Batch], on_save: Callable[[int], None]) -> list[float]:
-        """Run one optimiser step over `accumulate` batches of all processes.  Returns its loss, or nothing.
+    def _step(self, data: Iterator[Batch]) -> None:
+        """Run one optimiser step over `accumulate` batches of all processes.
 
-        Nothing changes if the loss or a gradient is not finite.  Raises ValueError if that is so again and again.
+        Nothing changes if the loss or a gradient is not finite.
         """
         options = self.options
         factor = learning_rate(
@@ -312,29 +322,50 @@ class Trainer:
         self.scaler.unscale_(self.optimizer)
         norm = nn.utils.clip_grad_norm_(self.parameters, options.max_grad_norm)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        value, size = torch.stack([distributed.all_reduce_sum(total), norm]).tolist()
-        if not math.isfinite(value) or not math.isfinite(size):
-            what, self._skipped = "gradient" if math.isfinite(value) else "loss", self._skipped + 1
-            why = f"the {what} is {size if what == 'gradient' else value} at step {self.step + 1}"
-            if self._skipped > MOST_SKIPPED:
-                if self.step > self.saved and math.isfinite(self._loss_now()):  # the weights before them
-                    first = self.saved == 0
-                    self.save()
-                    if first:
-                        on_save(self.step)
-                raise self._not_finite(f"{why}, as in the {MOST_SKIPPED} before")
-            log.warning("%s, which is left out", why)
-            self.scaler.update()
-            self.optimizer.zero_grad(set_to_none=True)
-            return []
-        self._last, self._skipped = batch, 0
-        self.scaler.step(self.optimizer)
+        values = torch.stack([distributed.all_reduce_sum(total), norm])
+        is_finite = torch.isfinite(values).all()
+        if self._is_decided_there:
+            self.optimizer.found_inf = (~is_finite).float()  # type: ignore[attr-defined]  # which skips all of its step
+        if self._is_decided_there or is_finite:
+            self.optimizer.step()
+            self._update_averages(is_finite.float() if self._is_decided_there else 1.0)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
-        self._update_ema()
-        if self.averages is not None:
-            self.averages.update(self.loss.networks, self.step + 1)
-        return [value]
+        self._unread.append(values)
+        self._newest = batch
+
+    def read(self) -> list[float]:
+        """Read the losses of the steps since the last time, which waits for them, and return the finite ones.
+
+        A warning names each step that was left out.
+        """
+        pairs = torch.stack(self._unread).tolist() if self._unread else []
+        losses = list[float]()
+        for step, (value, norm) in enumerate(pairs, start=self.step - len(pairs) + 1):
+            is_finite = math.isfinite(value) and math.isfinite(norm)
+            self._skipped = 0 if is_finite else self._skipped + 1
+            if is_finite:
+                losses.append(value)
+            else:
+                what = f"gradient is {norm}" if math.isfinite(value) else f"loss is {value}"
+                self._why_skipped = f"the {what} at step {step}"
+                log.warning("%s, which is left out", self._why_skipped)
+        if pairs and not self._skipped:
+            self._last = self._newest
+        self._unread.clear()
+        self._losses += losses
+        return losses
+
+    def _check_skipped(self, on_save: Callable[[int], None]) -> None:
+        """Raise ValueError if too many steps in a row were left out, after saving the weights before them."""
+        if self._skipped <= MOST_SKIPPED:
+            return
+        if self.step > self.saved and math.isfinite(self._loss_now()):
+            first = self.saved == 0
+            self.save()
+            if first:
+                on_save(self.step)
+        raise self._not_finite(f"{self._why_skipped}, as in the {self._skipped - 1} before")
 
     def _share_of_time(self) -> float:
         """Return the share of the run's minutes that is over, if the learning rate follows them."""
@@ -350,14 +381,16 @@ class Trainer:
         slow = self.device.type == "cpu" and self.precision == torch.bfloat16
         return sdpa_kernel(SDPBackend.MATH) if slow else contextlib.nullcontext()
 
-    @torch.no_grad()
-    def _update_ema(self) -> None:
-        """Update the EMA with decay min(ema_decay, (1 + step) / (10 + step)): it follows faster at first."""
-        if self.ema is self.loss.networks:
-            return
-        decay = min(self.ema_decay, (1 + self.step) / (10 + self.step))
-        for name, network in self.loss.networks.items():
-            torch._foreach_lerp_(list(self.ema[name].parameters()), list(network.parameters()), 1 - decay)
+    def _update_averages(self, is_good: Tensor | float) -> None:
+        """Update the averages after a step that was done (1.) or left out (0.).
+
+        The decay of the EMA is min(ema_decay, (1 + step) / (10 + step)): it follows faster at first.
+        """
+        if self.ema is not self.loss.networks:
+            decay = min(self.ema_decay, (1 + self.step) / (10 + self.step))
+            average(self.ema, self.loss.networks, (1 - decay) * is_good)
+        if self.averages is not None:
+            self.averages.update(self.loss.networks, self.step + 1, is_good)
 
     def _not_finite(self, why: str) -> ValueError:
         saved = f"the state of step {self.saved} is kept in {self.folder}" if self.saved else "nothing was saved"
@@ -429,6 +462,15 @@ def exponent(length: float) -> float:
     return float(np.roots([1, 7, 16 - t, 12 - t]).real.max())
 
 
+@torch.no_grad()
+def average(averages: Mapping[str, nn.Module], networks: Mapping[str, nn.Module], share: Tensor | float) -> None:
+    """Move averages towards the weights of networks by a share, which may be a number () on their device."""
+    for name, network in networks.items():
+        old, new = list[Tensor](averages[name].parameters()), list[Tensor](network.parameters())
+        shares: Any = [share] * len(old) if isinstance(share, Tensor) else share
+        torch._foreach_lerp_(old, new, shares)
+
+
 class PowerAverages:
     """Averages of networks by power functions, one for each of LENGTHS."""
 
@@ -438,13 +480,10 @@ class PowerAverages:
             {name: copy.deepcopy(net).requires_grad_(False) for name, net in networks.items()} for _ in LENGTHS
         ]
 
-    @torch.no_grad()
-    def update(self, networks: Mapping[str, nn.Module], step: int) -> None:
-        """Add the weights after a step, counted from 1.  EDM2, eq. 127: the first replaces what was there."""
+    def update(self, networks: Mapping[str, nn.Module], step: int, is_good: Tensor | float = 1.0) -> None:
+        """Add the weights after a step, counted from 1, if it was done.  EDM2, eq. 127: the first replaces all."""
         for g, averages in zip(self.exponents, self.networks, strict=True):
-            weight = 1 - (1 - 1 / step) ** (g + 1)
-            for name, network in networks.items():
-                torch._foreach_lerp_(list(averages[name].parameters()), list(network.parameters()), weight)
+            average(averages, networks, (1 - (1 - 1 / step) ** (g + 1)) * is_good)
 
     def state(self) -> list[dict[str, Weights]]:
         """Return the averages, for the state of a run."""

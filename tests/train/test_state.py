@@ -24,6 +24,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+from torch.overrides import TorchFunctionMode
 from training import CONFIG, Grey, Squares, trainer
 from waiting import wait_for
 
@@ -407,15 +408,15 @@ def test_steps_that_are_never_finite_again_end_the_run_and_those_before_are_save
     config = dataclasses.replace(CONFIG, steps=99, save_every=save_every)
     run, saved = Trainer(Breaks(6, what), config, tmp_path), list[int]()
     message = (
-        rf"the {what} is (nan|inf) at step 16, as in the 10 before: use a lower `lr`; the state of step 15 is kept in "
+        rf"the {what} is (nan|inf) at step 16, as in the 10 before: use a lower `lr`; the state of step 16 is kept in "
     )
     with pytest.raises(ValueError, match=message):
         run.fit(Grey(), lambda step, loss: None, saved.append)
-    assert saved == ([2, 4, 6, 8, 10, 12, 14] if save_every == 2 else [15]), "a checkpoint, if there was none"
+    assert saved == ([2, 4, 6, 8, 10, 12, 14] if save_every == 2 else [16]), "a checkpoint, if there was none"
     whole = trainer(tmp_path / "whole", steps=99, save_every=100)
     whole.folder.mkdir()
     for _ in range(5):
-        whole._step(whole._batches(Grey()), saved.append)
+        whole._step(whole._batches(Grey()))
         whole.step += 1
     kept = torch.load(tmp_path / "state.pt", weights_only=True)
     for name, value in whole.loss.networks["unet"].state_dict().items():
@@ -428,17 +429,20 @@ def test_steps_that_are_never_finite_again_end_the_run_and_those_before_are_save
 
 @pytest.mark.parametrize("what", ["loss", "gradient"])
 @pytest.mark.parametrize("first", [1, 3])
+@pytest.mark.parametrize("is_decided_there", [True, False])
 def test_a_step_that_is_not_finite_is_left_out(
-    tmp_path: Path, what: str, first: int, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, what: str, first: int, is_decided_there: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Also the first ones, before any good one, at each of which a state is due."""
-    run, seen = (
-        Trainer(Breaks(first, what, first + 1), dataclasses.replace(CONFIG, save_every=1), tmp_path),
-        [torch.ones(0)],
-    )
+    """Also the first ones, before any good one, at each of which a state is due; of the averages too."""
+    config = dataclasses.replace(CONFIG, save_every=1, ema_lengths=True)
+    run, seen = Trainer(Breaks(first, what, first + 1), config, tmp_path), [torch.ones(0)]
+    assert run._is_decided_there
+    assert run.averages is not None
+    run._is_decided_there = is_decided_there
+    networks = run.loss.networks, run.ema, *run.averages.networks
 
     def on_step(step: int, loss: float | None) -> None:
-        seen.append(run.loss.networks["unet"].weight.detach().clone())
+        seen.append(torch.stack([network["unet"].weight.detach().clone() for network in networks]))
 
     run.fit(Grey(), on_step, lambda step: None)
     assert f"the {what} is" in caplog.text
@@ -448,6 +452,33 @@ def test_a_step_that_is_not_finite_is_left_out(
     assert [row["step"] for row in read_log(tmp_path / "log.jsonl")] == [
         s for s in range(1, 5) if s - first not in (0, 1)
     ]
+
+
+class Reads(TorchFunctionMode):
+    """Counts how often numbers are read of tensors, which waits for a GPU."""
+
+    count = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += getattr(func, "__name__", "") in ("tolist", "item", "__bool__", "__float__", "__int__", "cpu")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("precision", [None, torch.float16])
+def test_a_step_reads_no_number_until_losses_are_shown(tmp_path: Path, precision: torch.dtype | None) -> None:
+    """So it does not wait for the GPU: neither for its loss nor to see whether it is finite."""
+    config = dataclasses.replace(CONFIG, steps=9, ema_lengths=True)
+    run = Trainer(Breaks(3, "loss", 4), config, tmp_path, precision)
+    data = iter([*run._batches(Grey())])  # read before
+    with Reads() as reads:
+        for _ in range(9):
+            run._step(data)
+            run.step += 1
+        assert reads.count == 0
+        assert len(run.read()) in ((7,) if precision is None else range(1, 8)), "the first ones find a scale"
+        assert reads.count > 0
+    assert run.read() == []
+    assert len(run._losses) > 0
 
 
 def test_weights_that_are_broken_are_not_saved(tmp_path: Path, done: Path) -> None:
