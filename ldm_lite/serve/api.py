@@ -159,11 +159,7 @@ def router(engine: Engine) -> APIRouter:
     async def settings(request: Request) -> dict[str, Any]:
         """The fields that the text of a picture (PNG, JPEG, WebP; of A1111 too) names, and what is ignored."""
         asked = await read_json(request, PictureRequest)
-        image = await reading(request, open_base64, asked.image, "the picture", engine.limits.max_pixels)
-        values, text, remarks = form.settings(image)
-        if values.get(form.MODEL) not in engine.library.names:
-            values.pop(form.MODEL, None)
-        return {"values": values, "text": text, "remarks": remarks}
+        return await reading(request, _settings, engine, asked.image)
 
     @routes.post("/hint", openapi_extra=HintRequest.docs())
     async def hint(request: Request) -> dict[str, Any]:
@@ -192,6 +188,13 @@ def _submit(engine: Engine, asked: ImagesRequest, given_up: threading.Event) -> 
             ticket.cancel()
         raise
     return work._replace(requests=()), tickets  # whose pictures the engine frees
+
+
+def _settings(engine: Engine, picture: str) -> dict[str, Any]:
+    values, text, remarks = form.settings(open_base64(picture, "the picture", engine.limits.max_pixels))
+    if values.get(form.MODEL) not in engine.library.names:
+        values.pop(form.MODEL, None)
+    return {"values": values, "text": text, "remarks": remarks}
 
 
 def _hint(engine: Engine, asked: HintRequest) -> str:

@@ -6,12 +6,12 @@ import functools
 import gc
 import hashlib
 import re
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from ldm_lite import Pipeline, Upscaler, toolkit
 from ldm_lite.checkpoint.reader import open_checkpoint
@@ -56,8 +56,7 @@ class Library:
         self._model: Pipeline | None = None
         self._unmerge: Callable[[], None] | None = None  # takes them out again
         self._preview: Pipeline | None = None
-        self._upscaler: tuple[Path, Upscaler] | None = None
-        self._upscaling = threading.Lock()
+        self._upscaler: tuple[Path, nn.Module] | None = None  # the network that enlarged last
         self.given_up: Callable[[], bool] = lambda: False  # whether nobody waits for what runs
         self._facts: dict[str, ModelFacts] = {}
         self._broken: dict[Path, tuple[int, str]] = {}  # files that could not be loaded: when they were changed, why
@@ -151,13 +150,23 @@ class Library:
         )
 
     def upscaler(self, name: str) -> Upscaler:
-        """Return an ESRGAN network; the last one stays loaded.  Raises ValueError for another name, OSError."""
+        """Return an ESRGAN network, which is loaded when it enlarges.  Raises ValueError for another name, OSError."""
         file = self.file("upscalers", name)
-        with self._upscaling:
-            if self._upscaler is None or self._upscaler[0] != file:
-                self._upscaler = file, Upscaler(file, device=self.device)
-                self._upscaler[1].network.register_forward_pre_hook(self._check_given_up)  # before each tile
-            return self._upscaler[1]
+        self._check_works(file)
+        return _NamedUpscaler(self, file)
+
+    def enlarging(self, file: Path) -> nn.Module:
+        """Return a file's network, for the engine's thread; only the last one stays.  Raises ValueError, OSError."""
+        if self._upscaler is None or self._upscaler[0] != file:
+            self._upscaler = None  # before the next one is there
+            try:
+                network = Upscaler(file, device=self.device).network
+            except (ValueError, OSError) as error:
+                self._broken[file] = file.stat().st_mtime_ns, str(error)
+                raise
+            network.register_forward_pre_hook(self._check_given_up)  # before each tile
+            self._upscaler = file, network
+        return self._upscaler[1]
 
     def _check_given_up(self, *_: object) -> None:
         if self.given_up():
@@ -172,11 +181,14 @@ class Library:
         name = None if name is None else self.plain(name, self.names)
         if name is None or name == self.default:
             return self.default
-        path = self.file("models", name)
+        self._check_works(self.file("models", name))
+        return name
+
+    def _check_works(self, path: Path) -> None:
+        """Raises ValueError for a file that could not be loaded, until it changes; OSError."""
         changed, why = self._broken.get(path, (0, ""))
         if why and path.stat().st_mtime_ns == changed:
             raise ValueError(why)
-        return name
 
     def use(self, name: str, loras: Loras) -> Pipeline:
         """Return a model with LoRAs merged; whatever was loaded before is freed.  Raises ValueError, OSError."""
@@ -248,6 +260,25 @@ class Library:
         if self._preview is None:
             self._preview = toolkit.with_autoencoder(self.model, self._options.preview)
         return self._preview
+
+
+@dataclasses.dataclass(frozen=True)
+class _NamedUpscaler(Upscaler):
+    """A network by its file, so that requests that wait hold none."""
+
+    library: Library
+    file: Path
+    tile: int = 256
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        """The file's."""
+        return self.file.name
+
+    @property
+    def network(self) -> nn.Module:  # type: ignore[override]
+        """The network, loaded."""
+        return self.library.enlarging(self.file)
 
 
 @functools.lru_cache(1024)

@@ -36,6 +36,7 @@ MOST_CHUNKS = (300, 2000)  # of 75 tokens, in a text and in all texts of a reque
 MOST_PREPARED = 16  # requests that wait for another batch though their images are decoded
 MOST_SIDES = 2**14  # pixels of a side
 LEAST_TILE = 64  # pixels
+SIDE = re.compile(r"(left|top|right|bottom)=\s*0*(\d{1,9})")  # of `extend`; reads a text once
 CLIENT: ContextVar[str] = ContextVar("client", default="")  # whose request is being answered: requests take turns by it
 
 
@@ -332,9 +333,9 @@ class Engine:
             return options.width or side, options.height or side
         sizes = [to_image(image).size for image in images]
         width, height = max(size[0] for size in sizes), max(size[1] for size in sizes)
-        for name, pixels in re.findall(r"(\w+)\s*=\s*(\d{1,9})", getattr(options, "extend", None) or ""):
+        for edge, pixels in SIDE.findall(getattr(options, "extend", None) or ""):
             width, height = (
-                (width + int(pixels), height) if name in ("left", "right") else (width, height + int(pixels))
+                (width + int(pixels), height) if edge in ("left", "right") else (width, height + int(pixels))
             )
             self.check_size(width, height, of=16)  # before it is reduced
         if ticket.task == "upscale":

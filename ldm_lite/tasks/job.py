@@ -315,7 +315,8 @@ class TaskJob(Job):
         given = self.task.options.negative_prompts
         negative = item.negative or given[item.number % len(given)]  # an empty one is written, none is not
         key = self.keys.get(item.number, "")
-        return Result(pixels, item.prompt, item.seed, parameters(item.prompt, negative, text), self.truncated, key)
+        about = parameters(item.prompt, negative, text)
+        return Result(pixels, item.prompt, item.seed, about, self.truncated, key, text)
 
 
 # ---- runs -----------------------------------------------------------------------------------------------------------
@@ -368,6 +369,7 @@ class Result:
     parameters: str  # the text in AUTOMATIC1111's format that its PNG carries
     truncated: bool = False  # 8 bits are cut off, not rounded
     key: str = ""  # by which `skip_existing` finds it: see existing.py
+    settings: Mapping[str, object] = field(default_factory=dict, repr=False)  # those in `parameters`, by name
 
     @property
     def image(self) -> Image.Image:

@@ -147,7 +147,7 @@ def test_a_second_pass_may_use_a_network_of_the_server(small_path: Path, tmp_pat
     [field] = [field for field in form.described(engine)["fields"] if field["name"] == "hires_upscaler"]
     assert {"Latent", "Lanczos", "x2net"} <= set(field["choices"])
     options = read(engine, hires="2", hires_upscaler="x2net").requests[0].options
-    assert options.hires_esrgan is engine.library.upscaler("x2net")
+    assert options.hires_esrgan == engine.library.upscaler("x2net")
     assert read(engine, hires="2", hires_upscaler="Lanczos").requests[0].options.hires_esrgan is None
 
 

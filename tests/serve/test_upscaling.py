@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from serving import Running, b64, library_of
+from serving import Running, b64, engine_of, finished, library_of, submit
 
 import ldm_lite
 from ldm_lite import Pipeline
@@ -158,3 +158,22 @@ def test_wrong_extras_are_one_line(server: Any, given: dict[str, Any], message: 
 def test_no_picture_is_none_to_enlarge(server: Any) -> None:
     status, message = server.refused("/sdapi/v1/extra-batch-images", {"imageList": []})
     assert (status, message) == (422, "got 0 images, expected 1 to 16")
+
+
+def test_requests_that_wait_hold_no_network(small_path: Path, folder: Path) -> None:
+    """They hold its name; a file that fails is refused from then on."""
+    torch.save({"params": esrgan.weights(2)}, folder / "second.pth")
+    torch.save({"params": {}}, folder / "broken.pth")
+    library = library_of(small_path, upscalers=str(folder))
+    engine = engine_of(library, upscalers=str(folder))
+    given = {"prompt": "x", "steps": 1, "width": 32, "height": 32, "hires": 2.0}
+    names = ["x2net", "second", "x2net", "broken"]
+    tickets = [submit(engine, "txt2img", given | {"hires_esrgan": library.upscaler(name)}) for name in names]
+    assert library._upscaler is None
+    engine.start()
+    assert len(finished(*tickets[:3])) == 3
+    with pytest.raises(ValueError, match="broken"):
+        finished(tickets[3])
+    engine.close()
+    with pytest.raises(ValueError, match="broken"):
+        library.upscaler("broken")

@@ -1,8 +1,8 @@
 """The routes of AUTOMATIC1111's API, and its answers.  Settings, progress and interrupt are each client's own."""
 
+import contextlib
 import json
 import os
-import re
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -113,16 +113,7 @@ def router(engine: Engine) -> APIRouter:
     async def png_info(request: Request) -> dict[str, Any]:
         """The text of a picture."""
         asked = await read_json(request, PictureRequest)
-        image = await reading(request, open_base64, asked.image, "image", engine.limits.max_pixels)
-        text, settings = text_of(image), {}
-        if text is None:
-            return {"info": "", "items": {}, "parameters": {}}
-        try:
-            parsed = read_parameters(image)
-            settings = {"Prompt": parsed.prompt, "Negative prompt": parsed.negative_prompt or "", **parsed.settings}
-        except ValueError:
-            pass
-        return {"info": text, "items": {"parameters": text}, "parameters": settings}
+        return await reading(request, _png_info, asked.image, engine.limits.max_pixels)
 
     @routes.get("/progress")
     def progress(skip_current_image: bool = False) -> dict[str, Any]:
@@ -168,7 +159,8 @@ def router(engine: Engine) -> APIRouter:
         asked = await read_json(request, WebuiSettings)
         ignored, changed = asked.ignored(), asked.changed
         if asked.sd_model_checkpoint:
-            changed["sd_model_checkpoint"] = library.check_request(asked.sd_model_checkpoint, ())
+            check = library.check_request  # which reads the folders
+            changed["sd_model_checkpoint"] = await reading(request, check, asked.sd_model_checkpoint, ())
         state.set(changed)
         ignored = [name for name in ignored if name != "sd_checkpoint_hash"]  # which GET gives
         return {"ignored": ignored} if ignored else None
@@ -262,7 +254,8 @@ async def _enlarged(request: Request, state: Interface, asked: ExtrasRequest, pi
 
 
 async def _respond(request: Request, state: Interface, asked: ImagesRequest) -> dict[str, Any]:
-    ticket, ignored = await reading(request, translation.submit, state.engine, state.settings, asked)
+    settings = await run_in_threadpool(lambda: state.settings)  # which reads the folders
+    ticket, ignored = await reading(request, translation.submit, state.engine, settings, asked)
     left_out = ("init_images", "mask", "alwayson_scripts", "override_settings")
     sent = {name: getattr(asked, name) for name in type(asked).model_fields if name not in left_out}
     del asked  # whose pictures would stay in memory while it waits
@@ -270,6 +263,16 @@ async def _respond(request: Request, state: Interface, asked: ImagesRequest) -> 
     await http.ended(request, ticket)
     images = [await run_in_threadpool(encoded, result.image) for result in ticket.results if sent["send_images"]]
     return {"images": images, "parameters": sent, "info": json.dumps(_info(state, ticket, sent) | {"ignored": ignored})}
+
+
+def _png_info(picture: str, most: int) -> dict[str, Any]:
+    image, settings = open_base64(picture, "image", most), {}
+    if (text := text_of(image)) is None:
+        return {"info": "", "items": {}, "parameters": {}}
+    with contextlib.suppress(ValueError):
+        parsed = read_parameters(image)
+        settings = {"Prompt": parsed.prompt, "Negative prompt": parsed.negative_prompt or "", **parsed.settings}
+    return {"info": text, "items": {"parameters": text}, "parameters": settings}
 
 
 def _timestamp(ticket: Ticket) -> str:
@@ -280,7 +283,7 @@ def _info(state: Interface, ticket: Ticket, sent: dict[str, Any]) -> dict[str, A
     """What A1111 tells of images: all fields of its Processed.js."""
     results, options, model = ticket.results, ticket.options, ticket.model or ""
     _, height, width = results[0].pixels.shape
-    settings = dict(re.findall(r"([A-Z][\w ]*): ([^,]*)", results[0].parameters.rpartition("\n")[2]))
+    settings = results[0].settings
     subseed = options.variation_seed
     of_each = {  # image
         "prompt": [result.prompt for result in results],
@@ -296,7 +299,7 @@ def _info(state: Interface, ticket: Ticket, sent: dict[str, Any]) -> dict[str, A
         "width": width,
         "height": height,
         "sampler_name": sent["sampler_name"] or sent["sampler_index"] or settings.get("Sampler"),
-        "cfg_scale": float(settings.get("CFG scale", 1)) if sent["cfg_scale"] is None else sent["cfg_scale"],
+        "cfg_scale": settings.get("CFG scale", 1.0) if sent["cfg_scale"] is None else sent["cfg_scale"],
         "steps": ticket.num_steps,
         "batch_size": sent["batch_size"],
         "sd_model_name": model,
