@@ -34,7 +34,7 @@ HEADERS = {  # the page runs its own files alone, and asks nobody else
     "X-Content-Type-Options": "nosniff",
 }
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
-LOOK = 0.1  # seconds between two looks at tickets
+LOOK = 0.1  # seconds between two events of progress
 MOST_SINGLE = 64  # images of a plot that are sent besides the plot
 MOST_HINT = 1024  # pixels on the long side of a hint
 
@@ -211,16 +211,15 @@ def _hint(engine: Engine, asked: HintRequest) -> str:
 
 async def _events(work: form.Work, tickets: list[Ticket]) -> AsyncIterator[str]:
     """Everything that happens to a request's tickets until all have ended."""
-    start = spoken = time.monotonic()
+    start = time.monotonic()
     shown, last, sent = None, "", [0] * len(tickets)  # images of each ticket
     try:
-        while True:
-            ended = all(ticket.has_ended() for ticket in tickets)
+        async for changed in http.changes(tickets):
+            ended = all(ticket.ended for ticket in tickets)
             for place, ticket in enumerate(tickets if not work.is_plot or len(tickets) <= MOST_SINGLE else ()):
                 for result in ticket.results[sent[place] :]:
                     sent[place] += 1
                     yield await _image("image", result.image, result.seed)
-                    spoken = time.monotonic()
                 if not ticket.ended:  # the cells of a plot come in their order
                     break
             interrupted = any(ticket.interrupted for ticket in tickets)
@@ -230,14 +229,14 @@ async def _events(work: form.Work, tickets: list[Ticket]) -> AsyncIterator[str]:
             if ended:
                 break
             active = next((ticket for ticket in tickets if not ticket.ended and ticket.state != QUEUED), None)
-            if (text := _progress(tickets, active)) != last or time.monotonic() > spoken + http.KEEP_ALIVE:
+            if (text := _progress(tickets, active)) != last or not changed:
                 yield text if text != last else http.WAITING
-                spoken, last = time.monotonic(), text
+                last = text
             preview = None if active is None else active.preview()
             if preview is not None and preview is not shown:
                 shown = preview
                 yield event("preview", image=await run_in_threadpool(encoded, preview, "jpeg", 85))
-            await asyncio.sleep(LOOK)
+            await asyncio.sleep(LOOK)  # many steps are one event
         results = [result for ticket in tickets for result in ticket.results]
         if work.is_plot and len(results) == len(tickets):
             sheet = await run_in_threadpool(xy.draw, [result.image for result in results], work.x, work.y)

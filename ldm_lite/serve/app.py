@@ -26,8 +26,9 @@ from ldm_lite.runtime.compile import compiling
 from ldm_lite.serve import api, openai
 from ldm_lite.serve.a1111 import routes as a1111
 from ldm_lite.serve.http import Reader, Refused, answer, one_line
+from ldm_lite.serve.ledger import ACCOUNT, CLIENT, Account, Full, Ledger, TooLarge
 from ldm_lite.serve.options import ServeOptions
-from ldm_lite.serve.queue import CLIENT, Engine, Full, Stopping
+from ldm_lite.serve.queue import Engine, Stopping
 
 access = logging.getLogger("ldm_lite.access")
 
@@ -90,12 +91,12 @@ def make_app(engine: Engine, options: ServeOptions, key: str | None = None) -> A
         return answer(error)
 
     # The handler of Exception raises again, after its answer: what is expected has one before it.
-    expected = (Full, Stopping, ValueError, TypeError, OSError, MemoryError, RuntimeError)
+    expected = (Full, TooLarge, Stopping, ValueError, TypeError, OSError, MemoryError, RuntimeError)
     for kind in (Refused, HTTPException, RequestValidationError, *expected, Exception):
         app.add_exception_handler(kind, failed)
 
     api.mount(app, engine)
-    return _Guard(app, options, key, registry)
+    return _Guard(app, options, key, registry, engine.ledger)
 
 
 def client_of(scope: Scope) -> str:
@@ -122,10 +123,15 @@ class _Numbers(Collector):
 
 
 class _Guard:
-    """ASGI middleware.  Refuses requests by their host name, origin and key; counts, times and logs the answers."""
+    """ASGI middleware.  Refuses requests by their host name, origin and key; counts, times and logs the answers.
 
-    def __init__(self, app: ASGIApp, options: ServeOptions, key: str | None, registry: CollectorRegistry) -> None:
-        self.app, self.key = app, key
+    Each request has an account in the ledger, until its answer is sent.
+    """
+
+    def __init__(
+        self, app: ASGIApp, options: ServeOptions, key: str | None, registry: CollectorRegistry, ledger: Ledger
+    ) -> None:
+        self.app, self.key, self.ledger = app, key, ledger
         self.names = {"localhost", options.host.lower(), *(name.lower() for name in options.allow_host)}
         self.answers = Counter("ldm_lite_http_requests", "answers", ["path", "status"], registry=registry)
         self.seconds = Histogram("ldm_lite_http_seconds", "of an answer", ["path"], buckets=SECONDS, registry=registry)
@@ -136,7 +142,9 @@ class _Guard:
             await self.app(scope, receive, send)
             return
         start, status, client = time.perf_counter(), 500, client_of(scope)
+        account = scope["account"] = Account(self.ledger, client)
         CLIENT.set(client)
+        ACCOUNT.set(account)
 
         async def sending(message: Message) -> None:
             nonlocal status
@@ -145,13 +153,13 @@ class _Guard:
 
         try:
             self._check(scope)
+            with account:
+                await self.app(scope, receive, sending)
         except Refused as refused:
             if scope["type"] == "websocket":
                 await send({"type": "websocket.close", "code": 1008, "reason": refused.message})
             else:
                 await answer(refused)(scope, receive, sending)
-        else:
-            await self.app(scope, receive, sending)
         finally:
             if scope["type"] == "http":
                 path = getattr(scope.get("route"), "path", "other")  # unknown paths count as `other`

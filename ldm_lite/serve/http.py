@@ -8,15 +8,18 @@ import io
 import json
 import math
 import re
+import secrets
+import threading
 import time
-from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 from fastapi import Request
+from fastapi.concurrency import run_in_threadpool
 from PIL import Image
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import from_json
@@ -28,7 +31,9 @@ from starlette.responses import JSONResponse, StreamingResponse
 from ldm_lite.cli.console import printable
 from ldm_lite.cli.pictures import text_of, write_picture
 from ldm_lite.image import decode_image, to_rgb, upright
-from ldm_lite.serve.queue import CANCELLED, CLIENT, Engine, Full, Stopping, Ticket, report
+from ldm_lite.serve import ledger
+from ldm_lite.serve.ledger import ACCOUNT, CLIENT, Full, TooLarge
+from ldm_lite.serve.queue import BYTES, CANCELLED, Engine, Stopping, Ticket, report
 
 BodyKind = TypeVar("BodyKind", bound="Body")
 T = TypeVar("T")
@@ -38,7 +43,6 @@ MOST_KEPT = 4  # times those pixels a picture keeps: larger ones are reduced whe
 DECODING = 10.0  # seconds that a picture may take
 READING = 60.0  # seconds until a body has come, and then until it is read
 READERS = 4  # threads that read; a client has half of them
-ROOM = 8  # times the largest body may be in memory at a time; a client has half of it
 SMALL = 2**16  # bytes of a body that is read though the queue is full
 MOST_MARKS = 2**16  # commas and brackets of a body
 MOST_ITEMS = 1024  # of a list or an object
@@ -48,8 +52,7 @@ MOST_NAME = 200  # characters of a field's name
 # The fields that hold pictures, which are longer, at any depth.
 PICTURES = {"image", "images", "init_images", "init_img", "mask", "data", "input_image", "mask_image"}
 PICTURES |= {"controlnet_input_images", "controlnet_images", "controlnet_masks", "reference"}
-STATUS = {Full: 429, Stopping: 503, TimeoutError: 504, ValueError: 422, TypeError: 422}
-LOOK = 0.5  # seconds between two looks at whether the client has disconnected
+STATUS = {Full: 429, TooLarge: 413, Stopping: 503, TimeoutError: 504, ValueError: 422, TypeError: 422}
 CHARSETS = (b"utf-8", b"utf8", b"us-ascii")  # that a form may name
 KEEP_ALIVE = 15  # seconds of silence after which a stream of events gets a comment
 WAITING = ": waiting\n\n"  # the comment
@@ -136,60 +139,55 @@ def answer(error: BaseException) -> JSONResponse:
 
 
 class Reader:
-    """Reads what clients send, for all interfaces: limits of size, memory and time, in a few threads of its own.
+    """Reads what clients send, for all interfaces: limits of size and time, in a few threads of its own.
 
-    Clients take turns: none has more than half of the threads, or of the memory.
+    Clients take turns: none has more than half of the threads.
     """
 
     def __init__(self, engine: Engine, most: int) -> None:
         """most: bytes of a body."""
         self.engine, self.most = engine, most
-        self._held_bytes: Counter[str] = Counter()  # bytes of bodies that come or are read, by client
         self._threads = ThreadPoolExecutor(READERS, "reading")
         self._free = asyncio.Semaphore(READERS)
         self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
 
-    async def read(self, request: Request, parse: Callable[[bytes], T]) -> T:
-        """Receive a request's body and return what parse makes of it.  Raises Refused, Full, Stopping."""
-        client, parts, size = CLIENT.get(), list[bytes](), 0
+    async def read(self, request: Request, parse: Callable[[bytearray], T], copies: int) -> T:
+        """Receive a request's body and return what parse makes of it, in so many copies.
+
+        parse may take away from the body what it has read.  Raises Refused, Full, TooLarge, Stopping.
+        """
+        account, body = ledger.account(), bytearray()
         length = request.headers.get("content-length", "")
         self._check_length(int(length[:20]) if length.isdecimal() else 0)
         if not length.isdecimal() or int(length[:20]) > SMALL:
-            self.engine.check_room(client)
+            self.engine.check_room(account.client)
         try:
-            try:
-                async with asyncio.timeout(READING):
-                    async for part in request.stream():
-                        parts.append(part)
-                        size += len(part)
-                        self._held_bytes[client] += len(part)
-                        self._check_length(size)  # it may be larger than its header says, or have none
-                        if (
-                            self._held_bytes.total() > ROOM * self.most
-                            or self._held_bytes[client] > ROOM // 2 * self.most
-                        ):
-                            raise Refused(503, "too many requests are being read: try again later")
-            except TimeoutError:
-                raise Refused(408, f"the request was not received within {READING:g} seconds") from None
-            except ClientDisconnect:
-                raise Refused(CLOSED, "the client has disconnected") from None
-            body = b"".join(parts)
-            parts.clear()
-            return await self.in_thread(parse, body)
-        finally:
-            self._held_bytes[client] -= size
-            if not self._held_bytes[client]:
-                del self._held_bytes[client]
+            async with asyncio.timeout(READING):
+                async for part in request.stream():
+                    body += part
+                    self._check_length(len(body))  # it may be larger than its header says, or have none
+                    account.hold("body", len(body))
+        except TimeoutError:
+            raise Refused(408, f"the request was not received within {READING:g} seconds") from None
+        except ClientDisconnect:
+            raise Refused(CLOSED, "the client has disconnected") from None
+        account.hold("body", copies * len(body))
+        return await self.in_thread(parse, body)
 
     async def in_thread(self, function: Callable[..., T], *args: Any) -> T:
         """Call a function that reads what a client has sent, in one of the threads.  Raises Refused (503)."""
-        turn = self._turns.setdefault(CLIENT.get(), asyncio.Semaphore(READERS // 2))
+        turn, account = self._turns.setdefault(CLIENT.get(), asyncio.Semaphore(READERS // 2)), ledger.account()
+
+        def call() -> T:
+            with account:  # which lasts as long as the thread, though nobody may wait for it any more
+                return function(*args)
+
         try:
             async with asyncio.timeout(READING), contextlib.AsyncExitStack() as places:
                 await places.enter_async_context(turn)
                 await places.enter_async_context(self._free)
                 context = contextvars.copy_context()
-                done = asyncio.get_running_loop().run_in_executor(self._threads, context.run, function, *args)
+                done = asyncio.get_running_loop().run_in_executor(self._threads, context.run, call)
                 places.pop_all()  # the thread has them until it ends, though nobody may wait for it any more
                 done.add_done_callback(lambda _: turn.release())
                 done.add_done_callback(lambda _: self._free.release())
@@ -224,17 +222,18 @@ async def reading(request: Request, function: Callable[..., T], *args: Any) -> T
 async def read_json(request: Request, kind: type[BodyKind]) -> BodyKind:
     """Read a request's JSON object.  Raises Refused (422 for anything else; 408, 413, 503), Full, Stopping."""
 
-    def parse(body: bytes) -> BodyKind:
+    def parse(body: bytearray) -> BodyKind:
         if sum(body.count(mark) for mark in (b",", b"[", b"{")) > MOST_MARKS:
             raise Refused(422, f"the request has more than {MOST_MARKS} commas and brackets")
         try:
             content = from_json(body, allow_inf_nan=False)
         except ValueError as error:
             raise Refused(422, one_line(f"the request is not JSON: {error}")) from None
+        body.clear()
         return validated(kind, content)
 
     reader: Reader = request.app.state.reader
-    return await reader.read(request, parse)
+    return await reader.read(request, parse, copies=2)
 
 
 def validated(kind: type[BodyKind], content: Any) -> BodyKind:
@@ -281,14 +280,16 @@ async def read_form(request: Request) -> tuple[dict[str, str], dict[str, list[by
     if more.get(b"charset", b"utf-8").lower() not in CHARSETS:  # punycode takes minutes for a megabyte
         raise Refused(422, "got a charset of the form, expected UTF-8: leave it out")
 
-    async def parsed(body: bytes) -> tuple[dict[str, str], dict[str, list[bytes]]]:
+    async def parsed(body: bytearray) -> tuple[dict[str, str], dict[str, list[bytes]]]:
         end = time.monotonic() + DECODING
 
         async def parts() -> AsyncIterator[bytes]:
-            for start in range(0, len(body), SMALL):
+            while body:
                 if time.monotonic() > end:
                     raise ValueError(f"it takes more than {DECODING:g} seconds")
-                yield body[start : start + SMALL]
+                part = bytes(body[:SMALL])
+                del body[:SMALL]
+                yield part
 
         fields, files = dict[str, str](), dict[str, list[bytes]]()
         try:
@@ -304,7 +305,10 @@ async def read_form(request: Request) -> tuple[dict[str, str], dict[str, list[by
         return fields, files
 
     reader: Reader = request.app.state.reader
-    return await reader.read(request, lambda body: asyncio.run(parsed(body)))
+    return await reader.read(request, lambda body: asyncio.run(parsed(body)), copies=3)
+
+
+_LARGE = threading.Lock()  # pictures that are reduced are decoded one by one
 
 
 class _Timed(io.BytesIO):
@@ -323,22 +327,37 @@ class _Timed(io.BytesIO):
 def open_bytes(content: bytes, name: str, most: int) -> Image.Image:
     """Decode an image, upright, of at most MOST_READ * most pixels; beyond MOST_KEPT * most it is reduced.
 
-    Raises ValueError.
+    The account of the request holds what is kept.  Raises ValueError, Full, TooLarge.
     """
 
     def loaded(image: Image.Image) -> Image.Image:
         image.decodermaxblock = 2**12  # type: ignore[attr-defined]  # bytes between two looks at the time
-        image = upright(image)
+        if (account := ACCOUNT.get()) is not None:
+            account.add("pictures", BYTES * min(image.width * image.height, MOST_KEPT * most))
+        if image.width * image.height <= MOST_KEPT * most:
+            return upright(image)
+        if not _LARGE.acquire(timeout=DECODING):
+            raise Full("too many large pictures are being read: try again later")
+        try:
+            return reduced(image)
+        finally:
+            _LARGE.release()
+
+    def reduced(image: Image.Image) -> Image.Image:
         ratio = math.sqrt(MOST_KEPT * most / (image.width * image.height))
-        if ratio >= 1:
-            return image
+        size = max(1, int(ratio * image.width)), max(1, int(ratio * image.height))
+        image.draft(image.mode, size)  # a JPEG is decoded smaller
+        image.load()
         if image.mode in ("P", "PA"):
             image = image.convert("RGBA")
-        image = image if image.mode in ("L", "LA", "RGB", "RGBA") else to_rgb(image)
-        size = max(1, int(ratio * image.width)), max(1, int(ratio * image.height))
-        return image.resize(size, Image.Resampling.BOX)  # a quarter of the time of Lanczos
+        elif image.mode not in ("L", "LA", "RGB", "RGBA", "I;16"):
+            image = to_rgb(image)
+        return upright(image.resize(size, Image.Resampling.BOX))  # a quarter of the time of Lanczos
 
-    return decode_image(_Timed(content), name, loaded, MOST_READ * most)
+    try:
+        return decode_image(_Timed(content), name, loaded, MOST_READ * most)
+    except ValueError as error:
+        raise error.__cause__ if isinstance(error.__cause__, (Full, TooLarge)) else error  # noqa: B904
 
 
 def open_base64(text: Any, name: str, most: int) -> Image.Image:
@@ -363,6 +382,42 @@ def encoded(image: Image.Image, kind: str = "png", quality: int = 95) -> str:
     return base64.b64encode(file.getvalue()).decode()
 
 
+@dataclass(frozen=True)
+class Encoding:
+    """An image in an answer, in base64."""
+
+    image: Image.Image
+    kind: str = "png"
+    quality: int = 95
+
+    def text(self) -> str:
+        """Encode it."""
+        return encoded(self.image, self.kind, self.quality)
+
+
+def answer_with(content: dict[str, Any]) -> StreamingResponse:
+    """Return the JSON answer of an object with an Encoding in place of each image.
+
+    Each is encoded when its client has taken what comes before it: an answer is never in memory as a whole.
+    """
+    images, mark = list[Encoding](), secrets.token_hex()
+
+    def note(value: Encoding) -> str:
+        images.append(value)
+        return mark
+
+    async def parts() -> AsyncIterator[bytes]:
+        before, *texts = json.dumps(content, default=note).split(mark)
+        yield before.encode()
+        for image, text in zip(images, texts, strict=True):
+            whole = await run_in_threadpool(image.text)
+            for start in range(0, len(whole), SMALL):
+                yield whole[start : start + SMALL].encode()
+            yield text.encode()
+
+    return StreamingResponse(parts(), media_type="application/json")
+
+
 def event(kind: str, /, **content: Any) -> str:
     """One of a stream of server-sent events."""
     return f"event: {kind}\ndata: {json.dumps(content)}\n\n"
@@ -376,33 +431,51 @@ def stream(events: AsyncIterator[str]) -> StreamingResponse:
 
 async def ended(request: Request, ticket: Ticket) -> None:
     """Wait for a ticket's end; it is cancelled if the client goes.  Raises what it ended with, Refused for those."""
+
+    async def wait() -> None:
+        async for _ in changes([ticket]):
+            pass
+
+    async def leave() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    waiting, leaving = asyncio.create_task(wait()), asyncio.create_task(leave())
     try:
-        async for _ in changes(ticket, LOOK):
-            if await request.is_disconnected():
-                raise Refused(CLOSED, "the client has disconnected")
+        await asyncio.wait((waiting, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not waiting.done():
+            raise Refused(CLOSED, "the client has disconnected")
     finally:
+        waiting.cancel()
+        leaving.cancel()
         ticket.cancel()
     check_ended(ticket)
 
 
-async def changes(ticket: Ticket, timeout: float) -> AsyncIterator[bool]:
-    """Yield True now and after every change of a ticket until it has ended, and False after seconds of silence."""
+async def changes(tickets: Sequence[Ticket], silence: float = KEEP_ALIVE) -> AsyncIterator[bool]:
+    """Yield True now and after changes of tickets until all have ended, and False after so many seconds of silence."""
     changed, loop, is_last = asyncio.Event(), asyncio.get_running_loop(), False
 
     def notify() -> None:
         if not loop.is_closed():
             loop.call_soon_threadsafe(changed.set)
 
-    ticket.listen(notify)
+    for ticket in tickets:
+        ticket.listen(notify)
     while not is_last:
+        deadline = min((ticket.deadline for ticket in tickets if not ticket.ended), default=0.0)
+        left = max(0.0, deadline - time.monotonic()) + 0.01
         try:
-            await asyncio.wait_for(changed.wait(), timeout)
+            async with asyncio.timeout(min(silence, left)):
+                await changed.wait()
         except TimeoutError:
-            ticket.has_ended()
-            yield False
+            if left < silence:
+                changed.set()  # some ticket is too old
+            else:
+                yield False
             continue
         changed.clear()
-        is_last = ticket.has_ended()
+        is_last = all(ticket.has_ended() for ticket in tickets)
         yield True
 
 

@@ -16,13 +16,14 @@ from fastapi import APIRouter, Request
 from fastapi.concurrency import run_in_threadpool
 from PIL import Image, ImageOps
 from pydantic import Field
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from ldm_lite.cli.task_options import Img2imgOptions, InpaintOptions, Txt2imgOptions
 from ldm_lite.image import to_rgb
 from ldm_lite.serve import http
-from ldm_lite.serve.http import Body, Refused, open_bytes, read_json, reading
-from ldm_lite.serve.queue import CLIENT, Engine, Ticket
+from ldm_lite.serve.http import Body, Encoding, Refused, open_bytes, read_json, reading
+from ldm_lite.serve.ledger import CLIENT
+from ldm_lite.serve.queue import Engine, Ticket
 
 # OpenAI's own models, which clients name by default: they mean the default model, unless a file has such a name.
 ALIASES = re.compile(r"(?P<dalle>dall-e-[\w.-]{1,80})|(?:chat)?gpt-image-[\w.-]{1,80}")
@@ -235,18 +236,17 @@ async def _respond(request: Request, links: Links, ticket: Ticket, asked: ImageR
     if asked.stream:
         return http.stream(_events(ticket, asked, event))
     await http.ended(request, ticket)
-    data, about = list[dict[str, Any]](), dict[str, Any]()
-    for result in ticket.results:
-        about = await _encoded(result.image, asked)
-        data.append({"b64_json": about.pop("b64_json"), "seed": result.seed})
+    images = [_encoding(result.image, asked) for result in ticket.results]
+    data = [{"b64_json": image, "seed": result.seed} for image, result in zip(images, ticket.results, strict=True)]
+    about = _about(ticket.results[0].image, asked)
     if "url" in asked.fields:
-        contents = [await run_in_threadpool(base64.b64decode, entry["b64_json"]) for entry in data]
+        contents = [base64.b64decode(await run_in_threadpool(image.text)) for image in images]
         for entry, name in zip(data, links.add(contents, asked.output_format or "png"), strict=True):
             entry["url"] = str(request.url_for("image", name=name))
             if "b64_json" not in asked.fields:
                 del entry["b64_json"]
     ignored = {"ignored": sorted(asked.model_extra)} if asked.model_extra else {}
-    return JSONResponse({"created": int(time.time()), "data": data, "usage": USAGE, **about, **ignored})
+    return http.answer_with({"created": int(time.time()), "data": data, "usage": USAGE, **about, **ignored})
 
 
 async def _events(ticket: Ticket, asked: ImageRequest, event: str) -> AsyncIterator[str]:
@@ -254,11 +254,12 @@ async def _events(ticket: Ticket, asked: ImageRequest, event: str) -> AsyncItera
     partials = results = 0  # that have been sent
 
     async def line(kind: str, image: Image.Image, **more: Any) -> str:
-        about = {"type": kind, **await _encoded(image, asked), "created_at": int(time.time()), "quality": "auto"}
-        return http.event(kind, **about | more)
+        content = await run_in_threadpool(_encoding(image, asked).text)
+        about = {"type": kind, "b64_json": content, **_about(image, asked), "created_at": int(time.time())}
+        return http.event(kind, **about, quality="auto", **more)
 
     try:
-        async for changed in http.changes(ticket, http.KEEP_ALIVE):
+        async for changed in http.changes([ticket]):
             if not changed:
                 yield http.WAITING
             for number, image in ticket.partials[partials:]:
@@ -276,9 +277,12 @@ async def _events(ticket: Ticket, asked: ImageRequest, event: str) -> AsyncItera
         ticket.cancel()
 
 
-async def _encoded(image: Image.Image, asked: ImageRequest) -> dict[str, str]:
+def _encoding(image: Image.Image, asked: ImageRequest) -> Encoding:
+    quality = 100 if asked.output_compression is None else asked.output_compression
+    return Encoding(image, asked.output_format or "png", quality)
+
+
+def _about(image: Image.Image, asked: ImageRequest) -> dict[str, str]:
     """What answers and events say of an image."""
     kind = asked.output_format or "png"
-    quality = 100 if asked.output_compression is None else asked.output_compression
-    content, size = await run_in_threadpool(http.encoded, image, kind, quality), f"{image.width}x{image.height}"
-    return {"b64_json": content, "output_format": kind, "size": size, "background": "opaque"}
+    return {"output_format": kind, "size": f"{image.width}x{image.height}", "background": "opaque"}

@@ -33,8 +33,11 @@ class LimitOptions(CheckedOptions):
         2000, "maximum work of a request: megapixels x steps x images x branches, of both passes", within=(1, MOST)
     )
     max_queue: int = option(256, "images that may wait; further requests get status 429", within=(1, MOST))
-    max_waiting: int = option(
-        256, "MiB of pictures that may wait with their requests; further ones get 429", within=(1, MOST)
+    max_memory: int = option(
+        192,
+        "MiB that requests may hold: bodies, pictures, results, answers that are not sent; a client may hold three "
+        "quarters, further requests get 429, and larger ones 413",
+        within=(1, MOST),
     )
     max_body: int = option(32, "largest request, in MiB", within=(1, 1024))
     timeout: float = option(600.0, "seconds after which an unfinished request is cancelled", within=(0.1, DAY))

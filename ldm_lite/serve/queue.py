@@ -1,6 +1,7 @@
 """Engine: one queue of requests (tickets) and one thread that denoises them, those that are alike together."""
 
 import dataclasses
+import functools
 import logging
 import math
 import os
@@ -8,12 +9,10 @@ import re
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import takewhile
-from typing import Any
+from typing import Any, NamedTuple
 
 from PIL import Image
 from torch import Tensor
@@ -21,6 +20,7 @@ from torch import Tensor
 from ldm_lite.cli.options import names_files
 from ldm_lite.cli.task_options import Txt2imgOptions
 from ldm_lite.image import to_image
+from ldm_lite.serve.ledger import ACCOUNT, CLIENT, Account, Full, Ledger, TooLarge
 from ldm_lite.serve.library import Library, Loras
 from ldm_lite.serve.options import LimitOptions
 from ldm_lite.toolkit import Batch, Sample, State, cost_of, estimate_cost, prepare
@@ -30,6 +30,7 @@ log = logging.getLogger("ldm_lite")
 QUEUED, RUNNING, DONE, FAILED, CANCELLED = "queued", "running", "done", "failed", "cancelled"
 # Options that may differ in a batch.
 DIFFERENT = {"prompt", "negative_prompt", "seed", "variation_seed", "init_img", "mask", "batch_size", "n_iter"}
+PLACES = 1.0  # seconds between two words to those that wait about their places
 PREVIEW_SHARE = 0.2  # of the time that may go into previews
 STAY = 10.0  # seconds that a model is kept for requests that name it while an earlier one waits for another
 MOST_CHUNKS = (300, 2000)  # of 75 tokens, in a text and in all texts of a request
@@ -37,18 +38,14 @@ MOST_PREPARED = 16  # requests that wait for another batch though their images a
 MOST_SIDES = 2**14  # pixels of a side
 LEAST_TILE = 64  # pixels
 SIDE = re.compile(r"(left|top|right|bottom)=\s*0*(\d{1,9})")  # of `extend`; reads a text once
-CLIENT: ContextVar[str] = ContextVar("client", default="")  # whose request is being answered: requests take turns by it
-
-
-class Full(Exception):
-    """The queue has no place for a request."""
+BYTES = 4  # of a pixel of an image
 
 
 class Stopping(Exception):
     """The server is being stopped, or its device has failed: it takes no requests."""
 
 
-EXPECTED = (Full, Stopping, TimeoutError, ValueError, TypeError)  # errors that are not the server's
+EXPECTED = (Full, TooLarge, Stopping, TimeoutError, ValueError, TypeError)  # errors that are not the server's
 
 
 def report(error: BaseException) -> None:
@@ -56,6 +53,16 @@ def report(error: BaseException) -> None:
     if not isinstance(error, EXPECTED) and not hasattr(error, "is_reported"):
         error.is_reported = True  # type: ignore[attr-defined]
         log.error("an error of the server: %s: %s", type(error).__name__, error, exc_info=error)
+
+
+class Made(NamedTuple):
+    """An image of a request: a result in 8 bits, a third of the memory."""
+
+    image: Image.Image  # with its text
+    prompt: str
+    seed: int
+    parameters: str
+    settings: Mapping[str, object]
 
 
 class Ticket:
@@ -66,7 +73,11 @@ class Ticket:
     ) -> None:
         self.task, self.options, self.model, self.loras = task, options, model, loras
         self.client = CLIENT.get()
+        self.account = ACCOUNT.get() or Account(engine.ledger, self.client)
+        self.holds_results = False  # in its account
+        self.is_held = False  # by the engine
         self.count = 0  # images
+        self.pixels = 0  # of an image, in its larger pass
         self.work = 0.0  # millions of pixels that the network runs over: see Engine.check_work
         self.cost = cost_of(options)  # that features add
         self.branches = 2  # of each step, of an image
@@ -77,7 +88,7 @@ class Ticket:
         self.state = QUEUED
         self.step = self.num_steps = 0  # of the images that run
         self.passes = (0, 1)  # that they have behind them, of how many
-        self.results: list[Any] = []  # of Result, or of images from a call
+        self.results: list[Any] = []  # of Made, or of images from a call
         self.partials: list[tuple[int, Image.Image]] = []  # (number of the image, what the step predicted)
         self.error: Exception | None = None
         self.interrupted = False
@@ -101,12 +112,22 @@ class Ticket:
         """Tickets with less come first."""
         return self.start + self.work * len(self.results) / max(1, self.count)
 
-    @cached_property
+    @property
     def size(self) -> int:
         """The bytes of its images, as long as it waits."""
         values = [value for value in vars(self.options).values() if isinstance(value, tuple)]
         items = [getattr(item, "image", item) for value in (*values, self.images) for item in value]
-        return sum(item.width * item.height * len(item.getbands()) for item in items if isinstance(item, Image.Image))
+        return sum(BYTES * item.width * item.height for item in items if isinstance(item, Image.Image))
+
+    @property
+    def results_size(self) -> int:
+        """The bytes of its results, of what is shown on the way, and of one image as it is sent."""
+        return BYTES * self.pixels * (self.count * (1 + self.num_partials) + 1)
+
+    @property
+    def deadline(self) -> float:
+        """When it is too old, in time.monotonic's seconds."""
+        return self.submitted + self._engine.limits.timeout
 
     @property
     def ended(self) -> bool:
@@ -115,9 +136,8 @@ class Ticket:
 
     def has_ended(self) -> bool:
         """Whether it has ended; one that is too old ends now."""
-        timeout = self._engine.limits.timeout
-        if not self.ended and time.monotonic() > self.submitted + timeout:
-            message = f"not finished after {timeout:g} seconds: ask for less, or again later"
+        if not self.ended and time.monotonic() > self.deadline:
+            message = f"not finished after {self._engine.limits.timeout:g} seconds: ask for less, or again later"
             self._engine.cancel(self, TimeoutError(message))
         return self.ended
 
@@ -182,6 +202,7 @@ class Engine:
 
     def __init__(self, library: Library, limits: LimitOptions) -> None:
         self.library, self.limits = library, limits
+        self.ledger = Ledger(limits.max_memory * 2**20)
         self.totals: Counter[str] = Counter()  # what has happened so far, by name
         self.running: list[Ticket] = []
         self.queue: list[Ticket] = []  # in the order of arrival, also those of which some images run
@@ -191,6 +212,7 @@ class Engine:
         self._kept_since: float | None = None  # when the loaded model was kept though another one was next
         self._unload = False
         self._stopping = self._failed = False
+        self._told = 0.0  # when those that wait were told of their places
         self._give_up = float("inf")  # the time at which running images are interrupted
         self._thread = threading.Thread(target=self._loop, name="denoising", daemon=True)
         library.given_up = lambda: bool(self.running) and all(ticket.has_ended() for ticket in self.running)
@@ -235,26 +257,32 @@ class Engine:
         ticket.call, ticket.images, ticket.count = call, images, len(sizes)
         self._check_count(ticket.count)
         ticket.work = sum(width * height for width, height in sizes) / 1e6
+        ticket.pixels = max(width * height for width, height in sizes)
         return self._add(ticket)
 
     def _add(self, ticket: Ticket) -> Ticket:
-        """Give a ticket its turn.  If there is no place, the client that holds most loses its last ticket."""
+        """Queue a ticket whose images and results have a place in memory."""
+        with ticket.account as account:
+            account.hold("body", 0)  # of which only the pictures are left
+            account.hold("pictures", max(account.parts["pictures"], ticket.size))
+            account.check(ticket.results_size)
+            return self._queue(ticket)
+
+    def _queue(self, ticket: Ticket) -> Ticket:
+        """Give a ticket its turn.  If there is no place, the client with most images loses its last ticket."""
         with self._changed:
             self.check_room()
             images = self.limits.max_queue
-            most = self.limits.max_waiting * 2**20
             waiting = [*(earlier for earlier in self.queue if earlier.state == QUEUED), ticket]
             dropped = []
-            while sum(rival.count for rival in waiting) > images or sum(rival.size for rival in waiting) > most:
-                held = dict.fromkeys((rival.client for rival in waiting), 0.0)
+            while sum(rival.count for rival in waiting) > images:
+                held = Counter[str]()
                 for rival in waiting:
-                    held[rival.client] += rival.count / images + rival.size / most
+                    held[rival.client] += rival.count
                 greediest = max(held, key=lambda client: (held[client], client == ticket.client))
                 dropped.append(next(rival for rival in reversed(waiting) if rival.client == greediest))
                 waiting.remove(dropped[-1])
-            full = Full(
-                f"the queue is full: {len(waiting)} requests wait, at most {images} images and {most >> 20} MiB may"
-            )
+            full = Full(f"the queue is full: {len(waiting)} requests wait, at most {images} images may")
             if ticket in dropped:
                 self.totals["refused"] += 1
                 raise full
@@ -264,11 +292,19 @@ class Engine:
             self._asked = {client: turn for client, turn in self._asked.items() if turn > self._turn}
             self._asked[ticket.client] = ticket.start + ticket.work
             self.queue.append(ticket)
+            ticket.account.__enter__()
+            ticket.account.drop, ticket.is_held = functools.partial(self._drop, ticket.account), True
             self.totals["requests"] += 1
             self._changed.notify_all()
         for rival in dropped:
             self.cancel(rival, full)
         return ticket
+
+    def _drop(self, account: Account, full: Full) -> None:
+        """End the tickets of a request that waits, to make room for others."""
+        for ticket in list(self.queue):
+            if ticket.account is account:
+                self.cancel(ticket, full)
 
     def check_room(self, client: str | None = None) -> None:
         """Raises Stopping if no requests are taken, Full if the queue is, mostly of a client's."""
@@ -365,6 +401,8 @@ class Engine:
             self.check_size(*larger)
             pixels += (math.prod(larger) + read) * (its_steps or steps)
             text += f" and {larger[0]} x {larger[1]} x {its_steps or steps}"
+            ticket.pixels = max(ticket.pixels, math.prod(larger))
+        ticket.pixels = max(ticket.pixels, width * height)
         ticket.work = ticket.count * ticket.branches * pixels / 1e6
         if ticket.work > self.limits.max_work:
             raise ValueError(
@@ -399,6 +437,8 @@ class Engine:
         if not ticket.ended:
             self.totals["failed" if error else "cancelled"] += 1
         ticket.end(FAILED if error else CANCELLED, error)
+        if ticket not in self.running:
+            self._let_go(ticket)
 
     def stop(self) -> None:
         """Take no more requests, refuse those that wait, and let those that run end within the seconds of grace."""
@@ -456,10 +496,15 @@ class Engine:
                     self.cancel(ticket, error)
                 if self._failed:
                     self.stop()
-            for ticket in self.running:
+            ran, self.running, units = self.running, [], []
+            for ticket in ran:
                 if ticket.ended:
                     _free(ticket)
-            self.running, units = [], []
+                    self._let_go(ticket)
+            if time.monotonic() > self._told + PLACES:
+                self._told = time.monotonic()
+                for ticket in [ticket for ticket in list(self.queue) if ticket.state == QUEUED]:
+                    ticket.tell()
 
     def _gather(self) -> list[Unit]:
         """Return the images of the next batch; none if the first ticket is a call, whose next image is made."""
@@ -469,7 +514,9 @@ class Engine:
         first, units = tickets[0], list[Unit]()
         self._turn = max(self._turn, first.turn)
         if first.call is not None:
-            first.state, self.running = RUNNING, [first]
+            self.running = [first]
+            self._hold_results(first)
+            first.state, first.account.drop = RUNNING, None
             first.results.append(first.call(first.images[len(first.results)]))
             self._done_if_whole(first)
             first.tell()
@@ -513,6 +560,7 @@ class Engine:
                 return None
             if not (sample := ticket.prepared[0].sample).is_second:
                 self.check_work(ticket, *sample.size)
+                self._hold_results(ticket)
             if not units or units[0].sample.can_batch_with(ticket.prepared[0].sample):
                 return ticket.prepared.popleft()
         except Exception as error:
@@ -525,6 +573,7 @@ class Engine:
         for ticket in self.running:
             if ticket.state == QUEUED:
                 ticket.state = RUNNING
+                ticket.account.drop = None
             ticket.step, ticket.num_steps = 0, batch.num_steps
             ticket.passes = (int(units[0].sample.is_second), 1 + len(ticket.cost.passes))
             ticket.tell()
@@ -590,7 +639,9 @@ class Engine:
             return
         unit.ended = True
         try:
-            ticket.results.append(unit.sample.finish(latents))
+            result = unit.sample.finish(latents)
+            about = (result.prompt, result.seed, result.parameters, result.settings)
+            ticket.results.append(Made(result.image, *about))
             self.totals["images"] += 1
         except Exception as error:
             self.cancel(ticket, error)
@@ -601,7 +652,23 @@ class Engine:
         if len(ticket.results) == ticket.count or ticket.interrupted:
             self._remove(ticket)
             self.totals["done"] += 1
+            if not any(rival.account is ticket.account for rival in list(self.queue)):
+                ticket.account.drop = _ignore  # its connection is closed
             ticket.end(DONE)
+
+    def _hold_results(self, ticket: Ticket) -> None:
+        """Let a ticket's account hold its results before they are made.  Raises Full, TooLarge."""
+        if not ticket.holds_results:
+            ticket.account.add("results", ticket.results_size)
+            ticket.holds_results = True
+
+    def _let_go(self, ticket: Ticket) -> None:
+        """Forget a ticket that has ended; its account goes on as long as its answer is sent."""
+        with self._changed:
+            if not ticket.is_held:
+                return
+            ticket.is_held, ticket.images, ticket.call = False, (), None
+        ticket.account.__exit__(None, None, None)
 
     def _remove(self, ticket: Ticket) -> None:
         with self._changed:
@@ -613,6 +680,10 @@ def _free(ticket: Ticket) -> None:
     """Drop what holds the model, in the engine's thread, which alone makes and takes it."""
     ticket.samples = None
     ticket.prepared.clear()
+
+
+def _ignore(full: Full) -> None:
+    pass
 
 
 def _are_alike(first: Ticket, second: Ticket) -> bool:

@@ -27,7 +27,7 @@ log = logging.getLogger("ldm_lite")
 
 IDLE = 15.0  # seconds that a connection has for the head of a request
 STALLED = 30.0  # seconds in which a client has to take some of an answer
-LEAST_RATE = 2**10  # bytes a second of it
+LEAST_RATE = 2**14  # bytes a second of it
 MOST_PIECES = 2**10  # of a body, besides one for LEAST_PIECE bytes: a piece takes as long as 10 KiB in one
 LEAST_PIECE = 64
 MOST_AHEAD = 2**19  # bytes that are sent before the answer to an earlier request
@@ -40,12 +40,21 @@ class _Reading(h11.Connection):
     """h11's, which reads chunk by chunk, with a limit of these: an endless body of one byte each stalled the server."""
 
     pieces = size = 0  # of the body
+    sent = 0  # bytes of answers
+
+    def send(self, event: Any) -> Any:
+        """Return what is to be sent for a part of an answer."""
+        content = super().send(event)
+        self.sent += len(content or b"")
+        return content
 
     def next_event(self) -> Any:
         """The next part of a request.  Raises h11.RemoteProtocolError."""
         event = super().next_event()
         if isinstance(event, h11.Request):
             self.pieces = self.size = 0
+            if {b"content-length", b"transfer-encoding"} <= {name for name, _ in event.headers}:
+                raise h11.RemoteProtocolError("Content-Length and Transfer-Encoding together")  # a smuggled request
         elif isinstance(event, h11.Data):
             self.pieces, self.size = self.pieces + 1, self.size + len(event.data)
             if self.pieces > MOST_PIECES + self.size // LEAST_PIECE:
@@ -66,7 +75,7 @@ class _Connection(H11Protocol):
         """Begin.  There may be too many."""
         super().connection_made(transport)
         self.since = self.read_at = time.monotonic()  # when it began to wait for a request; looked at what is unread
-        self.unread = 0  # bytes of answers that were written and not taken
+        self.taken = 0  # bytes of answers by then
         rivals = [rival for rival in self.connections if rival is not self and not rival.transport.is_closing()]
         same = [rival for rival in rivals if rival.address == self.address != self.proxy]
         for group, most in ((same, self.most // 2), (rivals, self.most)):
@@ -89,12 +98,18 @@ class _Connection(H11Protocol):
         if self not in self.connections:
             return
         now, unread = time.monotonic(), self.transport.get_write_buffer_size()
-        is_slow = now > self.read_at + STALLED and unread > self.unread - LEAST_RATE * STALLED
-        if is_slow or (not unread and not self.is_busy and now > self.since + IDLE):
+        taken = self.conn.sent - unread
+        is_slow = unread > 0 and now > self.read_at + STALLED and taken < self.taken + LEAST_RATE * STALLED
+        is_dropped = (
+            self.is_busy and "account" in self.scope and self.scope["account"].is_closed
+        )  # others need the memory of its answer
+        if is_slow or is_dropped or (not unread and not self.is_busy and now > self.since + IDLE):
             self.transport.abort()
             return
+        if self.is_busy and not self.cycle.more_body:
+            self.flow.resume_reading()  # what comes before the answer is counted, and an end is seen
         if not unread or now > self.read_at + STALLED:
-            self.read_at, self.unread = now, unread
+            self.read_at, self.taken = now, taken
         self.loop.call_later(LOOK, self._look)
 
     def data_received(self, data: bytes) -> None:

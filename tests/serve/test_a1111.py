@@ -339,7 +339,7 @@ def test_what_clients_ask_for_besides(server: Running) -> None:
 
 def test_settings_progress_and_interrupt_are_each_clients_own(library: Library) -> None:
     from ldm_lite.serve.a1111 import routes
-    from ldm_lite.serve.queue import CLIENT
+    from ldm_lite.serve.ledger import CLIENT
 
     state = routes.Interface(Engine(library, ServeOptions()))
     ticket = state.engine.submit("txt2img", Txt2imgOptions("x", steps=2, width=32, height=32))

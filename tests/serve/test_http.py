@@ -272,7 +272,7 @@ def test_urls_and_variations(start: Start, small_path: Path) -> None:
 def test_images_with_urls_are_limited_and_expire(monkeypatch: pytest.MonkeyPatch) -> None:
     from ldm_lite.serve import openai
     from ldm_lite.serve.http import Refused
-    from ldm_lite.serve.queue import CLIENT
+    from ldm_lite.serve.ledger import CLIENT
 
     monkeypatch.setattr(openai, "MOST_LINKED", 40)
     links, token = openai.Links(), CLIENT.set("a")
@@ -548,7 +548,7 @@ def test_who_waits_is_told_when_the_time_is_over_though_nothing_runs(library: Li
     ticket = submit(engine, "txt2img", {"prompt": "an apple", **SMALL})
 
     async def wait() -> None:
-        async for _ in changes(ticket, timeout=0.02):
+        async for _ in changes([ticket], silence=0.02):
             pass
 
     asyncio.run(asyncio.wait_for(wait(), 30))

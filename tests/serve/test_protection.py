@@ -23,7 +23,7 @@ pytest.importorskip("prometheus_client")
 from ldm_lite.cli.task_options import Img2imgOptions, InpaintOptions
 from ldm_lite.serve import http, queue, server
 from ldm_lite.serve.http import Refused, open_bytes, validated
-from ldm_lite.serve.queue import CLIENT
+from ldm_lite.serve.ledger import CLIENT, Account, TooLarge
 
 OPENAI, TXT2IMG, IMG2IMG = "/v1/images/generations", "/sdapi/v1/txt2img", "/sdapi/v1/img2img"
 EXTRAS = "/sdapi/v1/extra-batch-images"
@@ -170,8 +170,8 @@ def test_a_body_of_tiny_chunks_is_refused(running: Running) -> None:
 
 def test_what_is_sent_before_an_answer_has_a_limit(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     go, cancelled = threading.Event(), running.engine.totals["cancelled"]
+    monkeypatch.setattr(server, "LOOK", 0.05)
     monkeypatch.setattr(running.engine, "_denoise", lambda units: go.wait(100))
-    monkeypatch.setattr(http, "LOOK", 0.05)
     body = json.dumps(SMALL)
     with socket.create_connection(("127.0.0.1", running.port), timeout=20) as client:
         head = f"POST {TXT2IMG} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
@@ -204,11 +204,15 @@ def test_a_full_queue_is_no_fault(running: Running, faults: Any, monkeypatch: py
 
 
 def test_bodies_that_come_at_once_have_a_limit(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client has half of the room for them: here 4 bytes."""
-    monkeypatch.setattr(http, "ROOM", 1 / 2**18)
+    ledger = running.engine.ledger
+    monkeypatch.setattr(ledger, "share", 8)
     status, message = running.refused(TXT2IMG, SMALL)
-    assert (status, message) == (503, "too many requests are being read: try again later")
+    assert status == 413
+    assert "the request needs about 0 MiB, expected at most 0 (`max_memory`)" in message
     monkeypatch.undo()
+    with Account(ledger, "127.0.0.1") as account:
+        account.hold("body", ledger.share - 8)
+        assert running.refused(TXT2IMG, SMALL)[0] == 429
     assert running.ask(TXT2IMG, SMALL)[0] == 200
 
 
@@ -248,14 +252,14 @@ def test_decoding_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_pictures_that_wait_have_a_limit(library: Any) -> None:
-    """Of bytes: 1 MiB; a picture of 512 x 512 has 0.75."""
-    engine = engine_of(library, max_waiting=1)
+    """Of bytes: 2 MiB; a picture of 512 x 512 has 1."""
+    engine = engine_of(library, max_memory=2)
     given = {"prompt": "x", "init_img": (Image.new("RGB", (512, 512)),), "width": 32, "height": 32}
     submit(engine, "img2img", given)
-    with pytest.raises(Full, match=r"the queue is full: 1 requests wait, at most 256 images and 1 MiB may"):
+    with pytest.raises(Full, match=r"your other requests hold 1 MiB: try again later"):
         submit(engine, "img2img", given)
-    with pytest.raises(Full):
-        submit(engine, "inpaint", given | {"init_img": (Image.new("1", (8, 8)),), "mask": given["init_img"]})
+    with pytest.raises(TooLarge, match=r"needs about 3 MiB, expected at most 2"):
+        submit(engine, "inpaint", given | {"init_img": given["init_img"] * 2, "mask": given["init_img"]})
 
 
 def test_health_is_answered_while_all_threads_read(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from weakref import WeakSet
 import torch
 from fastapi import APIRouter, Request
 from fastapi.concurrency import run_in_threadpool
+from starlette.responses import Response
 
 from ldm_lite.cli.version import __version__
 from ldm_lite.diffusion.webui import OFFERED, SCHEDULE_TYPES
@@ -27,8 +28,9 @@ from ldm_lite.serve.a1111.translation import (
     Txt2imgRequest,
     WebuiSettings,
 )
-from ldm_lite.serve.http import PictureRequest, Refused, encoded, open_base64, read_json, reading
-from ldm_lite.serve.queue import CLIENT, Engine, Ticket
+from ldm_lite.serve.http import Encoding, PictureRequest, Refused, answer_with, encoded, open_base64, read_json, reading
+from ldm_lite.serve.ledger import CLIENT
+from ldm_lite.serve.queue import Engine, Ticket
 from ldm_lite.text.parameters import read_parameters, text_of
 
 EMPTY = (
@@ -86,28 +88,28 @@ def router(engine: Engine) -> APIRouter:
     routes, state, library = APIRouter(prefix="/sdapi/v1", tags=["AUTOMATIC1111"]), Interface(engine), engine.library
 
     @routes.post("/txt2img", openapi_extra=Txt2imgRequest.docs())
-    async def txt2img(request: Request) -> dict[str, Any]:
+    async def txt2img(request: Request) -> Response:
         """Text to image."""
         return await _respond(request, state, await read_json(request, Txt2imgRequest))
 
     @routes.post("/img2img", openapi_extra=Img2imgRequest.docs())
-    async def img2img(request: Request) -> dict[str, Any]:
+    async def img2img(request: Request) -> Response:
         """Image to image, or inpainting with a mask."""
         return await _respond(request, state, await read_json(request, Img2imgRequest))
 
     @routes.post("/extra-single-image", openapi_extra=SingleRequest.docs())
-    async def single(request: Request) -> dict[str, Any]:
+    async def single(request: Request) -> Response:
         """Enlarge an image."""
         asked = await read_json(request, SingleRequest)
         [image] = await _enlarged(request, state, asked, [asked.image])
-        return {"html_info": json.dumps({"Postprocess upscaler": asked.upscaler_1}), "image": image}
+        return answer_with({"html_info": json.dumps({"Postprocess upscaler": asked.upscaler_1}), "image": image})
 
     @routes.post("/extra-batch-images", openapi_extra=SeveralRequest.docs())
-    async def several(request: Request) -> dict[str, Any]:
+    async def several(request: Request) -> Response:
         """Enlarge images."""
         asked = await read_json(request, SeveralRequest)
         images = await _enlarged(request, state, asked, [file.data for file in asked.imageList])
-        return {"html_info": json.dumps({"Postprocess upscaler": asked.upscaler_1}), "images": images}
+        return answer_with({"html_info": json.dumps({"Postprocess upscaler": asked.upscaler_1}), "images": images})
 
     @routes.post("/png-info", openapi_extra=PictureRequest.docs())
     async def png_info(request: Request) -> dict[str, Any]:
@@ -243,17 +245,17 @@ def router(engine: Engine) -> APIRouter:
 # ---- images ---------------------------------------------------------------------------------------------------------
 
 
-async def _enlarged(request: Request, state: Interface, asked: ExtrasRequest, pictures: list[str]) -> list[str]:
-    """Enlarge images, all in base64."""
+async def _enlarged(request: Request, state: Interface, asked: ExtrasRequest, pictures: list[str]) -> list[Encoding]:
+    """Enlarge images in base64."""
     ticket, texts = await reading(request, extras.submit, state.engine, asked, pictures)
     state.tickets.add(ticket)
     await http.ended(request, ticket)
     for image, text in zip(ticket.results, texts, strict=False):
         image.info = {} if text is None else {"parameters": text}
-    return [await run_in_threadpool(encoded, image) for image in ticket.results]
+    return [Encoding(image) for image in ticket.results]
 
 
-async def _respond(request: Request, state: Interface, asked: ImagesRequest) -> dict[str, Any]:
+async def _respond(request: Request, state: Interface, asked: ImagesRequest) -> Response:
     settings = await run_in_threadpool(lambda: state.settings)  # which reads the folders
     ticket, ignored = await reading(request, translation.submit, state.engine, settings, asked)
     left_out = ("init_images", "mask", "alwayson_scripts", "override_settings")
@@ -261,8 +263,9 @@ async def _respond(request: Request, state: Interface, asked: ImagesRequest) -> 
     del asked  # whose pictures would stay in memory while it waits
     state.tickets.add(ticket)
     await http.ended(request, ticket)
-    images = [await run_in_threadpool(encoded, result.image) for result in ticket.results if sent["send_images"]]
-    return {"images": images, "parameters": sent, "info": json.dumps(_info(state, ticket, sent) | {"ignored": ignored})}
+    images = [Encoding(result.image) for result in ticket.results if sent["send_images"]]
+    info = await run_in_threadpool(_info, state, ticket, sent)
+    return answer_with({"images": images, "parameters": sent, "info": json.dumps(info | {"ignored": ignored})})
 
 
 def _png_info(picture: str, most: int) -> dict[str, Any]:
@@ -282,7 +285,7 @@ def _timestamp(ticket: Ticket) -> str:
 def _info(state: Interface, ticket: Ticket, sent: dict[str, Any]) -> dict[str, Any]:
     """What A1111 tells of images: all fields of its Processed.js."""
     results, options, model = ticket.results, ticket.options, ticket.model or ""
-    _, height, width = results[0].pixels.shape
+    width, height = results[0].image.size
     settings = results[0].settings
     subseed = options.variation_seed
     of_each = {  # image
