@@ -18,12 +18,9 @@ from ldm_lite.core.clip import EncoderLayer
 from ldm_lite.core.layers import Upsample
 from ldm_lite.core.unet import Block, Downsample, ResBlock, SpatialTransformer
 from ldm_lite.models.clip import CLIPTextModel
-from ldm_lite.models.flux import DoubleStreamBlock, SingleStreamBlock
-from ldm_lite.models.mmdit import JointBlock
 from ldm_lite.models.open_clip import OpenCLIPAttention, OpenCLIPTextEncoder, ResidualAttentionBlock
-from ldm_lite.models.qwen_image import QwenImageBlock as QwenImageBlock
+from ldm_lite.models.ops import TransformerBlock
 from ldm_lite.models.unet import LDMUNet
-from ldm_lite.models.z_image import ZImageBlock as ZImageBlock
 from ldm_lite.pipeline import Pipeline
 from ldm_lite.runtime.precision import has_fast_bf16
 from ldm_lite.zoo.families import describe
@@ -109,9 +106,6 @@ def network_inputs(model: Pipeline, text: Mapping[str, Tensor], sizes: Tensor | 
 
 # ---- parts of networks ----------------------------------------------------------------------------------------------
 
-# Of diffusion transformers.
-TRANSFORMER_BLOCKS = (DoubleStreamBlock, SingleStreamBlock, JointBlock, ZImageBlock, QwenImageBlock)
-
 
 def token_tables(model: Pipeline) -> list[Tensor]:
     """Return the token embeddings (V,D) of the model's CLIP text encoders, which textual inversion adds vectors to."""
@@ -121,7 +115,7 @@ def token_tables(model: Pipeline) -> list[Tensor]:
 
 def blocks(network: nn.Module) -> Iterator[nn.Module]:
     """Yield the blocks of a denoising network or text encoder: what can be recomputed, or divided, one by one."""
-    kinds = (Block, EncoderLayer, ResidualAttentionBlock, *TRANSFORMER_BLOCKS)
+    kinds = (Block, EncoderLayer, ResidualAttentionBlock, TransformerBlock)
     return (module for module in network.modules() if isinstance(module, kinds))
 
 
@@ -148,13 +142,13 @@ def lora_layers(
     """Return the layers that a LoRA changes, by their names in kohya's files, of networks by role.
 
     They are the linear layers and 1x1 convolutions of the transformers in a UNet, of the layers of text encoders, and
-    of the blocks of FLUX.1, Stable Diffusion 3 and Z-Image: the modules of kohya's networks/lora.py.  With convolutions
+    of the blocks of diffusion transformers: the modules of kohya's networks/lora.py.  With convolutions
     also the layers of a UNet's residual blocks, and of what halves and doubles sides.  A slice is the rows of an
     attention's `in_proj_weight` and `in_proj_bias` that are its queries, keys or values.
     """
     from ldm_lite.adapters.lora import file_names
 
-    kinds: tuple[type[nn.Module], ...] = (SpatialTransformer, EncoderLayer, ResidualAttentionBlock, *TRANSFORMER_BLOCKS)
+    kinds: tuple[type[nn.Module], ...] = (SpatialTransformer, EncoderLayer, ResidualAttentionBlock, TransformerBlock)
     kinds += (ResBlock, Downsample, Upsample) if convolutions else ()
     layers: dict[str, tuple[nn.Module, slice | None]] = {}
     for role, network in networks.items():

@@ -49,7 +49,7 @@ from ldm_lite.core.layers import sinusoids
 from ldm_lite.diffusion.guidance import Conditioning, classifier_free
 from ldm_lite.diffusion.names import named_plan
 from ldm_lite.families.deepfloyd import IF_I_XL, IF_II_L
-from ldm_lite.formats.diffusers_names import z_image_modules
+from ldm_lite.formats.diffusers_names import renamed
 from ldm_lite.generate import State, denoise
 from ldm_lite.models import mmdit
 from ldm_lite.models.flux import FLUX_DEV
@@ -361,8 +361,9 @@ def z_image(normal: Callable[..., Tensor], checks: Checks) -> None:
     with on_meta():
         ours = build_network(replace(spec, depth=1, refiner_depth=1))
         theirs = module.ZImageTransformer2DModel(n_layers=1, n_refiner_layers=1)
-    weights, modules = filled(ours).state_dict(), z_image_modules(1, 1)
-    for name, (parts, _) in modules.items():
+    weights = filled(ours).state_dict()
+    modules = [name for name, _ in ours.named_modules()]
+    for name, (parts, _) in renamed(modules, spec.other_names).items():
         for last in [last for last in ("weight", "bias") if f"{name}.{last}" in weights]:
             value = weights.pop(f"{name}.{last}")
             for part, rows in zip(parts, value.chunk(len(parts)), strict=True):

@@ -1,6 +1,7 @@
 """Files of four folders can be deleted: the rest imports, loads the bundled model and makes the same image."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -9,6 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
+from ldm_lite.zoo.families import MODULES
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("adapters", "features", "formats", "families")
@@ -62,3 +65,45 @@ def test_without_one(tmp_path: Path) -> None:
     without = images(tmp_path, ["nothing", *FILES])
     changed = [name for name, image in without.items() if not np.array_equal(image, without["nothing"])]
     assert changed == []
+
+
+# A family with a network of its own -> how people call it.
+NAMES = {
+    "chroma": "chroma",
+    "flux2": r"flux[-_. ]?2|klein",
+    "z_image": r"z[-_ ]?image",
+    "qwen_image": r"qwen[-_ ]?image",
+}
+DETECT = """
+import sys
+from ldm_lite.zoo import families
+print(*families.FAMILY_ROWS)
+for key in sys.argv[1:]:
+    try:
+        print(families.detect_family({"unet": {key: (8, 8)}}, {}).title)
+    except (ValueError, ImportError) as error:
+        print(type(error).__name__)
+"""
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_family_is_known_in_two_files_and_one_table(name: str) -> None:
+    package = ROOT / "ldm_lite"
+    files = [path for path in package.rglob("*") if path.suffix in (".py", ".pyi", ".html", ".js")]
+    having = [path for path in files if re.search(NAMES[name], path.read_text(), re.IGNORECASE)]
+    known = {path.relative_to(package).as_posix() for path in having}
+    assert known == {f"families/{name}.py", f"models/{name}.py", "zoo/families.py"}
+
+
+def test_without_its_two_files_a_family_is_gone(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "ldm_lite", tmp_path / "ldm_lite", ignore=shutil.ignore_patterns("__pycache__"))
+    rows = [row for name in NAMES for row in MODULES[name].rows]
+    for name in NAMES:
+        for folder in ("families", "models"):
+            (tmp_path / "ldm_lite" / folder / f"{name}.py").unlink()
+    command = [sys.executable, "-c", DETECT, *(MODULES[name].key for name in NAMES)]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    lines = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True).stdout.splitlines()
+    assert not set(rows) & set(lines[0].split())
+    assert {"sd1", "flux_dev"} <= set(lines[0].split())
+    assert lines[1:] == ["ValueError"] * len(NAMES)

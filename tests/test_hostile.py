@@ -37,7 +37,7 @@ from ldm_lite.models.t2i_adapter import AdapterSpec
 from ldm_lite.models.t5 import T5Spec
 from ldm_lite.models.unet import LDMUNetSpec
 from ldm_lite.models.unet_if import IFSpec
-from ldm_lite.zoo.family import infer_vae
+from ldm_lite.zoo.families import infer_vae
 
 DOORS: dict[str, Callable[[Path], object]] = {
     "load": ldm_lite.load,

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,23 +30,11 @@ from ldm_lite.adapters.strength import Strength
 from ldm_lite.adapters.textual_inversion import Embedding, bundled_embeddings
 from ldm_lite.checkpoint.reader import errors_of, open_checkpoint
 from ldm_lite.cli.files import parse_json, read_json
-from ldm_lite.formats.diffusers_names import (
-    flux2_modules,
-    flux_modules,
-    sd3_modules,
-    transformers_name,
-    unet_blocks,
-    unet_name,
-    z_image_modules,
-)
-from ldm_lite.models.flux import Flux
-from ldm_lite.models.flux2 import Flux2
-from ldm_lite.models.mmdit import MMDiT
+from ldm_lite.formats.diffusers_names import renamed, transformers_name, unet_blocks, unet_name
 from ldm_lite.models.open_clip import OpenCLIPTextEncoder
-from ldm_lite.models.qwen_image import QwenImage
+from ldm_lite.models.ops import TransformerSpec
 from ldm_lite.models.t5 import T5Encoder
 from ldm_lite.models.unet import LDMUNet
-from ldm_lite.models.z_image import ZImage
 from ldm_lite.runtime.blocks import BlockLinear
 from ldm_lite.runtime.offload import Offloader
 from ldm_lite.zoo.families import FAMILY_ROWS
@@ -92,28 +81,18 @@ def targets(network: nn.Module) -> dict[str, dict[str, Target]]:
     for name, layer in network.named_modules():
         if isinstance(layer, BlockLinear):
             by_module.setdefault(name, {})["weight"] = Target(layer)
-    return by_module | _parts(network, by_module)
+    spec = getattr(network, "spec", None)
+    return by_module | (_parts(spec, by_module) if isinstance(spec, TransformerSpec) else {})
 
 
-def _parts(network: nn.Module, by_module: Mapping[str, dict[str, Target]]) -> dict[str, dict[str, Target]]:
+def _parts(spec: Any, by_module: Mapping[str, dict[str, Target]]) -> dict[str, dict[str, Target]]:
     """Return the targets of diffusers' modules of a transformer, which are rows of its own or have swapped halves."""
-    if isinstance(network, Flux2):
-        modules = flux2_modules(network.spec.depth, network.spec.single_depth)
-    elif isinstance(network, Flux):
-        spec = network.spec
-        modules = flux_modules(spec.depth, spec.single_depth, getattr(spec, "approximator_depth", 0))
-    elif isinstance(network, MMDiT):
-        modules = sd3_modules(network.spec.depth)
-    elif isinstance(network, ZImage):
-        modules = z_image_modules(network.spec.depth, network.spec.refiner_depth)
-    else:
-        return {}
     parts: dict[str, dict[str, Target]] = {}
-    for ours, (names, swapped) in modules.items():
+    for ours, (names, swapped) in renamed(by_module, spec.other_names).items():
         for i, name in enumerate(names):
-            width = network.spec.width  # of queries, keys and values; the MLP is the rest
+            width = spec.width  # of queries, keys and values; the MLP is the rest
             rows = slice(None) if len(names) == 1 else slice(i * width, None if i == 3 else (i + 1) * width)
-            for last, target in by_module.get(ours, {}).items():
+            for last, target in by_module[ours].items():
                 key = "weight" if last == "scale" else last  # of norms
                 parts.setdefault(name, {})[key] = Target(target.parameter, rows, swapped=swapped)
     return parts
@@ -129,7 +108,7 @@ def file_names(role: str, network: nn.Module) -> dict[str, list[str]]:
     for module in targets(network):
         transformers = transformers_name(module) if isinstance(network, OpenCLIPTextEncoder) else module
         names = [unet_name(module, blocks), module] if blocks else [f"text_model.{transformers}", transformers, module]
-        names = [module] if isinstance(network, Flux | MMDiT | ZImage | QwenImage) else names
+        names = [module] if isinstance(getattr(network, "spec", None), TransformerSpec) else names
         names += [re.sub(r"to_out\.0$", "to_out", name) for name in names]  # older names of diffusers
         names += [re.sub(r"self_attn\.(\w+)_proj$", r"self_attn.to_\1", name) for name in names]
         flat = [name.replace(".", "_") for name in dict.fromkeys(names)]

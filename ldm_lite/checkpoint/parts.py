@@ -27,8 +27,8 @@ from ldm_lite.core.files import Tensors, imported
 from ldm_lite.core.pipeline import pick_device
 from ldm_lite.runtime.precision import pick_dtype
 from ldm_lite.runtime.setup import prepare_networks
-from ldm_lite.zoo.families import with_vae
-from ldm_lite.zoo.family import Autoencoder, Spec, build_network, infer_vae
+from ldm_lite.zoo.families import infer_vae, with_vae
+from ldm_lite.zoo.family import Autoencoder, Spec, build_network
 
 if TYPE_CHECKING:
     from ldm_lite.models.rrdb import RRDBNet

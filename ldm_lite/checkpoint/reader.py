@@ -54,8 +54,8 @@ KEY_ADAPTERS: list[tuple[str, str]] = [
     (r"^text_encoders\.clip_g\.transformer\.text_model\.final_layer_norm\.weight$", "ldm_lite.formats.comfyui:clip_g"),
     (r"^visual\.transformer\.resblocks\.0\.attn\.in_proj_weight$", "ldm_lite.formats.open_clip_vision:to_transformers"),
     (r"_orig_mod\.|^module\.", "ldm_lite.formats.compiled:plain"),
-    (r"\b(query_norm|key_norm|guidance_layer\.norms\.\d+)\.weight$", "ldm_lite.formats.comfyui:flux_norms"),
-    (r"(^|\.)decoder\.post_quant_conv\.", "ldm_lite.formats.comfyui:flux2_vae"),
+    (r"\b(query_norm|key_norm|guidance_layer\.norms\.\d+)\.weight$", "ldm_lite.formats.comfyui:norms"),
+    (r"(^|\.)decoder\.post_quant_conv\.", "ldm_lite.formats.comfyui:quant_convs"),
     (r"^((decoder|encoder)\.layers\.0|[01])\.weight$", "ldm_lite.formats.taesd:whole"),
     (r"^model\.1\.sub\.0\.RDB1\.conv1\.0\.weight$", "ldm_lite.formats.esrgan:as_basicsr"),
     (  # what no original checkpoint of a known family has
@@ -230,7 +230,7 @@ WITHOUT_WEIGHTS = re.compile(
     r"|position_ids$|logit_scale$|(text|visual)_projection(\.weight)?$|\bbn\.num_batches_tracked$|^(v_pred|ztsnr|difference)$|^encoder\.embed_tokens\."
     r"|(^|\.)lm_head\.weight$|^norm_final\.weight$|^head\.(probe$|\w+\.)"  # Qwen3's, Lumina's, SigLIP's, of no use
     r"|^(text_encoders\.qwen25_7b\.transformer\.|model\.)?visual\."  # Qwen2.5-VL's, where it reads text alone
-    r"|(^|\.)__index_timestep_zero__$"  # a mark of Qwen-Image-Edit 2511
+    r"|(^|\.)__index_timestep_zero__$"  # a mark, not a weight
 )
 EMA = "model_ema."
 # The metadata of each role's network, which follow it when it replaces another's.

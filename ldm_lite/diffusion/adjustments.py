@@ -34,10 +34,7 @@ def rescaled(guided: Tensor, cond: Tensor, fraction: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=64)
 def keeping_norm(patch: int) -> Adjust:
-    """Return what gives each token of the guided output, of patch x patch positions, its norm in the conditional one.
-
-    Qwen-Image's guidance, in diffusers' pipeline of its makers.
-    """
+    """Return what gives each token of the guided output, patch x patch positions, its norm in the conditional one."""
 
     def norm(x: Tensor) -> Tensor:
         of_tokens = F.pixel_unshuffle(x, patch).norm(dim=1, keepdim=True)  # (B, 1, h/patch, w/patch)

@@ -84,7 +84,7 @@ def cosine_betas(num: int = 1000) -> Array:
 # ---- spacings with settings -----------------------------------------------------------------------------------------
 
 # Spacings that only need a range of noise levels or of timesteps; the others are made for Stable Diffusion's betas.
-GENERAL = {"flow", "flow_flux2", "flow_sd3", "trailing", "linspace", "sgm_uniform", "normal", "simple", "beta"}
+GENERAL = {"flow", "flow_by_steps", "flow_sd3", "trailing", "linspace", "sgm_uniform", "normal", "simple", "beta"}
 GENERAL |= {"beta_sigma", "turbo", "karras", "exponential", "polyexponential"}
 MADE_FOR_BETAS: set[str] = set()  # spacings.py fills it; a spacing of your own is for any schedule
 

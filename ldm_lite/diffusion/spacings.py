@@ -411,9 +411,9 @@ def _ays(name: str, schedule: Schedule, steps: int) -> list[Level]:
 
 
 def flow(schedule: Schedule, steps: int, shift: float | None = None, last: float = 0.0, curve: str = "") -> list[Level]:
-    """s even from 1 to 0, shifted: FLUX and Z-Image; "simple" in ComfyUI if steps divides 1000.
+    """s even from 1 to 0, shifted: most rectified flows; "simple" in ComfyUI if steps divides 1000.
 
-    Then 1 - s is stretched so that the level before the end is at s = last, if that is not 0: Qwen-Image, 0.02.  A
+    Then 1 - s is stretched so that the level before the end is at s = last, if that is not 0.  A
     curve (karras, exponential, beta) takes the place of the levels between the first and that one, as in diffusers.
     """
     flow = _with_shift(schedule, shift)
@@ -431,13 +431,13 @@ def _bent(flow: FlowSchedule, s: Array, last: float, curve: str) -> list[Level]:
     return [flow.at_noise(float(level)) for level in np.append(s, 0.0)]
 
 
-def flow_flux2(
+def flow_by_steps(
     schedule: Schedule, steps: int, shift: float | None = None, last: float = 0.0, curve: str = ""
 ) -> list[Level]:
-    """The same, shifted by the image's size and, up to 4300 tokens, more for fewer steps: FLUX.2.
+    """The same, shifted by the image's size and, up to 4300 tokens, more for fewer steps.
 
     The schedule's own shift is that of 200 steps; between it and that of 10 its logarithm is linear in the steps.
-    black-forest-labs/flux2 sampling.py, compute_empirical_mu.
+    Black Forest Labs 2025, sampling.py, compute_empirical_mu.
     """
     many = math.log(_with_shift(schedule, shift).shift)
     tokens = (many - 0.45666666) / 0.00016927
@@ -484,7 +484,7 @@ SPACINGS |= {
         ),
         *(respaced, normal, simple, turbo, kl_optimal, ddim_uniform, beta_sigma, time_uniform, webui_ddim, webui_unipc),
         diffusers,
-        *(flow, flow_flux2, flow_sd3),
+        *(flow, flow_by_steps, flow_sd3),
     )
 }
 SPACINGS |= {name: functools.partial(_ays, name) for name in AYS}

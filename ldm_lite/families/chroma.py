@@ -13,7 +13,7 @@ from ldm_lite.core.denoise import Conditioning
 from ldm_lite.families.flux import DEV
 from ldm_lite.models.chroma import RELEASED, ChromaSpec
 from ldm_lite.models.ops import inside
-from ldm_lite.models.t5 import T5_XXL
+from ldm_lite.models.t5 import T5_FILE, T5_XXL
 from ldm_lite.zoo.family import Recipe
 
 HD = replace(
@@ -21,11 +21,15 @@ HD = replace(
     title="Chroma1-HD",
     unet=RELEASED["chroma"],
     text_encoders=(T5_XXL,),
+    text_files=(T5_FILE,),
     conditioner="chroma",
     steps=40,
     scale=3.0,
     with_loras=None,
     called=r"chroma",
+    base_version="chroma",
+    look_alikes={r"(^|\.)nerf_(blocks|image_embedder)\.": "Chroma1-Radiance, which is not read: take Chroma1-HD"},
+    of_folder=None,
     hints=(),
     recipes=(Recipe(r"flash(?![a-z])", "lodestones/Chroma1-Flash", 8, 1.0, "heun", lora=r"chroma.*flash"),),
 )

@@ -16,10 +16,10 @@ from ldm_lite.conditioning.plain import t5_states, t5_tokenizer
 from ldm_lite.conditioning.prompts import Conditioner, PromptOptions, Prompts, hidden
 from ldm_lite.core.denoise import Conditioning
 from ldm_lite.core.files import Tensors
-from ldm_lite.families.sd1 import SD1
+from ldm_lite.families.sd1 import CLIP_L_FILE, SD1
 from ldm_lite.models.clip import CLIP_L
 from ldm_lite.models.flux import RELEASED, FluxSpec
-from ldm_lite.models.t5 import T5_XXL
+from ldm_lite.models.t5 import T5_FILE, T5_XXL
 from ldm_lite.zoo.family import KL_F8_16, FamilyRow, Flow, Hint, Recipe
 
 MASK = 64  # channels of Fill's mask: the 8x8 pixels of a latent position
@@ -62,6 +62,7 @@ DEV = replace(
     vae=KL_F8_16,
     vae_file="black-forest-labs/FLUX.1-schnell/ae.safetensors",
     text_encoders=(CLIP_L, T5_XXL),
+    text_files=(CLIP_L_FILE, T5_FILE),
     conditioner="flux",
     prediction="flow",
     noise=Flow("s", "flow", by_size=(0.5, 1.15)),
@@ -74,6 +75,8 @@ DEV = replace(
     scale=2.5,
     with_loras=widened,
     called=r"flux(?![-_. ]?2)",
+    base_version="flux1",
+    of_folder=lambda folder: "flux_kontext" if folder.name == "FluxKontextPipeline" else None,
     recipes=(
         Recipe(r"schnell", "black-forest-labs/FLUX.1-schnell", 4, 1.0, "euler flow:shift=1"),
         Recipe(r"turbo", "alimama-creative/FLUX.1-Turbo-Alpha", 8, 3.5, lora=r"turbo[-_ ]?alpha|flux.*turbo"),

@@ -19,7 +19,7 @@ from ldm_lite.models.ops import inside
 from ldm_lite.models.qwen3 import QWEN3_4B
 from ldm_lite.zoo.family import Flow, Recipe, References
 
-# Logarithms of the shift of 200 steps, which grow with the image's tokens: see flow_flux2.
+# Logarithms of the shift of 200 steps, which grow with the image's tokens: see flow_by_steps.
 BY_SIZE = (0.00016927 * 256 + 0.45666666, 0.00016927 * 4096 + 0.45666666)
 
 MOST = 1024**2  # pixels of a reference
@@ -48,10 +48,11 @@ KLEIN = replace(
     vae=KL_F16_128,
     vae_file="Comfy-Org/flux2-klein/split_files/vae/flux2-vae.safetensors",
     text_encoders=(replace(QWEN3_4B, states=(9, 18, 27)),),
+    text_files=("Comfy-Org/flux2-klein/split_files/text_encoders/qwen_3_4b.safetensors",),
     conditioner="flux2",
     thinks=False,
     prediction="flow",
-    noise=Flow("s", "flow_flux2", by_size=BY_SIZE),
+    noise=Flow("s", "flow_by_steps", by_size=BY_SIZE),
     scale_factor=1.0,
     shift_factor=0.0,
     sampler="euler",
@@ -61,6 +62,8 @@ KLEIN = replace(
     steps=4,
     scale=1.0,
     called=r"flux[-_. ]?2|klein",
+    base_version="flux_2_klein_4b",
+    of_folder=lambda folder: None if folder.pipeline.get("is_distilled") is True else "flux2_klein_base",
     references=References(fitted),
     recipes=(Recipe(r"(?<![a-z])base(?![a-z])", "black-forest-labs/FLUX.2-klein-base-4B", 50, 4.0),),
 )

@@ -21,7 +21,7 @@ from ldm_lite.models.qwen25_vl import QWEN25_VL_7B
 from ldm_lite.models.qwen_image import RELEASED, QwenImageSpec
 from ldm_lite.models.wan_vae import WAN_VAE
 from ldm_lite.text.qwen3 import Qwen3Tokenizer
-from ldm_lite.zoo.family import FamilyRow, Flow, Hint, Recipe, References
+from ldm_lite.zoo.family import FamilyRow, Flow, Folder, Hint, Recipe, References
 
 UNIT = 32  # of the sides of a reference
 MOST_RATIO = 100  # of its sides
@@ -44,6 +44,16 @@ def fitted(image: Image.Image, unit: int, area: int | None = None) -> Image.Imag
     return image.resize(size, Image.Resampling.LANCZOS)
 
 
+def of_folder(folder: Folder) -> str | None:
+    """Return the kind of Edit that a diffusers folder tells.  Raises ValueError for Layered."""
+    if "Layered" in folder.name:
+        raise ValueError(f"is of {folder.name}, which is not here: take Qwen-Image")
+    if not folder.name.startswith("QwenImageEdit"):
+        return None
+    kind = "_2511" if folder.network.get("zero_cond_t") else "_2509" if "Plus" in folder.name else ""
+    return f"qwen_image_edit{kind}"
+
+
 QWEN_IMAGE = replace(
     SD1,
     title="Qwen-Image",
@@ -51,6 +61,7 @@ QWEN_IMAGE = replace(
     vae=WAN_VAE,
     vae_file="Comfy-Org/Qwen-Image_ComfyUI/split_files/vae/qwen_image_vae.safetensors",
     text_encoders=(QWEN25_7B,),
+    text_files=("Comfy-Org/Qwen-Image_ComfyUI/split_files/text_encoders/qwen_2.5_vl_7b_fp8_scaled.safetensors",),
     conditioner="qwen_image",
     prediction="flow",
     noise=Flow("s", "flow:last=0.02", by_size=(0.5, 0.5 + 0.4 * 3840 / 7936)),  # 0.5 at 256 tokens, 0.9 at 8192
@@ -64,6 +75,11 @@ QWEN_IMAGE = replace(
     scale=4.0,
     norm_patch=2,
     called=r"qwen[-_ ]?image",
+    base_version="qwen_image",
+    look_alikes={
+        r"(^|\.)time_text_embed\.addition_t_embedding\.": "Qwen-Image-Layered, which is not read: take Qwen-Image"
+    },
+    of_folder=of_folder,
     recipes=(
         Recipe(
             r"lightning", "lightx2v/Qwen-Image-Lightning", 4, 1.0, "euler flow:shift=3", lora=r"lightning.*\d[-_ ]?step"

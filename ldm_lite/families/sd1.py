@@ -6,6 +6,7 @@ from ldm_lite.models.clip import CLIP_L
 from ldm_lite.models.unet import LDMUNetSpec
 from ldm_lite.zoo.family import KL_F8, FamilyRow, Preserving, Recipe
 
+CLIP_L_FILE = "comfyanonymous/flux_text_encoders/clip_l.safetensors"
 SD1 = FamilyRow(
     title="Stable Diffusion 1.x",
     unet=LDMUNetSpec(
@@ -29,6 +30,7 @@ SD1 = FamilyRow(
     ),
     vae=KL_F8,
     text_encoders=(CLIP_L,),
+    text_files=(CLIP_L_FILE,),
     conditioner="clip",
     task="txt2img",
     sgm=False,
@@ -44,6 +46,7 @@ SD1 = FamilyRow(
     scale=7.5,
     threshold=None,
     original_ema=False,
+    base_version="sd_v1",
 )
 VAE_FILE = "stabilityai/sd-vae-ft-mse-original/vae-ft-mse-840000-ema-pruned.safetensors"  # of 1.x and 2.x
 # Of networks and LoRAs of Stable Diffusion 1.x, 2.x and XL.

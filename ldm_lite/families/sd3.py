@@ -11,12 +11,12 @@ from ldm_lite.checkpoint.transformers import chosen, extra_channels
 from ldm_lite.conditioning.plain import num_tokens, t5_states, t5_tokenizer
 from ldm_lite.conditioning.prompts import Conditioner, PromptOptions, Prompts, hidden
 from ldm_lite.core.denoise import Conditioning
-from ldm_lite.families.sd1 import SD1
-from ldm_lite.families.sdxl import second_tokenizer
+from ldm_lite.families.sd1 import CLIP_L_FILE, SD1
+from ldm_lite.families.sdxl import OPEN_CLIP_G_FILE, second_tokenizer
 from ldm_lite.models.clip import CLIP_L
 from ldm_lite.models.mmdit import RELEASED, MMDiTSpec
 from ldm_lite.models.open_clip import OPEN_CLIP_G
-from ldm_lite.models.t5 import T5_XXL
+from ldm_lite.models.t5 import T5_FILE, T5_XXL
 from ldm_lite.zoo.family import KL_F8_16, Flow, Recipe, SkipLayers
 
 SD3 = replace(
@@ -26,6 +26,7 @@ SD3 = replace(
     vae=KL_F8_16,
     vae_file="stabilityai/stable-diffusion-3.5-medium/vae/diffusion_pytorch_model.safetensors",
     text_encoders=(replace(CLIP_L, skip=1, norm=False), OPEN_CLIP_G, T5_XXL),
+    text_files=(CLIP_L_FILE, OPEN_CLIP_G_FILE, T5_FILE),
     optional=(T5_XXL,),
     conditioner="sd3",
     prediction="flow",
@@ -38,6 +39,7 @@ SD3 = replace(
     vae_overflows=True,
     scale=5.0,
     called=r"(sd|stable[-_]diffusion)[-_ ]?v?3",
+    base_version="sd3",
 )
 HYPER = Recipe(r"hyper[-_ ]?(sd|\d)", "ByteDance/Hyper-SD", 8, 3.0, "euler")
 SD3 = replace(SD3, recipes=(HYPER,))

@@ -9,12 +9,13 @@ from ldm_lite.checkpoint.model import CheckpointModel
 from ldm_lite.conditioning.prompts import Conditioner, PromptOptions, Prompts, hidden, image_size
 from ldm_lite.core.denoise import Conditioning
 from ldm_lite.core.layers import sinusoids
-from ldm_lite.families.sd1 import RECIPES, SD1
+from ldm_lite.families.sd1 import CLIP_L_FILE, RECIPES, SD1
 from ldm_lite.models.clip import CLIP_L
 from ldm_lite.models.open_clip import OPEN_CLIP_G
 from ldm_lite.text.tokenizer import OpenCLIPTokenizer
 from ldm_lite.zoo.family import Hint
 
+OPEN_CLIP_G_FILE = "Comfy-Org/stable-diffusion-3.5-fp8/text_encoders/clip_g.safetensors"
 PLAIN = replace(
     SD1,
     title="Stable Diffusion XL",
@@ -32,6 +33,7 @@ PLAIN = replace(
         vector_dim=2816,
     ),
     text_encoders=(replace(CLIP_L, skip=1, norm=False), OPEN_CLIP_G),
+    text_files=(CLIP_L_FILE, OPEN_CLIP_G_FILE),
     conditioner="sdxl",
     sgm=True,
     scale_factor=0.13025,
@@ -40,6 +42,7 @@ PLAIN = replace(
     vae_file="stabilityai/sdxl-vae/sdxl_vae.safetensors",
     scale=5.0,
     called=r"sd[-_]?xl|stable[-_]diffusion[-_]xl|illustrious|noobai",
+    base_version="sdxl_base_v1-0",
     ays="ays_sdxl",
 )
 SDXL = replace(PLAIN, hints=(Hint("turbo", "sdxl_turbo"),), recipes=RECIPES)
@@ -80,6 +83,7 @@ ROWS = {
             vector_dim=2560,
         ),
         text_encoders=(OPEN_CLIP_G,),
+        text_files=(OPEN_CLIP_G_FILE,),
         conditioner="refiner",
         ays="ays",
     ),

@@ -13,7 +13,14 @@ from ldm_lite.core.denoise import Conditioning
 from ldm_lite.families.sd1 import SD1
 from ldm_lite.models.qwen3 import QWEN3_4B
 from ldm_lite.models.z_image import MULTIPLE, RELEASED, ZImageSpec
-from ldm_lite.zoo.family import KL_F8_16, Flow, Hint
+from ldm_lite.zoo.family import KL_F8_16, Flow, Folder, Hint
+
+
+def of_folder(folder: Folder) -> str | None:
+    """Return the row that the shift of a diffusers folder tells."""
+    shift = None if folder.scheduler.get("use_dynamic_shifting") else folder.scheduler.get("shift")
+    return "z_image" if shift == 6 else "z_image_turbo" if shift == 3 else None
+
 
 PLAIN = replace(
     SD1,
@@ -22,6 +29,7 @@ PLAIN = replace(
     vae=KL_F8_16,
     vae_file="Comfy-Org/z_image_turbo/split_files/vae/ae.safetensors",
     text_encoders=(QWEN3_4B,),
+    text_files=("Comfy-Org/z_image_turbo/split_files/text_encoders/qwen_3_4b.safetensors",),
     conditioner="z_image",
     prediction="reverse_flow",
     noise=Flow("1 - s", "flow", shift=6.0),
@@ -34,6 +42,9 @@ PLAIN = replace(
     steps=50,
     scale=5.0,  # 1 more than its makers'
     called=r"z[-_ ]?image",
+    base_version="zimage",
+    look_alikes={r"(^|\.)siglip_embedder\.": "Z-Image Omni or Edit, which are not read: take Z-Image"},
+    of_folder=of_folder,
 )
 ROWS = {
     "z_image_turbo": replace(

@@ -1,6 +1,6 @@
 """reference: images that the network reads beside the noised one, and edits or combines by the prompt.
 
-How they are fitted is said by the family: FLUX.2, Qwen-Image-Edit.
+How they are fitted is said by the family.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ class References(Feature):
     topic: ClassVar = "control"
     reference: tuple[Any, ...] = option(
         (),
-        "image that FLUX.2 or Qwen-Image-Edit reads beside the prompt, to edit it or to combine several; repeatable",
+        "image that models which edit read beside the prompt, to change it or to combine several; repeatable",
         metavar="FILE",
     )
 

@@ -1,4 +1,4 @@
-"""guidance_rescale and mimic_scale: the guided output with less contrast; that of Qwen-Image keeps its norm."""
+"""guidance_rescale and mimic_scale: the guided output with less contrast; some families keep its norm."""
 
 import dataclasses
 import logging

@@ -11,13 +11,13 @@ QUANT = re.compile(r"(^|\.)(?:en|de)coder\.((?:post_)?quant_conv)\.")  # inside 
 NORM = re.compile(r"\b(query_norm|key_norm|distilled_guidance_layer\.norms\.\d+)\.weight$")
 
 
-def flux_norms(tensors: Tensors) -> Tensors:
-    """Return a view with FLUX.1's names of its norms of queries and keys, and of those of Chroma's approximator."""
+def norms(tensors: Tensors) -> Tensors:
+    """Return a view with the makers' names of a transformer's norms."""
     return tensors.renamed({NORM.sub(r"\1.scale", key): key for key in tensors})
 
 
-def flux2_vae(tensors: Tensors) -> Tensors:
-    """Return a view with FLUX.2's convolutions beside the latents under the names of other autoencoders."""
+def quant_convs(tensors: Tensors) -> Tensors:
+    """Return a view with the convolutions beside the latents outside of encoder and decoder."""
     return tensors.renamed({QUANT.sub(r"\1\2.", key): key for key in tensors})
 
 

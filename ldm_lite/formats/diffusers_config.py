@@ -15,6 +15,7 @@ from typing import Any
 
 from ldm_lite.core.layers import Shapes
 from ldm_lite.models.wan_vae import DEVIATION, MEAN
+from ldm_lite.zoo.families import FAMILY_ROWS, Module
 
 log = logging.getLogger("ldm_lite")
 
@@ -40,7 +41,7 @@ CHECKED: dict[str, dict[str, Values]] = {
     "unet": {"_class_name": ("UNet2DConditionModel",), **UNET},
     "control": {"_class_name": ("ControlNetModel",), "controlnet_conditioning_channel_order": ("rgb",), **UNET},
     "vae": {
-        "_class_name": ("AutoencoderKL", "AutoencoderKLFlux2", "VQModel"),
+        "_class_name": ("AutoencoderKL", "VQModel"),
         "act_fn": ("silu", "swish"),
         "lookup_from_codebook": (False,),
         "norm_num_groups": (32,),
@@ -49,7 +50,6 @@ CHECKED: dict[str, dict[str, Values]] = {
         "shift_factor": (None, 0),  # diffusers reads it for transformers alone, whose autoencoders lack quant_conv
     },
     "wan_vae": {
-        "_class_name": ("AutoencoderKLQwenImage", "AutoencoderKLWan"),
         "latents_mean": (list(MEAN),),
         "latents_std": (list(DEVIATION),),
     },
@@ -95,7 +95,10 @@ def read_network(place: str, config: Config, shapes: Shapes) -> dict[str, str]:
         is_clip = "vision_model.embeddings.class_embedding" in shapes
         width = (shapes["vision_model.embeddings.patch_embedding.weight"] or (0,))[0]
         checked = ("vision" if width <= 1024 else "open_clip_vision") if is_clip else "siglip"
-    wanted = {key: values for key, values in CHECKED[checked].items() if key != "shift_factor" or not has_shift}
+    of_family = kind == "vae" and any(module.vae in shapes for module in FAMILY_ROWS.modules.values())
+    unchecked = {"shift_factor"} if has_shift else set()
+    unchecked |= {"_class_name"} if of_family else set()
+    wanted = {key: values for key, values in CHECKED[checked].items() if key not in unchecked}
     check(place, config, wanted)
     metadata: dict[str, object] = {"global_pool_conditions": config.get("global_pool_conditions")}
     if kind in ("unet", "control"):
@@ -161,26 +164,23 @@ def _heads(place: str, config: Config) -> dict[str, object]:
 
 # ---- pipelines and tokenizers ---------------------------------------------------------------------------------------
 
-PIPELINES = re.compile(
-    r"(StableDiffusion(3|XL)?|Flux|Flux2Klein|Chroma|ZImage|QwenImage(Edit(Plus)?)?|LatentConsistencyModel|StableUnCLIP|FluxKontext)"
-    r"(ControlNet|Control|Adapter|Img2Img|Inpaint|Legacy|InstructPix2Pix|Depth2Img|Upscale|Fill)*Pipeline"
-    r"|AutoPipelineForText2Image|DiffusionPipeline|None"
-)
+TASKS = r"(ControlNet|Control|Adapter|Img2Img|Inpaint|Legacy|InstructPix2Pix|Depth2Img|Upscale|Fill)*Pipeline"
+GENERAL = ("AutoPipelineForText2Image", "DiffusionPipeline", "None")
 
 
-def check_pipeline(place: str, index: Config, roles: Collection[str]) -> None:
-    """Warn of what a model_index.json asks for beyond the networks of these roles.
+def check_pipeline(place: str, index: Config, roles: Collection[str]) -> Module | None:
+    """Return the file of families/ that the pipeline of a model_index.json is of; None if it tells none.
 
-    Raises ValueError for a pipeline whose networks look like another one's.
+    Warns of what it asks for beyond the networks of these roles.
     """
     name = str(index.get("_class_name"))
-    is_known = PIPELINES.fullmatch(name) is not None
-    if name.startswith("QwenImage") and not is_known:  # Layered has the weights' names of Qwen-Image
-        raise ValueError(f"{place}: is of {name}, which is not here: take Qwen-Image")
-    if not is_known:
+    modules = (module for module in FAMILY_ROWS.modules.values() if module.pipelines)
+    of_name = next((module for module in modules if re.fullmatch(module.pipelines + TASKS, name)), None)
+    if of_name is None and name not in GENERAL:
         log.warning("%s: is of %s, which ldm_lite does not know: only its networks are used", place, short(name))
     if index.get("force_zeros_for_empty_prompt") is False and {"text_encoder", "text_encoder_2"} <= set(roles):
         log.warning('%s: its unconditional text is the empty prompt: give `negative_prompt=""`', place)
+    return of_name
 
 
 END = "<|endoftext|>"

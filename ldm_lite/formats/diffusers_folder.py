@@ -9,12 +9,23 @@ from pathlib import Path
 from typing import Any
 
 from ldm_lite.checkpoint import hub
-from ldm_lite.checkpoint.reader import NETWORK_KINDS, joined, metadata_of, open_checkpoint, parts_of, places_in, prefix
+from ldm_lite.checkpoint.reader import (
+    NETWORK_KINDS,
+    errors_of,
+    joined,
+    metadata_of,
+    open_checkpoint,
+    parts_of,
+    places_in,
+    prefix,
+)
 from ldm_lite.cli.files import read_object
 from ldm_lite.core.files import Tensors
 from ldm_lite.formats.diffusers_config import check_pipeline, check_tokenizer, read_network
 from ldm_lite.formats.diffusers_schedulers import read_scheduler
 from ldm_lite.formats.vocabularies import T5_VOCABS
+from ldm_lite.zoo.families import FAMILY_ROWS
+from ldm_lite.zoo.family import Folder
 
 log = logging.getLogger("ldm_lite")
 
@@ -58,7 +69,7 @@ def download(repository: str) -> Path:
     about = ["model_index.json", "scheduler/scheduler_config.json", *(f"{folder}config.json" for folder in folders)]
     about += [f"{folder}/{file}" for folder in ("tokenizer", "tokenizer_2") for file in TOKENIZER]
     about += [f"{folder}/{file}" for folder in ("tokenizer_2", "tokenizer_3") for file in T5_VOCABS]
-    if "unet/" not in folders:  # of Qwen, or Chroma's T5
+    if "unet/" not in folders:  # of Qwen, or of a T5 that is alone
         about += [f"tokenizer/{file}" for file in (*T5_VOCABS, "vocab.json", "merges.txt")]
     wanted = [name for name in about if name in names]
     for folder in folders:
@@ -84,18 +95,16 @@ def _open_pipeline(folder: Path, roles: Sequence[str]) -> Tensors:
     present = {*listed, *(path.name for path in folder.iterdir() if path.is_dir() and path.name in IGNORED)}
     if ignored := sorted(present - {*roles, *BESIDE}):
         log.info("%s: ignored %s", title, ", ".join(ignored))
-    check_pipeline(title, index, roles)
-    name = str(index.get("_class_name"))
-    metadata = read_scheduler(f"{title}/scheduler", _read_json(folder / "scheduler" / "scheduler_config.json"), name)
+    module = check_pipeline(title, index, roles)
+    scheduler = _read_json(folder / "scheduler" / "scheduler_config.json")
+    metadata = read_scheduler(f"{title}/scheduler", scheduler, roles)
     metadata["pipeline"] = f"{title}, {index.get('_name_or_path')}"  # its names
-    if name == "FluxKontextPipeline":
-        metadata["family"] = "flux_kontext"  # its networks are those of FLUX.1 dev
-    if name == "Flux2KleinPipeline" and index.get("is_distilled") is not True:
-        metadata["family"] = "flux2_klein_base"
-    if name.startswith("QwenImageEdit"):
-        about = _read_json(folder / "transformer" / "config.json")
-        kind = "_2511" if about.get("zero_cond_t") else "_2509" if "Plus" in name else ""
-        metadata["family"] = f"qwen_image_edit{kind}"
+    of_folder = None if module is None else FAMILY_ROWS[module.rows[0]].of_folder
+    if of_folder is not None:
+        denoiser = _read_json(folder / ("transformer" if "transformer" in roles else "unet") / "config.json")
+        with errors_of(title):
+            row = of_folder(Folder(str(index["_class_name"]), index, denoiser, scheduler))
+        metadata |= {} if row is None else {"family": row}
     places: dict[str, tuple[Tensors, str]] = {}
     texts = iter(("text_encoder", "text_encoder_2", "text_encoder_3"))  # SDXL's refiner has only the base's second one
     linear = False  # Stable Diffusion 2's UNet, or XL's, whose projections are linears

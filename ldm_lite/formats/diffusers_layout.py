@@ -5,7 +5,7 @@ name and perhaps another shape (1x1 convolutions stored as linears), or from sev
 """
 
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,19 +13,9 @@ from torch import Tensor
 
 from ldm_lite.core.files import Tensors
 from ldm_lite.core.layers import Shapes, checked_shape
-from ldm_lite.formats.diffusers_names import (
-    APPROXIMATOR,
-    OUTSIDE,
-    RESNET,
-    TRANSFORMERS,
-    Parts,
-    flux2_modules,
-    flux_modules,
-    sd3_modules,
-    unet_blocks,
-    z_image_modules,
-)
+from ldm_lite.formats.diffusers_names import OUTSIDE, RESNET, TRANSFORMERS, are_swapped, row_of, unet_blocks
 from ldm_lite.runtime.memory import MappedPages
+from ldm_lite.zoo.families import FAMILY_ROWS
 
 # ---- UNets ----------------------------------------------------------------------------------------------------------
 
@@ -138,49 +128,50 @@ def _substitute(patterns: Sequence[tuple[str, str]], key: str) -> str:
 PREFIXES = ("", "model.diffusion_model.", "diffusion_model.")
 
 
-def parts_by_module(keys: Collection[str]) -> dict[str, Parts] | None:
-    """Return the parts of each module of a file in the format of diffusers; None if it is of another network."""
-
-    def count(name: str) -> int:
-        found = [int(match[1]) for key in keys if (match := re.match(rf"{name}\.(\d{{1,4}})\.", key))]
-        return 1 + max(found, default=-1)
-
-    if "layers.0.attention.to_q.weight" in keys and "cap_pad_token" in keys:
-        return z_image_modules(count("layers"), count("noise_refiner"))
-    if "transformer_blocks.0.attn.add_q_proj.weight" not in keys:
-        return None
-    if "pos_embed.proj.weight" in keys:
-        return sd3_modules(count("transformer_blocks"))
-    depths = count("transformer_blocks"), count("single_transformer_blocks")
-    if "single_transformer_blocks.0.attn.to_qkv_mlp_proj.weight" in keys:
-        return flux2_modules(*depths)
-    if "single_transformer_blocks.0.proj_mlp.weight" in keys:
-        return flux_modules(*depths, count(rf"{APPROXIMATOR}\.layers"))
-    return None
-
-
 def stored_keys(shapes: Shapes) -> dict[str, tuple[tuple[str, ...], bool]] | None:
     """Map the keys of the originals to those of a file of diffusers, and whether halves are swapped.
 
     None if the file is of another network.  Unknown keys keep their names.
     """
     for before in PREFIXES:
-        modules = parts_by_module({key.removeprefix(before) for key in shapes if key.startswith(before)})
-        if modules is not None:
-            break
-    else:
-        return None
+        for module in FAMILY_ROWS.modules.values():
+            if module.diffusers and before + module.diffusers in shapes:
+                others: Mapping[str, str] = FAMILY_ROWS[module.rows[0]].unet.other_names
+                stored = _keys_of(shapes, before, others)
+                if before + module.key in stored:
+                    return stored
+    return None
+
+
+def _keys_of(shapes: Shapes, before: str, others: Mapping[str, str]) -> dict[str, tuple[tuple[str, ...], bool]]:
+    """The same with diffusers' names of one network, whose keys begin with `before`."""
+    places = {
+        name: (ours, place)
+        for ours, theirs in others.items()
+        for place, name in enumerate(theirs.removeprefix("~").split())
+    }
+    parts: dict[tuple[str, str], dict[int, str]] = {}  # of our modules and parameters: keys, by their place
     stored: dict[str, tuple[tuple[str, ...], bool]] = {}
-    for ours, (theirs, swapped) in modules.items():
-        for last in ("weight", "bias"):
-            keys = tuple(f"{before}{name}.{last}" for name in theirs)
-            if all(key in shapes for key in keys):
-                scale = ours.endswith(("query_norm", "key_norm")) or ours.startswith(APPROXIMATOR + ".norms")
-                stored[f"{before}{ours}.{'scale' if scale else last}"] = (keys, swapped)
-    if "pos_embed.pos_embed" in shapes:
-        stored["pos_embed"] = (("pos_embed.pos_embed",), False)
-    used = {key for keys, _ in stored.values() for key in keys}
-    return stored | {key: ((key,), False) for key in shapes if key not in used}
+    for key in shapes:
+        name = key.removeprefix(before) if key.startswith(before) else ""
+        module, _, last = name.rpartition(".")
+        row, number = row_of(name, places)
+        if row is not None:
+            stored[before + row[0].replace("*", number)] = ((key,), False)
+            continue
+        row, number = row_of(module, places)
+        if row is None or last not in ("weight", "bias"):
+            stored[key] = ((key,), False)
+        else:
+            parts.setdefault((row[0].replace("*", number), last), {})[row[1]] = key
+    swapped = are_swapped({ours for ours, _ in parts}, others)
+    for (ours, last), keys in parts.items():
+        pattern, _ = row_of(ours, others)
+        if len(keys) == len((pattern or "").split()):
+            stored[f"{before}{ours}.{last}"] = tuple(keys[place] for place in sorted(keys)), ours in swapped
+        else:
+            stored |= {key: ((key,), False) for key in keys.values()}
+    return stored
 
 
 # ---- whole networks -------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ the values that are computed, and any other value is refused by name; what is in
 import json
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from ldm_lite.diffusion.names import resolve
@@ -40,7 +40,6 @@ SOLVERS = {
 }
 NOT_HERE = ("DDPMParallelScheduler", "DPMSolverSinglestepScheduler", "SASolverScheduler")
 DISTILLED = ("lcm", "tcd")  # samplers with timesteps of their own
-FLOWS = ("Flux", "Chroma", "StableDiffusion3", "ZImage", "QwenImage")  # how names of pipelines begin
 
 OF_ALL: dict[str, Values] = {
     "num_train_timesteps": (1000,),
@@ -89,16 +88,17 @@ OF_FLOWS: dict[str, Values] = {
 }
 
 
-def read_scheduler(place: str, config: Config, pipeline: str) -> dict[str, str]:
+def read_scheduler(place: str, config: Config, roles: Collection[str]) -> dict[str, str]:
     """Return the metadata in a scheduler_config.json: prediction, noise schedule, sampler with its spacing.
 
-    `pipeline` is the class of the pipeline.  Raises ValueError for another noise process and settings not supported.
+    `roles` are those of the pipeline's networks: a transformer is a rectified flow.  Raises ValueError for another
+    noise process and settings not supported.
     """
     if not config:
         return {}
     name = str(config.get("_class_name"))
-    if pipeline.startswith(FLOWS):
-        return _read_flow(place, config, pipeline, name)
+    if "transformer" in roles:
+        return _read_flow(place, config, name)
     solver = SOLVERS.get(name)
     if name.startswith("FlowMatch") or (solver is None and not _is_known(name)):
         raise ValueError(
@@ -118,7 +118,7 @@ def read_scheduler(place: str, config: Config, pipeline: str) -> dict[str, str]:
     if solver is None:
         log.info("%s: its solver %s is not read: the sampler is the family's own", place, name)
     else:
-        metadata["sampler"] = _sampler(place, config, pipeline, solver)
+        metadata["sampler"] = _sampler(place, config, "text_encoder_2" in roles, solver)
     if spacing == "trailing" and (solver is None or solver.sampler not in DISTILLED):  # for other samplers too
         to_first = solver is not None and solver.sampler in ("ddim", "plms") and config.get("set_alpha_to_one") is False
         metadata["spacing"] = "trailing_to_0" if to_first else "trailing"
@@ -136,8 +136,8 @@ def _is_known(name: str) -> bool:
     return True
 
 
-def _sampler(place: str, config: Config, pipeline: str, solver: Solver) -> str:
-    """Return the name of a scheduler's sampler, with its spacing."""
+def _sampler(place: str, config: Config, keeps_offset: bool, solver: Solver) -> str:
+    """Return the name of a scheduler's sampler, with its spacing; most pipelines override its offset."""
     if solver.sampler in DISTILLED:
         return solver.sampler
     offset, end = config.get("steps_offset", 0), solver.end
@@ -146,7 +146,7 @@ def _sampler(place: str, config: Config, pipeline: str, solver: Solver) -> str:
     if solver.sampler in ("ddim", "plms"):
         clean = config.get("set_alpha_to_one", end == "clean")
         end = "clean" if clean else "first"
-        if "XL" not in pipeline:  # the other pipelines override these two
+        if not keeps_offset:
             offset = 1
         elif config.get("clip_sample") is True and solver.sampler == "ddim":
             log.warning("%s: ignored clip_sample true: latents are not clipped here", place)
@@ -182,7 +182,7 @@ def _curve(place: str, config: Config) -> str | None:
 # ---- rectified flows ------------------------------------------------------------------------------------------------
 
 
-def _read_flow(place: str, config: Config, pipeline: str, name: str) -> dict[str, str]:
+def _read_flow(place: str, config: Config, name: str) -> dict[str, str]:
     """Return the metadata of a rectified flow's scheduler: its shift, constant or by the image's size, and spacing."""
     if name != "FlowMatchEulerDiscreteScheduler":
         raise ValueError(f"{place}: {short(name)} is not supported: expected FlowMatchEulerDiscreteScheduler")
@@ -205,8 +205,6 @@ def _read_flow(place: str, config: Config, pipeline: str, name: str) -> dict[str
         if not shift > 0:
             raise ValueError(f"{place}: its shift cannot be {shift:g}: expected a number above 0")
         metadata["flow_shifts"] = json.dumps([shift])
-        if pipeline.startswith("ZImage") and shift in (3, 6):  # what the weights do not tell
-            metadata["family"] = "z_image" if shift == 6 else "z_image_turbo"
     return metadata
 
 

@@ -3,6 +3,7 @@
 import re
 
 from ldm_lite.core.files import Tensors
+from ldm_lite.zoo.families import FAMILY_ROWS
 
 FACE_ID = (
     "an IP-Adapter FaceID, which reads the embedding of a face by InsightFace's network, which ldm_lite does not have: "
@@ -26,15 +27,11 @@ FOREIGN = {  # a pattern in a key -> the kind of file; the first match wins
     r"^task_embedding$": "a ControlNet++ (union, ProMax)",
     r"\b(base_to_ctrl|ctrl_to_base|enc_zero_convs_out)\.": "a ControlNet-XS",
     r"\blllite_": "a ControlNet-LLLite",
-    r"^controlnet_(single_)?blocks\.": "a ControlNet for Stable Diffusion 3, Flux or another diffusion transformer",
+    r"^(controlnet_(single_)?blocks|control_all_x_embedder)\.": "a ControlNet for a diffusion transformer",
     r"^controlnet_\w+\.": "a ControlNet in the format of diffusers, of a kind that is not read",
-    r"(^|\.)nerf_(blocks|image_embedder)\.": "Chroma1-Radiance, which is not read: take Chroma1-HD",
-    r"(^|\.)time_text_embed\.addition_t_embedding\.": "Qwen-Image-Layered, which is not read: take Qwen-Image",
     r"double_blocks\.0\.img_attn_qkv|(?s:\A(?!.*^(\w+\.)*txt_norm\.weight$).*^transformer_blocks\.)": (
-        "another diffusion transformer than FLUX.1 and SD3"
+        "another diffusion transformer than those that are read"
     ),
-    r"(^|\.)siglip_embedder\.": "Z-Image Omni or Edit, which are not read: take Z-Image",
-    r"^control_all_x_embedder\.": "a ControlNet for Z-Image, which is not read",
     r"\A(?![\s\S]*\bcap_pad_token$)[\s\S]*^(model\.diffusion_model\.)?cap_embedder\.": "Lumina, which is not read",
     r"time_stack|time_mixer": "Stable Video Diffusion",
     r"motion_modules\.": "AnimateDiff",
@@ -49,5 +46,9 @@ FOREIGN = {  # a pattern in a key -> the kind of file; the first match wins
 def refuse(tensors: Tensors) -> None:
     """Raise ValueError, naming the kind of a file, if ldm_lite does not read it."""
     text = "\n".join(key for key in tensors if not key.startswith("model_ema."))
-    if what := next((what for pattern, what in FOREIGN.items() if re.search(pattern, text, re.MULTILINE)), None):
+    patterns = FOREIGN
+    for module in FAMILY_ROWS.modules.values():
+        if module.key and any(key.endswith(module.key) for key in tensors):
+            patterns = {**FAMILY_ROWS[module.rows[0]].look_alikes, **patterns}
+    if what := next((what for pattern, what in patterns.items() if re.search(pattern, text, re.MULTILINE)), None):
         raise ValueError(f"is {what}, expected a latent diffusion checkpoint in the original layout")

@@ -1,4 +1,4 @@
-"""Autoencoders of Wan 2.1 and Qwen-Image, with Wan's names or diffusers' -> those of latent diffusion, for one frame.
+"""Autoencoders of Wan 2.1, with its makers' names or diffusers' -> those of latent diffusion, for one frame.
 
 Both count the blocks of several levels in one row: Wan's files everywhere, diffusers' in the encoder.  Kernels in time
 become their last slice, fused queries, keys and values are divided, and layers between frames are left out.

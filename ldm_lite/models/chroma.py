@@ -12,14 +12,13 @@ Source: lodestone-rock/flow, src/models/chroma.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ldm_lite.core.layers import Shapes, checked_shape, count_blocks, sinusoids
-from ldm_lite.models.flux import EMBEDDER, FLUX_DEV, Flux, FluxSpec, ModulationRows
+from ldm_lite.models.flux import EMBEDDER, FLUX_DEV, NAMES, FluxBlocks, FluxSpec, ModulationRows
 from ldm_lite.models.ops import RMSNorm, inside, mlp
 
 
@@ -38,6 +37,16 @@ class ChromaSpec(FluxSpec):
         width, channels = checked_shape(shapes, "distilled_guidance_layer.in_proj.weight", 2)
         depth = count_blocks(shapes, r"distilled_guidance_layer\.layers\.(\d+)\.")
         return ChromaSpec(**vars(flux), sinusoids=channels, approximator_width=width, approximator_depth=depth)
+
+    @property
+    def other_names(self) -> dict[str, str]:
+        """What diffusers calls its modules."""
+        approximator = {
+            "distilled_guidance_layer.layers.*.in_layer": "distilled_guidance_layer.layers.*.linear_1",
+            "distilled_guidance_layer.layers.*.out_layer": "distilled_guidance_layer.layers.*.linear_2",
+            "distilled_guidance_layer.norms.*.scale": "distilled_guidance_layer.norms.*.weight",
+        }
+        return {**NAMES, **approximator}
 
 
 class Approximator(nn.Module):
@@ -58,33 +67,26 @@ class Approximator(nn.Module):
         return self.out_proj(x)
 
 
-class Chroma(Flux):
+class Chroma(FluxBlocks):
     """The denoising network of Chroma1: noised latents at time s -> the velocity eps - x0."""
 
     spec: ChromaSpec
 
     def __init__(self, spec: ChromaSpec) -> None:
-        super().__init__(spec)
-        del self.time_in, self.vector_in
+        singles, doubles = 3 * spec.single_depth, 6 * spec.depth
+        image = [ModulationRows(singles + 6 * i, 6) for i in range(spec.depth)]
+        text = [ModulationRows(singles + doubles + 6 * i, 6) for i in range(spec.depth)]
+        super().__init__(
+            spec,
+            embedders={},
+            double_rows=list(zip(image, text, strict=True)),
+            single_rows=[ModulationRows(3 * i, 3) for i in range(spec.single_depth)],
+            shift_and_scale=ModulationRows(singles + 2 * doubles, 2),
+        )
         self.distilled_guidance_layer = Approximator(spec)
-        self.num_modulations = 0
+        self.num_modulations = singles + 2 * doubles + 2
 
-        def rows(number: int) -> ModulationRows:
-            self.num_modulations += number
-            return ModulationRows(self.num_modulations - number, number)
-
-        network: Any = self
-        for block in network.single_blocks:
-            block.modulation.lin = rows(3)
-        for block in network.double_blocks:
-            block.img_mod.lin = rows(6)
-        for block in network.double_blocks:
-            block.txt_mod.lin = rows(6)
-        network.final_layer.adaLN_modulation = rows(2)
-
-    def forward(  # type: ignore[override]
-        self, x: Tensor, t: Tensor, context: Tensor, y: Tensor, *, full: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, t: Tensor, context: Tensor, y: Tensor, *, full: Tensor | None = None) -> Tensor:
         """Latents x (B,in_channels,h,w) with even h and w, at s = t (B,) in [0,1] -> velocity (B,out_channels,h,w).
 
         context (B,T,context_dim) is T5's output, of which the first y (B,1) tokens are attended to.  `full` (B,), of

@@ -1,4 +1,4 @@
-"""The FLUX.1 transformer: dev, schnell, fill, depth and canny, from a frozen spec; what Chroma and FLUX.2 are made of.
+"""The FLUX.1 transformer: dev, schnell, fill, depth and canny, from a frozen spec; what others are made of too.
 
 What is unusual about it:
 - attribute names are the keys of Black Forest Labs' files, so these load strictly with no renaming;
@@ -12,7 +12,7 @@ Source: Esser et al. 2024, sec. 4 (double blocks); Su et al. 2021, eq. 15 (rotat
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -22,8 +22,11 @@ from torch.nn import functional as F
 
 from ldm_lite.core.layers import AttentionFn, Shapes, checked_shape, count_blocks, sdpa, sinusoids, split_heads
 from ldm_lite.models.ops import (
+    ADDED_QKV,
+    QKV,
     LastLayer,
     RMSNorm,
+    TransformerBlock,
     TransformerSpec,
     attend,
     axial_rotation,
@@ -32,6 +35,7 @@ from ldm_lite.models.ops import (
     mlp,
     modulate,
     multiple,
+    of_blocks,
     rotate,
 )
 
@@ -54,7 +58,7 @@ class FluxSpec(TransformerSpec):
     guidance: bool  # reads the guidance scale: all but schnell
 
     theta: ClassVar[float] = 10000.0  # the slowest rotation turns by 1/theta a position
-    is_gated: ClassVar[bool] = False  # of FLUX.2: MLPs are gated by a SiLU, and no layer has a bias
+    is_gated: ClassVar[bool] = False  # MLPs are gated by a SiLU, and no layer has a bias
 
     @staticmethod
     def from_shapes(shapes: Shapes) -> FluxSpec:
@@ -75,6 +79,11 @@ class FluxSpec(TransformerSpec):
             single_depth=count_blocks(shapes, r"single_blocks\.(\d+)\."),
             guidance="guidance_in.in_layer.weight" in shapes,
         )
+
+    @property
+    def other_names(self) -> dict[str, str]:
+        """What diffusers calls its modules."""
+        return NAMES
 
     @property
     def axes(self) -> tuple[int, ...]:
@@ -115,17 +124,17 @@ class FluxSelfAttention(nn.Module):
 class Modulation(nn.Module):
     """The conditioning (B,D), after its SiLU -> shift, scale and gate (B,1,D) of each of a block's branches."""
 
-    def __init__(self, width: int, branches: int) -> None:
+    def __init__(self, width: int, branches: int, lin: nn.Module | None = None) -> None:
         super().__init__()
         self.branches = branches
-        self.lin = nn.Linear(width, 3 * branches * width)
+        self.lin = nn.Linear(width, 3 * branches * width) if lin is None else lin
 
     def forward(self, vec: Tensor) -> tuple[Tensor, ...]:
         return self.lin(vec)[:, None, :].chunk(3 * self.branches, dim=2)
 
 
 class ModulationRows(nn.Module):
-    """In place of Modulation.lin: some rows of all modulations (B,M,D), which vec has then -> (B, number * D)."""
+    """In place of a linear of modulations: some rows of all of them (B,M,D), which vec has then -> (B, number * D)."""
 
     def __init__(self, first: int, number: int) -> None:
         super().__init__()
@@ -154,17 +163,21 @@ def token_mlp(spec: FluxSpec) -> nn.Sequential:
 EMBEDDER = ("in_layer", "activation", "out_layer")  # names of the layers of an MLP
 
 
-class DoubleStreamBlock(nn.Module):
+class DoubleStreamBlock(TransformerBlock):
     """Text and image, each with weights of its own, attend to both; then each has its MLP."""
 
-    def __init__(self, spec: FluxSpec) -> None:
+    is_atomic = True
+
+    def __init__(
+        self, spec: FluxSpec, img_rows: ModulationRows | None = None, txt_rows: ModulationRows | None = None
+    ) -> None:
         super().__init__()
         self.head_dim = spec.width // spec.heads
         self.attention: AttentionFn = sdpa
-        self.img_mod = Modulation(spec.width, branches=2)
+        self.img_mod = Modulation(spec.width, 2, img_rows)
         self.img_attn = FluxSelfAttention(spec.width, spec.heads, not spec.is_gated)
         self.img_mlp = token_mlp(spec)
-        self.txt_mod = Modulation(spec.width, branches=2)
+        self.txt_mod = Modulation(spec.width, 2, txt_rows)
         self.txt_attn = FluxSelfAttention(spec.width, spec.heads, not spec.is_gated)
         self.txt_mlp = token_mlp(spec)
 
@@ -192,10 +205,10 @@ class DoubleStreamBlock(nn.Module):
         return finite_half(context), finite_half(x)
 
 
-class SingleStreamBlock(nn.Module):
+class SingleStreamBlock(TransformerBlock):
     """Attention and MLP side by side over text and image, with one linear before both and one after."""
 
-    def __init__(self, spec: FluxSpec) -> None:
+    def __init__(self, spec: FluxSpec, rows: ModulationRows | None = None) -> None:
         super().__init__()
         self.spec = spec
         self.head_dim = spec.width // spec.heads
@@ -205,7 +218,7 @@ class SingleStreamBlock(nn.Module):
         self.linear2 = nn.Linear(spec.width + spec.mlp_width, spec.width, bias)
         self.activation = SiluGate() if spec.is_gated else gelu_tanh()
         self.norm = QKNorm(self.head_dim)
-        self.modulation = Modulation(spec.width, branches=1)
+        self.modulation = Modulation(spec.width, 1, rows)
 
     def forward(self, x: Tensor, vec: Tensor, rotation: Tensor, mask: Tensor | None = None) -> Tensor:
         """Text and image x (B,T+N,D), vec (B,D), rotation (2,T+N,D/H/2), mask as in attend -> (B,T+N,D)."""
@@ -219,23 +232,72 @@ class SingleStreamBlock(nn.Module):
         return finite_half(x + gate * out)
 
 
-class Flux(nn.Module):
-    """The denoising network of FLUX.1: noised latents at time s -> the velocity eps - x0."""
+class FluxBlocks(nn.Module):
+    """FLUX.1 without what embeds time, scale and pooled text: images and text, conditioning -> velocity."""
 
-    def __init__(self, spec: FluxSpec) -> None:
+    def __init__(
+        self,
+        spec: FluxSpec,
+        embedders: Mapping[str, nn.Module],
+        double_rows: Sequence[tuple[ModulationRows, ModulationRows]] | None = None,
+        single_rows: Sequence[ModulationRows] | None = None,
+        shift_and_scale: nn.Module | None = None,
+    ) -> None:
+        """The rows take the places of the modulations' linears, by block: of image and text, and of both."""
         super().__init__()
         self.spec = spec
         bias, area = not spec.is_gated, spec.patch**2
         self.img_in = nn.Linear(area * spec.in_channels, spec.width, bias)
-        self.time_in = mlp(SINUSOIDS, spec.width, spec.width, names=EMBEDDER, bias=bias)
-        if spec.vector_dim:
-            self.vector_in = mlp(spec.vector_dim, spec.width, spec.width, names=EMBEDDER)
-        if spec.guidance:
-            self.guidance_in = mlp(SINUSOIDS, spec.width, spec.width, names=EMBEDDER)
+        for name, embedder in embedders.items():
+            self.add_module(name, embedder)
         self.txt_in = nn.Linear(spec.context_dim, spec.width, bias)
-        self.double_blocks = nn.ModuleList(DoubleStreamBlock(spec) for _ in range(spec.depth))
-        self.single_blocks = nn.ModuleList(SingleStreamBlock(spec) for _ in range(spec.single_depth))
-        self.final_layer = LastLayer(spec.width, area * spec.out_channels, bias)
+        self.double_blocks = nn.ModuleList(
+            DoubleStreamBlock(spec, *(double_rows[i] if double_rows else ())) for i in range(spec.depth)
+        )
+        self.single_blocks = nn.ModuleList(
+            SingleStreamBlock(spec, single_rows[i] if single_rows else None) for i in range(spec.single_depth)
+        )
+        self.final_layer = LastLayer(spec.width, area * spec.out_channels, bias, shift_and_scale)
+
+    def denoise(self, images: Sequence[Tensor], context: Tensor, vec: Tensor, mask: Tensor | None = None) -> Tensor:
+        """The noised latents and those of references, (B,in_channels,h,w) each, text, conditioning -> the velocity."""
+        patch, num_text = self.spec.patch, context.shape[1]
+        images = [F.pixel_unshuffle(image, patch) for image in images]
+        h, w = images[0].shape[2:]
+        rotation = axial_rotation(self.places(num_text, images), self.spec.axes, self.spec.theta, context.dtype)
+        x = self.img_in(torch.cat([image.flatten(2) for image in images], dim=2).transpose(1, 2))  # (B, N, D)
+        context = self.txt_in(context)  # (B, T, D)
+        for block in self.double_blocks:
+            context, x = block(context, x, vec, rotation, mask)
+        x = torch.cat([context, x], dim=1)  # (B, T+N, D)
+        for block in self.single_blocks:
+            x = block(x, vec, rotation, mask)
+        out = self.final_layer(x[:, num_text:][:, : h * w], vec)
+        return F.pixel_shuffle(out.transpose(1, 2).unflatten(2, (h, w)), patch)
+
+    def places(self, num_text: int, images: Sequence[Tensor]) -> Tensor:
+        """Return the positions (3,T+N) of text tokens, all at 0, and of images' tokens: number, row, column."""
+        places = []
+        for number, image in enumerate(images):
+            rows, columns = (torch.arange(side, device=image.device) for side in image.shape[2:])
+            places.append(torch.cartesian_prod(torch.full_like(rows[:1], number), rows, columns))
+        return F.pad(torch.cat(places).T, (num_text, 0))
+
+
+class Flux(FluxBlocks):
+    """The denoising network of FLUX.1: noised latents at time s -> the velocity eps - x0."""
+
+    time_in: nn.Module
+    vector_in: nn.Module
+    guidance_in: nn.Module
+
+    def __init__(self, spec: FluxSpec) -> None:
+        embedders = {"time_in": SINUSOIDS, "vector_in": spec.vector_dim}
+        embedders |= {"guidance_in": SINUSOIDS} if spec.guidance else {}
+        super().__init__(
+            spec,
+            {name: mlp(width, spec.width, spec.width, names=EMBEDDER) for name, width in embedders.items()},
+        )
 
     def forward(
         self,
@@ -261,22 +323,6 @@ class Flux(nn.Module):
         images = torch.split(x, self.spec.in_channels, dim=1)
         return self.denoise(images, context, F.silu(self.embed(t, y, guidance)))
 
-    def denoise(self, images: Sequence[Tensor], context: Tensor, vec: Tensor, mask: Tensor | None = None) -> Tensor:
-        """The noised latents and those of references, (B,in_channels,h,w) each, text, conditioning -> the velocity."""
-        patch, num_text = self.spec.patch, context.shape[1]
-        images = [F.pixel_unshuffle(image, patch) for image in images]
-        h, w = images[0].shape[2:]
-        rotation = axial_rotation(self.places(num_text, images), self.spec.axes, self.spec.theta, context.dtype)
-        x = self.img_in(torch.cat([image.flatten(2) for image in images], dim=2).transpose(1, 2))  # (B, N, D)
-        context = self.txt_in(context)  # (B, T, D)
-        for block in self.double_blocks:
-            context, x = block(context, x, vec, rotation, mask)
-        x = torch.cat([context, x], dim=1)  # (B, T+N, D)
-        for block in self.single_blocks:
-            x = block(x, vec, rotation, mask)
-        out = self.final_layer(x[:, num_text:][:, : h * w], vec)
-        return F.pixel_shuffle(out.transpose(1, 2).unflatten(2, (h, w)), patch)
-
     def embed(self, t: Tensor, y: Tensor, guidance: Tensor | None) -> Tensor:
         """Embed the time (B,), the pooled text (B,vector_dim) and the guidance scale (B,): (B,D)."""
         vec = self.time_in(sinusoids(1000 * t.float(), SINUSOIDS).to(y.dtype))
@@ -285,14 +331,54 @@ class Flux(nn.Module):
             vec = vec + self.guidance_in(sinusoids(1000 * guidance.float(), SINUSOIDS).to(y.dtype))
         return vec + self.vector_in(y)
 
-    def places(self, num_text: int, images: Sequence[Tensor]) -> Tensor:
-        """Return the positions (3,T+N) of text tokens, all at 0, and of images' tokens: number, row, column."""
-        places = []
-        for number, image in enumerate(images):
-            rows, columns = (torch.arange(side, device=image.device) for side in image.shape[2:])
-            places.append(torch.cartesian_prod(torch.full_like(rows[:1], number), rows, columns))
-        return F.pad(torch.cat(places).T, (num_text, 0))
 
+# ---- diffusers' names -----------------------------------------------------------------------------------------------
+
+EMBEDDERS = {"time_in": "timestep_embedder", "vector_in": "text_embedder", "guidance_in": "guidance_embedder"}
+DOUBLE = {
+    "img_mod.lin": "norm1.linear",
+    "txt_mod.lin": "norm1_context.linear",
+    "img_attn.qkv": QKV,
+    "txt_attn.qkv": ADDED_QKV,
+    "img_attn.norm.query_norm.scale": "attn.norm_q.weight",
+    "img_attn.norm.key_norm.scale": "attn.norm_k.weight",
+    "txt_attn.norm.query_norm.scale": "attn.norm_added_q.weight",
+    "txt_attn.norm.key_norm.scale": "attn.norm_added_k.weight",
+    "img_attn.proj": "attn.to_out.0",
+    "txt_attn.proj": "attn.to_add_out",
+    "img_mlp.0": "ff.net.0.proj",
+    "img_mlp.2": "ff.net.2",
+    "txt_mlp.0": "ff_context.net.0.proj",
+    "txt_mlp.2": "ff_context.net.2",
+}
+SINGLE = {
+    "modulation.lin": "norm.linear",
+    "linear1": f"{QKV} proj_mlp",
+    "linear2": "proj_out",
+    "norm.query_norm.scale": "attn.norm_q.weight",
+    "norm.key_norm.scale": "attn.norm_k.weight",
+}
+
+
+def embedder_names(within: str) -> dict[str, str]:
+    """Return the names of the layers of embedders, which diffusers has inside of another module."""
+    layers = {"in_layer": "linear_1", "out_layer": "linear_2"}
+    return {
+        f"{name}.{ours}": f"{within}.{other}.{theirs}"
+        for name, other in EMBEDDERS.items()
+        for ours, theirs in layers.items()
+    }
+
+
+NAMES = {
+    "img_in": "x_embedder",
+    "txt_in": "context_embedder",
+    **embedder_names("time_text_embed"),
+    **of_blocks("double_blocks", "transformer_blocks", DOUBLE),
+    **of_blocks("single_blocks", "single_transformer_blocks", SINGLE),
+    "final_layer.linear": "proj_out",
+    "final_layer.adaLN_modulation.1": "~norm_out.linear",
+}
 
 # ---- released -------------------------------------------------------------------------------------------------------
 

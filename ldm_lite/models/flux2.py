@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +24,8 @@ from torch.nn import functional as F
 
 from ldm_lite.core.layers import Shapes, checked_shape, count_blocks, sinusoids
 from ldm_lite.core.vae import AutoencoderKL, VAESpec
-from ldm_lite.models.flux import SINUSOIDS, Flux, FluxSpec, Modulation, ModulationRows
-from ldm_lite.models.ops import multiple
+from ldm_lite.models.flux import EMBEDDER, NAMES, SINUSOIDS, FluxBlocks, FluxSpec, ModulationRows, embedder_names
+from ldm_lite.models.ops import mlp, multiple, of_blocks
 
 APART = 10  # what the numbers of images are multiplied by
 EPS = 1e-4  # added to the variance of the latents' channels
@@ -59,40 +59,61 @@ class Flux2Spec(FluxSpec):
         )
 
     @property
+    def other_names(self) -> dict[str, str]:
+        """What diffusers calls its modules."""
+        double = {
+            "img_mlp.0": "ff.linear_in",
+            "img_mlp.2": "ff.linear_out",
+            "txt_mlp.0": "ff_context.linear_in",
+            "txt_mlp.2": "ff_context.linear_out",
+        }
+        single = {"linear1": "attn.to_qkv_mlp_proj", "linear2": "attn.to_out"}
+        shared = ("double_stream_modulation_img", "double_stream_modulation_txt", "single_stream_modulation")
+        others = {
+            **embedder_names("time_guidance_embed"),
+            **of_blocks("double_blocks", "transformer_blocks", double),
+            **of_blocks("single_blocks", "single_transformer_blocks", single),
+            **{f"{name}.lin": f"{name}.linear" for name in shared},
+        }
+        return {**NAMES, **others}
+
+    @property
     def axes(self) -> tuple[int, ...]:
         """Channels of a head that each of the four positions rotates."""
         return (self.width // self.heads // 4,) * 4
 
 
-class Shared(Modulation):
-    """The modulations of all blocks of a kind: the time (B,D), after its SiLU -> (B, 3 * branches, D)."""
+class Shared(nn.Module):
+    """The modulations of all blocks of a kind: the time (B,D), after its SiLU -> (B,rows,D)."""
 
-    def __init__(self, width: int, branches: int) -> None:
-        super().__init__(width, branches)
-        self.lin = nn.Linear(width, 3 * branches * width, bias=False)
+    def __init__(self, width: int, rows: int) -> None:
+        super().__init__()
+        self.rows = rows
+        self.lin = nn.Linear(width, rows * width, bias=False)
 
-    def forward(self, vec: Tensor) -> Any:
-        return self.lin(vec).unflatten(1, (3 * self.branches, -1))
+    def forward(self, vec: Tensor) -> Tensor:
+        return self.lin(vec).unflatten(1, (self.rows, -1))
 
 
-class Flux2(Flux):
+class Flux2(FluxBlocks):
     """The denoising network of FLUX.2: noised latents at time s -> the velocity eps - x0."""
 
-    def __init__(self, spec: Flux2Spec) -> None:
-        super().__init__(spec)
-        self.double_stream_modulation_img = Shared(spec.width, branches=2)
-        self.double_stream_modulation_txt = Shared(spec.width, branches=2)
-        self.single_stream_modulation = Shared(spec.width, branches=1)
-        network: Any = self
-        for block in network.double_blocks:
-            block.img_mod.lin, block.txt_mod.lin = ModulationRows(0, 6), ModulationRows(6, 6)
-        for block in network.single_blocks:
-            block.modulation.lin = ModulationRows(12, 3)
-        network.final_layer.adaLN_modulation[0] = ModulationRows(15, 1)  # the time itself
+    time_in: nn.Module
 
-    def forward(  # type: ignore[override]
-        self, x: Tensor, t: Tensor, context: Tensor, y: None = None, **references: Tensor
-    ) -> Tensor:
+    def __init__(self, spec: Flux2Spec) -> None:
+        time = ModulationRows(15, 1)  # itself
+        super().__init__(
+            spec,
+            {"time_in": mlp(SINUSOIDS, spec.width, spec.width, names=EMBEDDER, bias=False)},
+            double_rows=[(ModulationRows(0, 6), ModulationRows(6, 6))] * spec.depth,
+            single_rows=[ModulationRows(12, 3)] * spec.single_depth,
+            shift_and_scale=nn.Sequential(time, nn.Linear(spec.width, 2 * spec.width, bias=False)),
+        )
+        self.double_stream_modulation_img = Shared(spec.width, 6)
+        self.double_stream_modulation_txt = Shared(spec.width, 6)
+        self.single_stream_modulation = Shared(spec.width, 3)
+
+    def forward(self, x: Tensor, t: Tensor, context: Tensor, y: None = None, **references: Tensor) -> Tensor:
         """Latents x (B,in_channels,h,w) at s = t (B,) in [0,1] -> velocity (B,out_channels,h,w).
 
         context (B,T,context_dim) are three of Qwen3's states.  References are latents (B,in_channels,h',w') of images
@@ -153,7 +174,7 @@ class Normalised(nn.Module):
         return z * self.deviation + self.running_mean[:, None, None]
 
 
-class Flux2Autoencoder(AutoencoderKL):
+class Flux2VAE(AutoencoderKL):
     """Pixels <-> normalised patches of latents, for h w = H/16, W/16."""
 
     def __init__(self, spec: Flux2VAESpec) -> None:

@@ -32,8 +32,11 @@ from ldm_lite.core.layers import (
     split_heads,
 )
 from ldm_lite.models.ops import (
+    ADDED_QKV,
+    QKV,
     LastLayer,
     RMSNorm,
+    TransformerBlock,
     TransformerSpec,
     embedder,
     finite_half,
@@ -42,11 +45,12 @@ from ldm_lite.models.ops import (
     modulate,
     modulation,
     multiple,
+    of_blocks,
 )
 
 HEAD_DIM = 64
 SINUSOIDS = 256
-QKV = tuple[Tensor, Tensor, Tensor]  # (B,H,N,D/H) each
+Heads = tuple[Tensor, Tensor, Tensor]  # (B,H,N,D/H) each
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,11 @@ class MMDiTSpec(TransformerSpec):
         )
 
     @property
+    def other_names(self) -> dict[str, str]:
+        """What diffusers calls its modules."""
+        return NAMES
+
+    @property
     def heads(self) -> int:
         """Number of attention heads."""
         return self.width // HEAD_DIM
@@ -101,7 +110,7 @@ class MMDiTSelfAttention(nn.Module):
             self.proj = nn.Linear(spec.width, spec.width)
         self.ln_q, self.ln_k = (RMSNorm(HEAD_DIM) if spec.qk_norm else nn.Identity() for _ in range(2))
 
-    def queries_keys_values(self, x: Tensor) -> QKV:
+    def queries_keys_values(self, x: Tensor) -> Heads:
         """(B,N,D) -> queries and keys, normalised if the network does that, and values."""
         q, k, v = (split_heads(part, self.heads) for part in self.qkv(x).chunk(3, dim=2))  # (B, H, N, D/H)
         return self.ln_q(q), self.ln_k(k), v
@@ -138,7 +147,7 @@ class DismantledBlock(nn.Module):
         """The conditioning (B,D) -> shift, scale, gate of the attention, the MLP and attn2, (B,1,D) each, where any."""
         return self.adaLN_modulation(vec)[:, None, :].chunk(self.chunks, dim=2)
 
-    def before(self, x: Tensor, mods: tuple[Tensor, ...]) -> QKV:
+    def before(self, x: Tensor, mods: tuple[Tensor, ...]) -> Heads:
         """(B,N,D) -> what it adds to the joint attention."""
         return self.attn.queries_keys_values(modulate(x, *mods[:2]))
 
@@ -150,8 +159,10 @@ class DismantledBlock(nn.Module):
         return finite_half(result + mods[5] * self.mlp(modulate(result, *mods[3:5])))
 
 
-class JointBlock(nn.Module):
+class JointBlock(TransformerBlock):
     """Text and image, each with weights of its own, attend to both; then each has its MLP."""
+
+    is_atomic = True
 
     def __init__(self, spec: MMDiTSpec, index: int) -> None:
         super().__init__()
@@ -221,6 +232,41 @@ class MMDiT(nn.Module):
         top, left = (side - h) // 2, (side - w) // 2
         return self.pos_embed.view(1, side, side, -1)[:, top : top + h, left : left + w].flatten(1, 2)
 
+
+# ---- diffusers' names -----------------------------------------------------------------------------------------------
+
+JOINT = {
+    "x_block.adaLN_modulation.1": "norm1.linear",
+    "context_block.adaLN_modulation.1": "~norm1_context.linear",
+    "x_block.attn.qkv": QKV,
+    "context_block.attn.qkv": ADDED_QKV,
+    "x_block.attn.ln_q": "attn.norm_q",
+    "x_block.attn.ln_k": "attn.norm_k",
+    "context_block.attn.ln_q": "attn.norm_added_q",
+    "context_block.attn.ln_k": "attn.norm_added_k",
+    "x_block.attn.proj": "attn.to_out.0",
+    "context_block.attn.proj": "attn.to_add_out",
+    "x_block.attn2.qkv": QKV.replace("attn", "attn2"),
+    "x_block.attn2.ln_q": "attn2.norm_q",
+    "x_block.attn2.ln_k": "attn2.norm_k",
+    "x_block.attn2.proj": "attn2.to_out.0",
+    "x_block.mlp.fc1": "ff.net.0.proj",
+    "x_block.mlp.fc2": "ff.net.2",
+    "context_block.mlp.fc1": "ff_context.net.0.proj",
+    "context_block.mlp.fc2": "ff_context.net.2",
+}
+NAMES = {
+    "pos_embed": "pos_embed.pos_embed",
+    "x_embedder.proj": "pos_embed.proj",
+    "context_embedder": "context_embedder",
+    "t_embedder.mlp.0": "time_text_embed.timestep_embedder.linear_1",
+    "t_embedder.mlp.2": "time_text_embed.timestep_embedder.linear_2",
+    "y_embedder.mlp.0": "time_text_embed.text_embedder.linear_1",
+    "y_embedder.mlp.2": "time_text_embed.text_embedder.linear_2",
+    **of_blocks("joint_blocks", "transformer_blocks", JOINT),
+    "final_layer.linear": "proj_out",
+    "final_layer.adaLN_modulation.1": "~norm_out.linear",
+}
 
 # ---- released -------------------------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ Shape letters: B batch, N tokens, H heads, D channels of a head, C channels of a
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
@@ -33,12 +33,40 @@ class Fitted:
         return replace(self.from_shapes(shapes), **{name: getattr(self, name) for name in self.untold})
 
 
+def of_blocks(ours: str, theirs: str, modules: Mapping[str, str]) -> dict[str, str]:
+    """Return the names of modules in blocks, in our list of them -> in theirs."""
+    return {
+        f"{ours}.*.{name}": "~" * parts.startswith("~")
+        + " ".join(f"{theirs}.*.{part}" for part in parts.removeprefix("~").split())
+        for name, parts in modules.items()
+    }
+
+
+QKV, ADDED_QKV = "attn.to_q attn.to_k attn.to_v", "attn.add_q_proj attn.add_k_proj attn.add_v_proj"
+
+
 class TransformerSpec:
     """A base of specs of diffusion transformers: what is asked of every denoising network's."""
 
     patch: ClassVar[int] = 2  # latent positions per token, along each side
     num_classes: ClassVar[None] = None  # what only UNets have
     guidance_dim: ClassVar[None] = None
+
+    @property
+    def other_names(self) -> Mapping[str, str]:
+        """Names of modules -> what diffusers calls them; * is the number of a block, the first in a name.
+
+        Several names, with spaces between, are rows of one module here, in this order.  A parameter stands by its own
+        name, if that is another than weight or bias.  ~ is before one that has the scale before the shift, where here
+        it comes after it; of blocks' modules only the last block's has.
+        """
+        return {}
+
+
+class TransformerBlock(nn.Module):
+    """A base of the blocks of diffusion transformers, which tools take one by one, and whose layers LoRAs change."""
+
+    is_atomic: ClassVar[bool] = False  # it calls layers of its parts
 
 
 def guidance_embedding(scale: Tensor, dim: int) -> Tensor:
@@ -97,7 +125,7 @@ def mlp(
 
 
 def embedder(in_channels: int, hidden: int, out_channels: int) -> nn.Sequential:
-    """The same under a further name, as Stable Diffusion 3 and Z-Image have it."""
+    """The same under a further name."""
     return nn.Sequential(OrderedDict(mlp=mlp(in_channels, hidden, out_channels)))
 
 
@@ -124,10 +152,12 @@ def modulation(width: int, chunks: int, bias: bool = True) -> nn.Sequential:
 class LastLayer(nn.Module):
     """Norm, modulated by the conditioning vec (B,D), and a linear to the channels of a token."""
 
-    def __init__(self, width: int, out_channels: int, bias: bool = True) -> None:
+    def __init__(
+        self, width: int, out_channels: int, bias: bool = True, shift_and_scale: nn.Module | None = None
+    ) -> None:
         super().__init__()
         self.linear = nn.Linear(width, out_channels, bias)
-        self.adaLN_modulation = modulation(width, 2, bias)
+        self.adaLN_modulation = modulation(width, 2, bias) if shift_and_scale is None else shift_and_scale
 
     def forward(self, x: Tensor, vec: Tensor) -> Tensor:
         shift, scale = self.adaLN_modulation(vec)[:, None, :].chunk(2, dim=2)

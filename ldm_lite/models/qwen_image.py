@@ -26,6 +26,7 @@ from torch.nn import functional as F
 from ldm_lite.core.layers import AttentionFn, Shapes, checked_shape, count_blocks, sdpa, sinusoids, split_heads
 from ldm_lite.models.ops import (
     RMSNorm,
+    TransformerBlock,
     TransformerSpec,
     attend,
     axial_rotation,
@@ -118,7 +119,7 @@ def token_mlp(spec: QwenImageSpec) -> nn.Sequential:
     return nn.Sequential(OrderedDict(net=net))
 
 
-class QwenImageBlock(nn.Module):
+class QwenImageBlock(TransformerBlock):
     """Text and image attend to both; then each has its MLP."""
 
     def __init__(self, spec: QwenImageSpec) -> None:

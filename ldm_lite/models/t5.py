@@ -178,4 +178,5 @@ class T5Encoder(nn.Module):
 
 # ---- released -------------------------------------------------------------------------------------------------------
 
+T5_FILE = "comfyanonymous/flux_text_encoders/t5xxl_fp16.safetensors"  # on the hub
 T5_XXL = T5Spec(vocab_size=32128, width=4096, mlp_width=10240, layers=24, heads=64, head_dim=64, buckets=32)

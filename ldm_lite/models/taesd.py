@@ -3,8 +3,8 @@
 What is unusual about it:
 - its latents have the UNet's scale: there is no scale factor to divide by;
 - inside, images are in [0,1]; encode() and decode() here take and return [-1,1] as the other autoencoders do;
-- FLUX.2's, TAEF2, adds a bottleneck of channels to the blocks at the lowest resolution; its latents (32,H/8,W/8) are
-  FLUX.2's patches, taken apart;
+- TAEF2 adds a bottleneck of channels to the blocks at the lowest resolution; its latents (32,H/8,W/8) are
+  those of 128 channels, whose patches are taken apart;
 - encoder and decoder are plain sequences, whose indices are the keys of the original files; they come as two files,
   one of which may be missing.
 
@@ -30,7 +30,7 @@ class TAESDSpec:
     embed_dim: int  # channels of a latent; of a patch of 2 x 2, if it is pooled
     encoder: bool  # has an encoder
     decoder: bool  # has a decoder
-    pooled: bool = False  # FLUX.2's
+    pooled: bool = False  # TAEF2's
 
     @staticmethod
     def from_shapes(shapes: Shapes) -> "TAESDSpec":

@@ -1,4 +1,4 @@
-"""The autoencoder of Qwen-Image, which is that of the video model Wan 2.1, for single images.
+"""The autoencoder of the video model Wan 2.1, for single images.
 
 What makes it differ from latent diffusion's: norms divide by the root mean square over the channels of each position,
 upsamplers halve the channels, and latents are normalised by channel, with numbers that no file has.  Its convolutions
@@ -58,7 +58,7 @@ class ChannelNorm(nn.Module):
         return normed * self.gamma[:, None, None]
 
 
-class WanAutoencoder(AutoencoderKL):
+class WanVAE(AutoencoderKL):
     """Pixels <-> normalised latents, for h w = H/8, W/8."""
 
     def __init__(self, spec: WanVAESpec) -> None:

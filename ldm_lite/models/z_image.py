@@ -2,7 +2,7 @@
 
 What is unusual about it:
 - attribute names are the keys of ComfyUI's files; those of Tongyi-MAI's and diffusers' hold queries, keys and values
-  apart (checkpoint/names.py);
+  apart (NAMES);
 - image and text are one sequence, the image first, after blocks of its own for each of them: the refiners;
 - both are padded to multiples of 32 with learned tokens, which are attended to like others;
 - each token has a position (index, row, column): a text counts along the first, the image follows it there;
@@ -27,6 +27,7 @@ from ldm_lite.core.layers import AttentionFn, Shapes, checked_shape, count_block
 from ldm_lite.models.ops import (
     GatedMLP,
     RMSNorm,
+    TransformerBlock,
     TransformerSpec,
     attend,
     axial_rotation,
@@ -34,6 +35,7 @@ from ldm_lite.models.ops import (
     finite_half,
     inside,
     multiple,
+    of_blocks,
     rotate,
 )
 
@@ -82,6 +84,11 @@ class ZImageSpec(TransformerSpec):
         )
 
     @property
+    def other_names(self) -> dict[str, str]:
+        """What diffusers calls its modules."""
+        return NAMES
+
+    @property
     def axes(self) -> tuple[int, int, int]:
         """Channels of a head that index, row and column rotate: 32, 48 and 48 of 128."""
         head_dim = self.width // self.heads
@@ -109,7 +116,7 @@ class ZImageAttention(nn.Module):
         return finite_half(self.out(attend(self.attention, q, k, v, mask)))
 
 
-class ZImageBlock(nn.Module):
+class ZImageBlock(TransformerBlock):
     """Attention and MLP between norms, and in all but the text's refiners scaled and gated by the time."""
 
     def __init__(self, spec: ZImageSpec, is_modulated: bool = True) -> None:
@@ -220,6 +227,23 @@ class ZImage(nn.Module):
         ids = torch.cat([image, text], dim=2)
         return axial_rotation(ids, self.spec.axes, THETA, context.dtype)[:, :, None]
 
+
+# ---- diffusers' names -----------------------------------------------------------------------------------------------
+
+ATTENTION = {
+    "attention.qkv": "attention.to_q attention.to_k attention.to_v",
+    "attention.out": "attention.to_out.0",
+    "attention.q_norm": "attention.norm_q",
+    "attention.k_norm": "attention.norm_k",
+}
+NAMES = {
+    "x_embedder": "all_x_embedder.2-1",
+    "final_layer.linear": "all_final_layer.2-1.linear",
+    "final_layer.adaLN_modulation.1": "all_final_layer.2-1.adaLN_modulation.1",
+    **of_blocks("layers", "layers", ATTENTION),
+    **of_blocks("noise_refiner", "noise_refiner", ATTENTION),
+    **of_blocks("context_refiner", "context_refiner", ATTENTION),
+}
 
 # ---- released -------------------------------------------------------------------------------------------------------
 

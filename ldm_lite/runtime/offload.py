@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ldm_lite.models.flux import DoubleStreamBlock
-from ldm_lite.models.mmdit import JointBlock
+from ldm_lite.models.ops import TransformerBlock
 from ldm_lite.models.t5 import T5Layers as T5Stack
 from ldm_lite.runtime.memory import MappedPages, trim_heap, weights_channels_last
 from ldm_lite.runtime.quantization import STORAGES, Quantized, dequantize, quantize
@@ -29,7 +28,6 @@ from ldm_lite.runtime.quantization import STORAGES, Quantized, dequantize, quant
 OFFLOADS = ("model", "sequential")
 BLOCK = 2**26  # parameters: larger blocks are divided where that is safe
 AHEAD = 2**21  # parameters, about: smaller blocks compute too fast to hide the copy of the next
-ATOMIC = (DoubleStreamBlock, JointBlock)  # they call layers of their parts
 DIVISIBLE = (T5Stack,)  # it calls each of its parts
 
 
@@ -443,6 +441,7 @@ def _blocks(network: nn.Module) -> list[nn.Module]:
         called = type(child).forward is not nn.Module.forward
         layers = any(_tensors(part) and not list(part.children()) for part in child.children())
         has_tensors = next(child.parameters(recurse=False), None) is not None
-        is_whole = isinstance(child, ATOMIC) or ((layers or has_tensors) and not isinstance(child, DIVISIBLE))
+        is_atomic = isinstance(child, TransformerBlock) and child.is_atomic
+        is_whole = is_atomic or ((layers or has_tensors) and not isinstance(child, DIVISIBLE))
         blocks += _blocks(child) if not called or (size > BLOCK and not is_whole) else [child]
     return blocks

@@ -147,8 +147,7 @@ def router(engine: Engine) -> APIRouter:
     async def edits(request: Request) -> Response:
         """Image to image; with a mask, or transparency, only the transparent part is repainted.
 
-        Models that read reference images (FLUX.2, Qwen-Image-Edit) edit an image without either by the prompt, or
-        combine several.
+        Models that read reference images edit an image without either by the prompt, or combine several.
         """
         return await edit(request, EditRequest)
 

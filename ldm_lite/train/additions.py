@@ -318,17 +318,13 @@ def kohya_file(lora: nn.Module, model: Pipeline) -> Content:
     """Return the tensors (float16, on the CPU) and the metadata of a LoRA file, from a LoRA or its EMA, for a model."""
     assert isinstance(lora, LoRA)
     second = isinstance(model.family.text, OpenCLIPTextSpec)  # Stable Diffusion 2.x reads OpenCLIP
-    versions = {
-        "flux": "flux1", "chroma": "chroma", "flux2": "flux_2_klein_4b", "sd3": "sd3", "z_image": "zimage",
-        "sdxl": "sdxl_base_v1-0", "clip": "sd_v2" + "_v" * (model.schedule.prediction == "v") if second else "sd_v1",
-        "qwen_image": "qwen_image",
-    }  # fmt: skip
+    version = model.family.base_version + "_v" * (second and model.schedule.prediction == "v")
     metadata = {
         "ss_network_module": "networks.lora" if lora.kind == "lora" else "lycoris.kohya",
         "ss_network_dim": str(lora.rank),
         "ss_network_alpha": f"{lora.alpha:g}",
         "ss_v2": str(second),
-        "ss_base_model_version": versions.get(model.family.conditioner, versions["clip"]),
+        "ss_base_model_version": version,
         "ss_sd_model_name": model.name,
     }
     arguments: dict[str, str] = {}

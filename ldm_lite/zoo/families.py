@@ -21,38 +21,42 @@ from ldm_lite.core.family import PREFIX
 from ldm_lite.core.files import imported
 from ldm_lite.core.layers import Shapes
 from ldm_lite.core.networks import WithoutInit
+from ldm_lite.core.vae import VAESpec
 from ldm_lite.diffusion.schedule import NoiseSchedule
 from ldm_lite.models.clip import ACTIVATIONS
 from ldm_lite.models.unet import LDMUNetSpec
-from ldm_lite.zoo.family import (
-    COSINE,
-    CURVES,
-    IN_THE_FILE,
-    FamilyRow,
-    Flow,
-    Preserving,
-    Spec,
-    build_network,
-    infer_vae,
-    scale_of,
-)
+from ldm_lite.zoo.family import COSINE, CURVES, IN_THE_FILE, FamilyRow, Flow, Preserving, Spec, build_network, scale_of
 
 log = logging.getLogger("ldm_lite")
 
 
 class Module(NamedTuple):
-    """A file of families/."""
+    """A file of families/, and what leads to it: all that is known of its models outside of it and of models/."""
 
     rows: tuple[str, ...]  # their names
     contexts: tuple[int | None, ...] = ()  # widths of what their UNets read; None is nothing
+    key: str = ""  # a key of its network, where that is no UNet of latent diffusion
+    diffusers: str = ""  # the same of its files in the format of diffusers, if it has other keys there
+    vae: str = ""  # a key of its autoencoder, where that is no other's
+    pipelines: str = ""  # a pattern of how diffusers' pipelines of it are called, without what they do
 
 
-# A file is of the first module that has a row with its networks.
+# A file is of the first module that has a row with its networks, or whose key it has.
 MODULES = {
-    "sd1": Module(("sd1",), contexts=(768,)),
-    "sd1_variants": Module(("sd1_inpaint", "instruct_pix2pix", "lcm"), contexts=(768,)),
-    "sd2": Module(("sd2", "sd_turbo", "sd2_inpaint", "sd2_depth", "sd2_unclip_h", "sd2_unclip_l"), contexts=(1024,)),
-    "sdxl": Module(("sdxl_base", "sdxl_turbo", "sdxl_inpaint", "lcm_sdxl", "sdxl_refiner"), contexts=(2048, 1280)),
+    "sd1": Module(("sd1",), contexts=(768,), pipelines="StableDiffusion"),
+    "sd1_variants": Module(
+        ("sd1_inpaint", "instruct_pix2pix", "lcm"), contexts=(768,), pipelines="LatentConsistencyModel"
+    ),
+    "sd2": Module(
+        ("sd2", "sd_turbo", "sd2_inpaint", "sd2_depth", "sd2_unclip_h", "sd2_unclip_l"),
+        contexts=(1024,),
+        pipelines="StableUnCLIP",
+    ),
+    "sdxl": Module(
+        ("sdxl_base", "sdxl_turbo", "sdxl_inpaint", "lcm_sdxl", "sdxl_refiner"),
+        contexts=(2048, 1280),
+        pipelines="StableDiffusionXL",
+    ),
     "ldm": Module(
         (
             *("ldm_celeba_ffhq_beds256", "ldm_lsun_churches256", "ldm_text2img_large", "ldm_text2img256"),
@@ -62,23 +66,44 @@ MODULES = {
         contexts=(None, 512, 640, 768, 1280),
     ),
     "upscaler": Module(("x4",), contexts=(1024,)),
-    "flux": Module(("flux_dev", "flux_schnell", "flux_kontext", "flux_fill", "flux_control", "flux_canny")),
-    "chroma": Module(("chroma", "chroma_flash")),
-    "flux2": Module(("flux2_klein", "flux2_klein_base")),
-    "sd3": Module(("sd3_medium", "sd35_medium", "sd35_large", "sd35_large_turbo")),
-    "z_image": Module(("z_image_turbo", "z_image")),
-    "qwen_image": Module(("qwen_image", "qwen_image_edit", "qwen_image_edit_2509", "qwen_image_edit_2511")),
-    "deepfloyd": Module(("if_I", "if_II")),
-}
-# A key of a network that is no UNet of latent diffusion -> (its shapes, metadata) -> its row, with its sizes.
-DENOISERS = {
-    "distilled_guidance_layer.in_proj.weight": "ldm_lite.families.chroma:row",  # before FLUX.1, whose key they have
-    "double_stream_modulation_img.lin.weight": "ldm_lite.families.flux2:row",
-    "double_blocks.0.img_attn.norm.key_norm.scale": "ldm_lite.families.flux:row",
-    "joint_blocks.0.context_block.attn.qkv.weight": "ldm_lite.families.sd3:row",
-    "cap_pad_token": "ldm_lite.families.z_image:row",
-    "txt_norm.weight": "ldm_lite.families.qwen_image:row",
-    "encoder_pooling.1.positional_embedding": "ldm_lite.families.deepfloyd:row",
+    "chroma": Module(
+        ("chroma", "chroma_flash"),
+        key="distilled_guidance_layer.in_proj.weight",
+        diffusers="distilled_guidance_layer.layers.0.linear_1.weight",
+        pipelines="Chroma",
+    ),
+    "flux2": Module(
+        ("flux2_klein", "flux2_klein_base"),
+        key="double_stream_modulation_img.lin.weight",
+        diffusers="single_transformer_blocks.0.attn.to_qkv_mlp_proj.weight",
+        vae="bn.running_mean",
+        pipelines="Flux2Klein",
+    ),
+    "flux": Module(  # after those that have its key
+        ("flux_dev", "flux_schnell", "flux_kontext", "flux_fill", "flux_control", "flux_canny"),
+        key="double_blocks.0.img_attn.norm.key_norm.scale",
+        diffusers="single_transformer_blocks.0.proj_mlp.weight",
+        pipelines="Flux(Kontext)?",
+    ),
+    "sd3": Module(
+        ("sd3_medium", "sd35_medium", "sd35_large", "sd35_large_turbo"),
+        key="joint_blocks.0.context_block.attn.qkv.weight",
+        diffusers="pos_embed.proj.weight",
+        pipelines="StableDiffusion3",
+    ),
+    "z_image": Module(
+        ("z_image_turbo", "z_image"),
+        key="cap_pad_token",
+        diffusers="layers.0.attention.to_q.weight",
+        pipelines="ZImage",
+    ),
+    "qwen_image": Module(
+        ("qwen_image", "qwen_image_edit", "qwen_image_edit_2509", "qwen_image_edit_2511"),
+        key="txt_norm.weight",
+        vae="decoder.norm_out.gamma",
+        pipelines="QwenImage(Edit(Plus)?|Layered)?",
+    ),
+    "deepfloyd": Module(("if_I", "if_II"), key="encoder_pooling.1.positional_embedding"),
 }
 
 
@@ -89,9 +114,9 @@ class Families(Mapping[str, FamilyRow]):
     modules: Mapping[str, Module]  # by the names of their files
 
     def __getitem__(self, name: str) -> FamilyRow:
-        for module, (names, _) in self.modules.items():
-            if name in names:
-                return imported(f"ldm_lite.families.{module}:ROWS")[name]
+        for file, module in self.modules.items():
+            if name in module.rows:
+                return imported(f"ldm_lite.families.{file}:ROWS")[name]
         raise KeyError(name)
 
     def __iter__(self) -> Iterator[str]:
@@ -102,6 +127,8 @@ class Families(Mapping[str, FamilyRow]):
 
 
 FAMILY_ROWS = Families({name: module for name, module in MODULES.items() if find_spec(f"ldm_lite.families.{name}")})
+# A key of a network that is no LDMUNet of latent diffusion -> (its shapes, metadata) -> its row, with its sizes.
+DENOISERS = {module.key: f"ldm_lite.families.{name}:row" for name, module in FAMILY_ROWS.modules.items() if module.key}
 
 
 # ---- which family a file is of ---------------------------------------------------------------------------------------
@@ -248,6 +275,22 @@ def nearest_unet(spec: LDMUNetSpec, shapes: Shapes) -> tuple[str, str]:
         known = {key: tuple(value.shape) for key, value in build_network(unets[name]).state_dict().items()}
     differing = (key for key in known if shapes.get(key) != known[key])
     return name, next(differing, next((key for key in shapes if key not in known), "nothing"))
+
+
+AUTOENCODERS = {  # a key of an autoencoder of no family -> the class of its spec
+    "encoder.1.conv.0.weight": "ldm_lite.models.taesd:TAESDSpec",
+    "decoder.1.weight": "ldm_lite.models.taesd:TAESDSpec",
+    "quantize.embedding.weight": "ldm_lite.models.vae_vq:VQSpec",
+}
+
+
+def infer_vae(shapes: Shapes) -> Spec:
+    """Return the spec of an autoencoder whose weights have these shapes.  Raises ValueError if they make no sense."""
+    kind: Any = next((imported(kind) for key, kind in AUTOENCODERS.items() if key in shapes), VAESpec)
+    for module in FAMILY_ROWS.modules.values():
+        if module.vae in shapes:
+            kind = type(FAMILY_ROWS[module.rows[0]].vae)
+    return kind.from_shapes(shapes)
 
 
 CONTROLS = {  # roles of what needs a checkpoint beside it
@@ -471,9 +514,9 @@ def _flow_from_metadata(flow: Flow, metadata: Mapping[str, str]) -> Flow:
     """Return the rectified flow that a diffusers folder tells: one shift, or its logarithms at 256 and 4096 tokens."""
     shifts, spacing = json.loads(metadata["flow_shifts"]), flow.spacing.partition(":")[0]
     if len(shifts) == 1:
-        spacing = "flow" if spacing == "flow_flux2" else spacing  # whose shift is by size and steps
+        spacing = "flow" if spacing == "flow_by_steps" else spacing  # whose shift is by size and steps
         flow = replace(flow, shift=shifts[0], by_size=None)
-    elif spacing != "flow_flux2":
+    elif spacing != "flow_by_steps":
         flow = replace(flow, by_size=(shifts[0], shifts[1]))
     return replace(flow, spacing=spacing + metadata.get("flow_settings", ""))
 

@@ -1,21 +1,20 @@
 """What a family of checkpoints is: its networks, noise process and default settings.  families/ has the rows.
 
-NETWORKS names the network of each class of specs; build() makes one, importing its module then.
+build() makes the network of a spec, importing its module then.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from torch import nn
 
 from ldm_lite.core.files import Tensors, imported
-from ldm_lite.core.layers import Shapes
 from ldm_lite.core.vae import VAESpec
 from ldm_lite.diffusion.flow import Clock, FlowSchedule
 from ldm_lite.diffusion.schedule import AnyPrediction, Array, NoiseSchedule, cosine_betas, scaled_linear_betas
@@ -32,52 +31,29 @@ else:
     Autoencoder = Any
 Spec = Any  # a frozen dataclass of sizes, of one of these classes
 
-NETWORKS = {  # the class of a spec -> its network's
-    "LDMUNetSpec": "ldm_lite.models.unet:LDMUNet",
+NETWORKS = {  # the class of a spec -> its network's, where that is not called as it is without "Spec", in its module
     "IFSpec": "ldm_lite.models.unet_if:UNetIF",
-    "FluxSpec": "ldm_lite.models.flux:Flux",
-    "ChromaSpec": "ldm_lite.models.chroma:Chroma",
-    "Flux2Spec": "ldm_lite.models.flux2:Flux2",
-    "MMDiTSpec": "ldm_lite.models.mmdit:MMDiT",
-    "ZImageSpec": "ldm_lite.models.z_image:ZImage",
-    "QwenImageSpec": "ldm_lite.models.qwen_image:QwenImage",
     "VAESpec": "ldm_lite.core.vae:AutoencoderKL",
-    "Flux2VAESpec": "ldm_lite.models.flux2:Flux2Autoencoder",
-    "WanVAESpec": "ldm_lite.models.wan_vae:WanAutoencoder",
     "VQSpec": "ldm_lite.models.vae_vq:VQModel",
-    "TAESDSpec": "ldm_lite.models.taesd:TAESD",
     "PixelSpec": "ldm_lite.models.pixels:Pixels",
     "CLIPTextSpec": "ldm_lite.models.clip:CLIPTextModel",
     "OpenCLIPTextSpec": "ldm_lite.models.open_clip:OpenCLIPTextEncoder",
     "T5Spec": "ldm_lite.models.t5:T5Encoder",
-    "Qwen3Spec": "ldm_lite.models.qwen3:Qwen3",
     "Qwen25Spec": "ldm_lite.models.qwen25_vl:Qwen25VL",
     "BERTSpec": "ldm_lite.models.bert:BERTTextEncoder",
     "ClassSpec": "ldm_lite.models.embedders:ClassEmbedder",
     "LabelMapSpec": "ldm_lite.models.embedders:LabelMapRescaler",
     "RRDBSpec": "ldm_lite.models.rrdb:RRDBNet",
 }
-AUTOENCODERS = {  # a key of an autoencoder that is not KL -> the class of its spec
-    "encoder.1.conv.0.weight": "ldm_lite.models.taesd:TAESDSpec",
-    "decoder.1.weight": "ldm_lite.models.taesd:TAESDSpec",
-    "bn.running_mean": "ldm_lite.models.flux2:Flux2VAESpec",
-    "decoder.norm_out.gamma": "ldm_lite.models.wan_vae:WanVAESpec",
-    "quantize.embedding.weight": "ldm_lite.models.vae_vq:VQSpec",
-}
 KL_F8 = VAESpec(channels=128, channel_mult=(1, 2, 4, 4), num_res_blocks=2, z_channels=4, embed_dim=4)
-KL_F8_16 = replace(KL_F8, z_channels=16, embed_dim=16, quant=False)  # of FLUX.1, Stable Diffusion 3 and Z-Image
+KL_F8_16 = replace(KL_F8, z_channels=16, embed_dim=16, quant=False)
 
 
 def build_network(spec: Spec) -> nn.Module:
     """Build the network that a spec describes, on the default device."""
-    network: nn.Module = imported(NETWORKS[type(spec).__name__])(spec)
+    module, name = type(spec).__module__, type(spec).__name__
+    network: nn.Module = imported(NETWORKS.get(name, f"{module}:{name.removesuffix('Spec')}"))(spec)
     return network
-
-
-def infer_vae(shapes: Shapes) -> Spec:
-    """Return the spec of an autoencoder whose weights have these shapes.  Raises ValueError if they make no sense."""
-    kind: Any = next((kind for key, kind in AUTOENCODERS.items() if key in shapes), VAESpec)
-    return imported(kind).from_shapes(shapes)
 
 
 def scale_of(vae: Spec) -> dict[str, Any]:
@@ -180,7 +156,7 @@ class Recipe(NamedTuple):
             "sampler": self.sampler,
             "prediction": self.prediction,
         }
-        return replace(family, **{field: value for field, value in values.items() if value is not None})
+        return replace(family, **{name: value for name, value in values.items() if value is not None})
 
     def text(self, name: str, family: FamilyRow) -> str:
         """What is said of a file with such a name, of the family with these defaults."""
@@ -204,6 +180,15 @@ class References(NamedTuple):
     most: int | None = None
 
 
+class Folder(NamedTuple):
+    """The configurations of a diffusers folder, which may tell what weights do not."""
+
+    name: str  # of the pipeline's class
+    pipeline: Mapping[str, Any]  # model_index.json
+    network: Mapping[str, Any]  # of the denoising one
+    scheduler: Mapping[str, Any]
+
+
 Noise = Preserving | Flow
 
 
@@ -215,7 +200,7 @@ class FamilyRow:
     unet: Spec  # of the network that denoises; most code that reads it is for UNets alone
     vae: Spec
     text_encoders: tuple[Spec, ...]  # encoders of the prompt: text, a class, boxes, a label map
-    conditioner: str  # how their outputs become the UNet's inputs: a key of CONDITIONERS
+    conditioner: str  # how their outputs become the UNet's inputs: a key of CONDITIONERS, or a file of families/
     task: str  # "txt2img" (and tasks built on it), "inpaint", ...: see job.TASKS
     sgm: bool  # text encoders have the key names of generative-models
     prediction: AnyPrediction
@@ -238,8 +223,12 @@ class FamilyRow:
     optional: tuple[Spec, ...] = ()  # text encoders that a model may lack
     dtype: str | None = None  # on a GPU, if not float16, which some values exceed
     vae_file: str = "FILE"  # one with the autoencoder, on the hub, for a file that lacks it
+    text_files: tuple[str, ...] = ()  # the same with each text encoder
     scheduler: str | None = None  # in a diffusers folder, which tells it from others with the same networks
     called: str = ""  # a pattern of what trainers and hubs call it, by which a LoRA's metadata name its base
+    base_version: str = ""  # what kohya's trainer calls it in a LoRA's metadata
+    look_alikes: Mapping[str, str] = field(default_factory=dict)  # a pattern of a key that a network of its keys lacks
+    of_folder: Callable[[Folder], str | None] | None = None  # the name of the row that a diffusers folder tells
     hints: tuple[Hint, ...] = ()
     recipes: tuple[Recipe, ...] = ()  # the first whose word a file's name has gives its defaults
     predicts: Callable[[Tensors], tuple[AnyPrediction, str]] | None = None  # by a UNet's weights, with the reason

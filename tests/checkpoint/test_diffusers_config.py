@@ -161,11 +161,11 @@ def test_every_value_of_a_scheduler_is_checked() -> None:
     flow = "FlowMatchEulerDiscreteScheduler"
     for name, table in {"DDIMScheduler": OF_ALL, flow: OF_FLOWS, **SCHEDULERS}.items():
         for key, values in table.items():
-            pipeline = "FluxPipeline" if name == flow else "StableDiffusionPipeline"
+            roles = ["transformer" if name == flow else "unet"]
             for value in values:
-                read_scheduler("s", {"_class_name": name, key: value}, pipeline)
+                read_scheduler("s", {"_class_name": name, key: value}, roles)
             with pytest.raises(ValueError, match=f"its {key} "):
-                read_scheduler("s", {"_class_name": name, key: "another"}, pipeline)
+                read_scheduler("s", {"_class_name": name, key: "another"}, roles)
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_numbers_that_make_no_schedule_are_refused(key: str, value: object) -> N
         key: value,
     }
     with pytest.raises(ValueError, match=key):
-        read_scheduler("s", config, "FluxPipeline" if flow else "StableDiffusionXLPipeline")
+        read_scheduler("s", config, ["transformer"] if flow else ["unet", "text_encoder_2"])
 
 
 def test_settings_that_change_no_image_and_unknown_ones_are_not_read(
@@ -219,8 +219,8 @@ def test_the_default_sampler_is_the_scheduler(caplog: pytest.LogCaptureFixture) 
         ("LCM", "lcm"),
     ):
         config = {"_class_name": f"{name}Scheduler", "use_karras_sigmas": "karras" in sampler}
-        assert read_scheduler("s", config, "")["sampler"] == sampler
-    assert "sampler" not in read_scheduler("s", {"_class_name": "HeunDiscreteScheduler"}, "")
+        assert read_scheduler("s", config, [])["sampler"] == sampler
+    assert "sampler" not in read_scheduler("s", {"_class_name": "HeunDiscreteScheduler"}, [])
     assert "s: its solver HeunDiscreteScheduler is not read: the sampler is the family's own" in caplog.text
 
 

@@ -21,8 +21,8 @@ from ldm_lite.formats.diffusers_layout import original_layout
 from ldm_lite.models.controlnet import ControlNet, infer_spec
 from ldm_lite.models.t2i_adapter import AdapterSpec, T2IAdapter
 from ldm_lite.models.unet import LDMUNetSpec
-from ldm_lite.zoo.families import FAMILY_ROWS, detect_family
-from ldm_lite.zoo.family import Spec, build_network, infer_vae
+from ldm_lite.zoo.families import FAMILY_ROWS, detect_family, infer_vae
+from ldm_lite.zoo.family import Spec, build_network
 
 ORIGINAL = json.loads(gzip.decompress((DATA / "manifests.json.gz").read_bytes()))
 del ORIGINAL["transformer_z_image"]  # its makers' keys are diffusers', ours are ComfyUI's: tests/families/

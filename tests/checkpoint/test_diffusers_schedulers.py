@@ -36,9 +36,9 @@ REFUSED = {  # what is not here; with anything else a configuration runs
 
 def plan(config: dict[str, Any], pipeline: str, steps: int, tokens: int) -> Plan:
     """The plan of a folder's default sampler."""
-    metadata = read_scheduler("s", config, f"{pipeline}Pipeline")
-    row = FAMILY_ROWS[metadata.get("family", ROWS[pipeline])]
-    family = with_metadata(row, metadata)
+    roles = ["unet", "text_encoder_2"] if pipeline.endswith("XL") else ["transformer"]
+    metadata = read_scheduler("s", config, roles)
+    family = with_metadata(FAMILY_ROWS[ROWS[pipeline]], metadata)
     schedule = schedule_in_file(family, Tensors(Path("s"), {}, lambda key: pytest.fail(key)), metadata, False)
     return named_plan(family.sampler, schedule.sized(tokens), steps)
 

@@ -252,7 +252,7 @@ def test_files_that_are_damaged_or_of_another_kind_are_named(pipe: Pipeline, fol
         ("ip_adapter.0.to_q_lora.down.weight", "is an IP-Adapter FaceID"),
         ("image_proj.proj.weight", "is an IP-Adapter that is not read"),
         ("lllite_unet_input_blocks_4_1_transformer_blocks_0_attn1_to_k.down.0.weight", "is a ControlNet-LLLite"),
-        ("controlnet_blocks.0.weight", "is a ControlNet for Stable Diffusion 3, Flux"),
+        ("controlnet_blocks.0.weight", "is a ControlNet for a diffusion transformer"),
         ("controlnet_cond_embedding.conv_in.weight", "is a ControlNet in the format of diffusers, of a kind"),
     ):
         refused(pipe, folder, {key: one, "transformer_blocks.0.weight": one}, message)

@@ -222,7 +222,7 @@ def test_a_sampler_and_a_spacing_of_the_package_work_in_the_core() -> None:
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_every_sampler_and_spacing_take_a_schedule_of_the_core(name: str) -> None:
     for spacing in (None, *SPACINGS):
-        if spacing not in ("flow", "flow_flux2", "flow_sd3"):
+        if spacing not in ("flow", "flow_by_steps", "flow_sd3"):
             steps = sum(SECTIONS.get(spacing or "", (10,)))
             ours, theirs = (named_plan(name, schedule, steps, spacing=spacing) for schedule in (SD, CORE_SD))
             for column in ("t", "level", "h_of_out", "x0_of_out", "mix", "step", "adds_noise", "remembers", "initial"):

@@ -44,7 +44,7 @@ STOCHASTIC = {  # and the order that its variance converges with
     "dpmpp_3m_sde": 2,
 }
 # Spacings that are not of any number of steps: for flows; of A1111's number, and not all strictly descending; sections.
-SPECIAL = ("flow", "flow_flux2", "flow_sd3", "webui_ddim", "webui_unipc", "ddim_uniform")
+SPECIAL = ("flow", "flow_by_steps", "flow_sd3", "webui_ddim", "webui_unipc", "ddim_uniform")
 SPECIAL += tuple(name for name in SPACINGS if re.fullmatch(r"(fast|smart|super)\d+", name))
 ANY_COUNT = [name for name in SPACINGS if name not in SPECIAL]
 OWN_ENDS = ("restart", "dpm_fast", "dpm_adaptive", "tcd")  # and sometimes levels of their own

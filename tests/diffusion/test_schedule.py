@@ -189,7 +189,7 @@ def test_lcm_takes_from_the_50_timesteps_of_its_training(sd: Pipeline) -> None:
 
 
 # Spacings that may make another number of levels, and those of flows.
-OTHER_COUNTS = r"original|webui_ddim|webui_unipc|ddim_uniform|(fast|smart|super)\d+|flow|flow_flux2|flow_sd3"
+OTHER_COUNTS = r"original|webui_ddim|webui_unipc|ddim_uniform|(fast|smart|super)\d+|flow|flow_by_steps|flow_sd3"
 
 
 @pytest.mark.parametrize("spacing", [name for name in SPACINGS if not re.fullmatch(OTHER_COUNTS, name)])

@@ -64,7 +64,8 @@ def test_what_does_not_belong_to_it_is_refused(files: dict[str, Any], folder: Pa
     with pytest.raises(ValueError, match="has no CLIP"):
         pipe.txt2img("a", clip_skip=2)
     radiance = save(
-        folder / "r.safetensors", {"distilled_guidance_layer.x": torch.ones(1), "nerf_blocks.0.a": torch.ones(1)}
+        folder / "r.safetensors",
+        {"distilled_guidance_layer.in_proj.weight": torch.ones(1), "nerf_blocks.0.a": torch.ones(1)},
     )
     with pytest.raises(ValueError, match="is Chroma1-Radiance"):
         load(files, ckpt=radiance)

@@ -23,8 +23,8 @@ from ldm_lite.diffusion.schedule import spaced_levels
 from ldm_lite.families.flux2 import MOST, fitted
 from ldm_lite.models.flux2 import KL_F16_128, Flux2VAESpec
 from ldm_lite.runtime.tiling import tiled
-from ldm_lite.zoo.families import FAMILY_ROWS
-from ldm_lite.zoo.family import build_network, infer_vae
+from ldm_lite.zoo.families import FAMILY_ROWS, infer_vae
+from ldm_lite.zoo.family import build_network
 
 TOYS = toy_flux2
 MANIFESTS = Path(__file__).parents[1] / "data" / "manifests.json.gz"
@@ -84,7 +84,7 @@ def test_the_text_equals_transformers_with_its_mask(pipe: Pipeline, golden: Any)
 )
 def test_the_shift_depends_on_size_and_steps(steps: int, tokens: int, wanted: list[float]) -> None:
     schedule = FAMILY_ROWS["flux2_klein"].noise.schedule("flow").sized(tokens)  # type: ignore[attr-defined]
-    levels = spaced_levels("flow_flux2", schedule, steps)
+    levels = spaced_levels("flow_by_steps", schedule, steps)
     assert [level.s for level in levels[1:4]] == pytest.approx(wanted, abs=1e-6)
     assert (levels[0].s, levels[-1].s) == (1, 0)
 

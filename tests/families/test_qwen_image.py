@@ -32,8 +32,8 @@ from ldm_lite.models.wan_vae import WAN_VAE, WanVAESpec
 from ldm_lite.runtime import offload, tiling
 from ldm_lite.runtime.offload import Offloader
 from ldm_lite.train import __main__ as train
-from ldm_lite.zoo.families import FAMILY_ROWS
-from ldm_lite.zoo.family import build_network, infer_vae
+from ldm_lite.zoo.families import FAMILY_ROWS, infer_vae
+from ldm_lite.zoo.family import build_network
 
 DATA = Path(__file__).parents[1] / "data"
 GOLDEN = np.load(DATA / "qwen_image.npz")

@@ -14,7 +14,7 @@ from random_checkpoint import SMALL
 from released import AUTOENCODERS
 
 from ldm_lite.core.vae import AutoencoderKL, Downsample, VAESpec
-from ldm_lite.zoo.family import infer_vae
+from ldm_lite.zoo.families import infer_vae
 
 DATA = Path(__file__).parents[1] / "data"
 GOLDEN = np.load(DATA / "networks.npz")
