@@ -1,16 +1,18 @@
-"""Change the code in one place, a hundred times, and see whether a test that concerns the file fails each time.
+"""Change the package in one place, many times, and see whether a test fails each time.
 
-    python scripts/mutate.py --count 100 --seed 0
+    python scripts/mutate.py --count 40 --seed 20261128
     python scripts/mutate.py --core --count 60           # a fork of the core, by its own tests
 
-A mutant is a comparison, an operator, a number, a condition or a statement that is changed in a copy of the package.
-Its tests are those named after its file, those of its folder, and those that import it, until the first failure, in a
-process that has imported torch.  Prints a line for each mutant that nothing noticed, and how many were.  Some of those
-that are left compute the same as before, as only a reader can tell.
+A mutant is a comparison, an operator, a number, a condition or a statement that is changed in a copy of the package,
+anywhere in it.  The test files that have most words in common with the place run until the first failure, in a process
+that has imported torch.  Then the test that failed runs on the unchanged copy: only if it passes there the mutant
+counts as noticed, and else the test is left out and named.  Prints a line for each mutant, and the share that was
+noticed.  Some of those that are left compute the same as before, as only a reader can tell.
 """
 
 import argparse
 import ast
+import math
 import os
 import random
 import re
@@ -19,19 +21,15 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import fork
 
 ROOT = Path(__file__).parents[1]
-PARTS = {
-    "core": 0.4,
-    "tasks": 0.25,
-    "train": 0.25,
-    "generate.py": 0.1,
-}  # of ldm_lite, and their fraction of the mutants
-OTHERS = {"generate.py": ("pipeline", "img2img", "inpaint")}  # tests of other names; all in tests/ are of tasks
+MOST_FILES = 8  # of tests, for a mutant
 OPERATORS = {
     **{ast.Lt: ("<", "<="), ast.LtE: ("<=", "<"), ast.Gt: (">", ">="), ast.GtE: (">=", ">")},
     **{ast.Eq: ("==", "!="), ast.NotEq: ("!=", "=="), ast.Is: ("is", "is not"), ast.IsNot: ("is not", "is")},
@@ -84,33 +82,70 @@ def changes_of(source: bytes) -> Iterator[Change]:
     return visit(ast.parse(source))
 
 
-def tests_of(folder: Path, file: Path, line: int, in_fork: bool) -> list[str]:
-    """Those named after the file, of its folder, or that import it; first those that name what the line is part of.
+class Tests:
+    """The test files of a folder, by the words in them."""
 
-    Of a fork all.
-    """
-    part, module = file.parts[1], ".".join(file.with_suffix("").parts)
-    package, _, name = module.rpartition(".")
-    tree = ast.walk(ast.parse((folder / file).read_bytes()))
-    around = [
-        node.name.strip("_")
-        for node in tree
-        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.lineno <= line <= (node.end_lineno or line)
-    ]
-    scores = {}
-    for path in sorted(folder.glob("tests/**/test_*.py")):
-        text = path.read_text()
-        named = file.stem.strip("_") in path.stem.removeprefix("test_").split("_")
-        imports = module in text or f"from {package} import {name}" in text
-        beside = in_fork or path.parent.name == ("tests" if part == "tasks" else part)
-        if named or imports or beside or path.stem.removeprefix("test_") in OTHERS.get(part, ()):
-            names = sum(len(re.findall(rf"\b_?{word}\b", text)) for word in around)
-            scores[str(path.relative_to(folder))] = 20 * named + 5 * imports + names
-    return sorted(scores, key=lambda test: -scores[test])
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        texts = {
+            path.relative_to(folder): path.read_text(encoding="utf-8") for path in folder.glob("tests/**/test_*.py")
+        }
+        self._texts, self._words = texts, {path: words_of(text) for path, text in texts.items()}
+        counts = Counter(word for words in self._words.values() for word in words)
+        self._weights = {word: math.log(len(texts) / count) for word, count in counts.items()}
+
+    def near(self, file: Path, line: int) -> list[str]:
+        """The files that have most in common with a line of the package, the nearest first.
+
+        What counts are rare words of the functions and classes around it and names that its file defines, an import of
+        the file, and the file's name.
+        """
+        source = (self._folder / file).read_text(encoding="utf-8")
+        defined, around = set[str](), set[str]()
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                defined.add(node.name.strip("_"))
+                if node.lineno <= line <= (node.end_lineno or line):
+                    around |= {node.name.strip("_")}
+                    if not isinstance(node, ast.ClassDef):
+                        around |= words_of(ast.get_source_segment(source, node) or "")
+            elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                defined.add(node.target.id)
+        module = ".".join(file.with_suffix("").parts)
+        package, _, name = module.rpartition(".")
+        scores = {}
+        for path, words in self._words.items():
+            score = sum(self._weights[word] for word in around & words)
+            score += sum(self._weights[word] for word in defined & words)
+            score += 8 * (module in self._texts[path] or f"from {package} import {name}" in self._texts[path])
+            score += 8 * (file.stem.strip("_") in path.stem.removeprefix("test_").split("_"))
+            scores[path.as_posix()] = score + 4 * (path.parent.name == file.parent.name)
+        return sorted(scores, key=lambda path: (-scores[path], path))[:MOST_FILES]
 
 
-def outcome(folder: Path, tests: list[str], seconds: int) -> str:
-    """Whether the tests notice: "noticed", "lives", or "unfinished" after these seconds of the processor."""
+def words_of(text: str) -> set[str]:
+    """The words of a program, without underscores around them."""
+    return {word.strip("_") for word in re.findall(r"[A-Za-z_]\w{2,}", text)}
+
+
+class _Report:
+    """A plugin of pytest that writes the name of each failed test to a file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.failed:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(f"{report.nodeid}\n")
+
+    pytest_collectreport = pytest_runtest_logreport
+
+
+def first_failure(folder: Path, tests: Sequence[str], seconds: int, without: Sequence[str] = ()) -> str | None:
+    """Run tests; return the first that fails, "" if none does, or None if seconds of the processor are not enough."""
+    failures = folder / "failures.txt"
+    failures.write_text("", encoding="utf-8")
     child = os.fork()
     if child == 0:
         import pytest
@@ -121,9 +156,31 @@ def outcome(folder: Path, tests: list[str], seconds: int) -> str:
         nothing = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nothing, 1)
         os.dup2(nothing, 2)
-        os._exit(int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "--timeout=120", *tests])))
+        deselected = [f"--deselect={name}" for name in without]
+        arguments = ["-x", "-q", "-p", "no:cacheprovider", "--timeout=120", *deselected, *tests]
+        os._exit(int(pytest.main(arguments, [_Report(failures)])))
     status = os.waitpid(child, 0)[1]
-    return "unfinished" if os.WIFSIGNALED(status) else "noticed" if os.waitstatus_to_exitcode(status) else "lives"
+    failed = failures.read_text(encoding="utf-8").splitlines()
+    if os.WIFSIGNALED(status) and not failed:
+        return None
+    nothing_wrong = (0, 5)  # 5: all are deselected, or need what is not here
+    return failed[0] if failed else "" if os.waitstatus_to_exitcode(status) in nothing_wrong else tests[0]
+
+
+def judge(folder: Path, file: Path, mutant: bytes, tests: Sequence[str], seconds: int, broken: list[str]) -> str:
+    """Return "noticed", "lives" or "unfinished"; tests that fail on the unchanged copy too are added to broken."""
+    source = (folder / file).read_bytes()
+    while True:
+        (folder / file).write_bytes(mutant)
+        try:
+            failed = first_failure(folder, tests, seconds, broken)
+        finally:
+            (folder / file).write_bytes(source)
+        if not failed:
+            return "unfinished" if failed is None else "lives"
+        if first_failure(folder, [failed], seconds) == "":
+            return "noticed"
+        broken.append(failed)
 
 
 def main() -> None:
@@ -140,37 +197,37 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        parts = PARTS
         if options.core:  # in the whole package, others take the place of the core's samplers and spacings
-            parts = {"": 1.0}
             fork.fork(folder, "forked")
         else:
             listing = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]  # new files too
             for file in subprocess.check_output(listing, cwd=ROOT, text=True).splitlines():
                 (folder / file).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(ROOT / file, folder / file)
-        mutants = []
-        for part, fraction in parts.items():
-            path = folder / ("forked" if options.core else "ldm_lite") / part
-            files = [path] if path.is_file() else sorted(path.glob("*.py"))
-            every = [(file.relative_to(folder), change) for file in files for change in changes_of(file.read_bytes())]
-            mutants += random.Random(options.seed).sample(every, round(options.count * fraction))
+        package = folder / ("forked" if options.core else "ldm_lite")
+        files = sorted(package.rglob("*.py"))
+        places = [(file.relative_to(folder), change) for file in files for change in changes_of(file.read_bytes())]
+        mutants = random.Random(options.seed).sample(places, options.count)
         os.environ["PYTHONPATH"] = name
-        outcomes = []
-        for number, (file, (start, end, text)) in enumerate(mutants):
+        tests, outcomes, broken = Tests(folder), list[str](), list[str]()
+        for number, (path, (start, end, text)) in enumerate(mutants):
             if options.only is not None and number not in options.only:
                 continue
-            source = (folder / file).read_bytes()
-            (folder / file).write_bytes(source[:start] + text.encode() + source[end:])
+            source = (folder / path).read_bytes()
             line = source[:start].count(b"\n") + 1
-            outcomes.append(outcome(folder, tests_of(folder, file, line, options.core), options.seconds))
-            (folder / file).write_bytes(source)
+            changed = source[:start] + text.encode() + source[end:]
+            outcomes.append(judge(folder, path, changed, tests.near(path, line), options.seconds, broken))
             print(
-                f"{number} {outcomes[-1]} {file}:{line} {source[start:end].decode()!r} -> {text!r}"
+                f"{number} {outcomes[-1]} {path}:{line} {source[start:end].decode()!r} -> {text!r}"
                 f"  in {source.splitlines()[line - 1].decode().strip()}",
                 flush=True,
             )
-        print(f"{outcomes.count('noticed')} of {len(outcomes)} were noticed")
+        share = outcomes.count("noticed") / max(1, len(outcomes))
+        print(f"{outcomes.count('noticed')} of {len(outcomes)} were noticed: {share:.0%}")
+        if outcomes.count("unfinished"):
+            print(f"{outcomes.count('unfinished')} were not finished in {options.seconds} s")
+        for test in broken:
+            print(f"left out, since it fails on the unchanged copy too: {test}")
 
 
 if __name__ == "__main__":

@@ -6,13 +6,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import compare_samplers
 import pytest
 from PIL import Image
 from runs import status_of
 from safetensors.torch import save_file
 
 import ldm_lite
-from ldm_lite import img2img, inpaint, samplers, txt2img, upscale
+from ldm_lite import img2img, inpaint, txt2img, upscale
 from ldm_lite.checkpoint import loading
 from ldm_lite.checkpoint.reader import open_checkpoint
 from ldm_lite.zoo.family import Hint
@@ -23,7 +24,7 @@ CASES: list[tuple[ModuleType, str, str]] = [
     (txt2img, "a --spacing nonsense", "nonsense"),
     (txt2img, "a --prompt-syntax A1111", "got --prompt-syntax 'A1111': use a1111"),
     (txt2img, "(a:1000000000) --prompt-syntax a1111", "got a prompt with the weight 1e+09, expected at most"),
-    (samplers, "--spacing nonsense", "unknown spacing 'nonsense'"),
+    (compare_samplers, "--spacing nonsense", "unknown spacing 'nonsense'"),
     (txt2img, "a --x nonsense=1", "got 'nonsense' as an axis"),
     (txt2img, "a --x steps=1,2 --y height=64,65", "expected multiples of 8"),
     (txt2img, "a --regions 0,0,0.5,1", "the regions leave part of the image out"),

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import compare_samplers
 import numpy as np
 import pytest
 import texts
@@ -19,7 +20,7 @@ from torch import nn
 from toy_families import pixels
 
 import ldm_lite
-from ldm_lite import Pipeline, samplers, txt2img
+from ldm_lite import Pipeline, txt2img
 from ldm_lite.diffusion.guidance import Conditioning
 from ldm_lite.tasks.img2img import KONTEXT, kontext_size
 from ldm_lite.train import __main__ as train
@@ -196,6 +197,22 @@ def test_skip_layer_guidance_runs_in_a_part_of_the_steps(pipes: dict[str, Pipeli
 
 
 @pytest.mark.parametrize(
+    ("program", "sampler", "warned"),
+    [
+        ("a1111", "dpmpp_sde", True),
+        ("comfy", "dpmpp_2m_sde", True),
+        ("comfy", "euler", False),
+        ("own", "dpmpp_sde", False),
+    ],
+)
+def test_other_programs_noise_of_stochastic_samplers_is_another_here(
+    program: str, sampler: str, warned: bool, pipes: dict[str, Pipeline], caplog: pytest.LogCaptureFixture
+) -> None:
+    pipes["flux_dev"].txt2img("a", noise=program, sampler=sampler, height=32, width=32, steps=1)
+    assert (f"{sampler}: other programs draw its noise in another way here" in caplog.text) is warned
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"sampler": "plms"}, "PLMS is not defined for rectified flow"),
@@ -251,7 +268,7 @@ def test_the_samplers_command_compares_those_of_flows(
         "flow",
     )
     arguments = ("--samplers", names, "--steps", "2,8", "--reference", "20", "--out", str(tmp_path / "chart.png"))
-    assert samplers.main([*ckpt, *arguments]) == 0
+    assert compare_samplers.main([*ckpt, *arguments]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[1:6]] == names.split(",")
     errors = {line.split()[0]: [float(each) for each in line.split()[4:6]] for line in lines[1:6]}

@@ -1,5 +1,6 @@
 """The loop: noise by seed, batches equal to single runs, threads, shapes that do not fit, results always finite."""
 
+import contextlib
 import gc
 import resource
 import threading
@@ -19,7 +20,7 @@ import ldm_lite
 from ldm_lite import Pipeline
 from ldm_lite.core.denoise import Branch, InputSource
 from ldm_lite.diffusion.guidance import Conditioning, classifier_free
-from ldm_lite.generate import denoise
+from ldm_lite.generate import check_conditioning, denoise
 from ldm_lite.runtime import tiling
 
 PROMPTS = ["a red apple", "a cat on yellow", "rocket", "a fox face on a green background"]
@@ -191,6 +192,25 @@ def test_inputs_that_the_network_does_not_have(bundled: Pipeline) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             bundled.denoise(torch.zeros(1, *SHAPE), conditioning, None, plan)
+
+
+def test_the_class_or_the_vector_has_the_network_s_shape(bundled: Pipeline) -> None:
+    """y is a class for each image, a vector with the width of what the network reads, or nothing."""
+    cases = (
+        ({"num_classes": 10}, (2,), (2, 8)),
+        ({"vector_dim": 8}, (2, 8), (2, 16)),
+        ({"guidance_dim": 8}, (2, 8), (2,)),
+        ({"vector_dim": 8, "guidance_dim": 4}, (2, 12), (2, 8)),
+        ({}, None, (2,)),
+    )
+    context = torch.zeros(2, 77, 112)
+    for sizes, fitting, other in cases:
+        model = replace(bundled, family=replace(bundled.family, unet=replace(bundled.family.unet, **sizes)))
+        for shape in (fitting, other):
+            y = None if shape is None else torch.zeros(shape)
+            wrong = shape == other
+            with pytest.raises(ValueError, match="y: got") if wrong else contextlib.nullcontext():
+                check_conditioning(model, (2, *SHAPE), Conditioning(context, y))
 
 
 def test_a_text_encoder_of_another_width_is_an_error(tmp_path: Path, small_path: Path) -> None:

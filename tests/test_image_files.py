@@ -186,6 +186,23 @@ def costly() -> dict[str, tuple[bytes, str]]:
     }
 
 
+@pytest.mark.parametrize("marker", [0xC2, 0xC6, 0xCA, 0xCE])
+def test_scans_of_a_progressive_jpeg_are_fewer_for_more_pixels(marker: int, tmp_path: Path) -> None:
+    """2^30 pixels of all scans together: 16 scans of 8192 x 8192."""
+    jpeg = encoded("JPEG", (64, 64), progressive=True)
+    scan, frame = jpeg[jpeg.rindex(b"\xff\xda") : -2], jpeg.index(b"\xff\xc2")
+    jpeg = jpeg[:-2] + scan * (17 - jpeg.count(b"\xff\xda")) + jpeg[-2:]
+    for side, most in ((64, 100), (8192, 16)):
+        sized = jpeg[:frame] + bytes((0xFF, marker)) + jpeg[frame + 2 : frame + 5] + struct.pack(">HH", side, side)
+        (tmp_path / "a.jpg").write_bytes(sized + jpeg[frame + 9 :])
+        message = ""
+        try:
+            read_rgb(tmp_path / "a.jpg")
+        except ValueError as error:  # of a kind that Pillow does not decode, too
+            message = str(error)
+        assert (f"more than {most} scans" in message) is (most < 17)
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_the_cost_of_reading_is_bounded_by_counting_pieces(tmp_path: Path) -> None:
     for name, (content, message) in costly().items():

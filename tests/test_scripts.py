@@ -224,8 +224,35 @@ def f(a: int, b: int = 2) -> int:
         assert any(part in text for text in changed), part
 
 
-def test_the_tests_of_a_file_begin_with_its_own() -> None:
-    assert mutate.tests_of(ROOT, Path("ldm_lite/tasks/xy.py"), 60, in_fork=False)[0] == "tests/test_xy.py"
-    assert "tests/train/test_validation.py" in mutate.tests_of(
-        ROOT, Path("ldm_lite/train/losses.py"), 100, in_fork=False
+def test_the_tests_of_a_place_are_those_that_speak_of_it() -> None:
+    """In every folder: by the file's name, or by the words around the line."""
+    tests = mutate.Tests(ROOT)
+    for file, words, test in (
+        ("tasks/xy.py", "def ", "test_xy.py"),
+        ("train/losses.py", "class DiffusionLoss", "train/"),
+        ("formats/gguf.py", "general.alignment", "checkpoint/test_gguf.py"),
+        ("features/noise.py", "def change_job", "diffusion/test_noise.py"),
+        ("cli/image_headers.py", "components", "test_image_files.py"),
+        ("serve/library.py", "def works", "serve/test_protection.py"),
+    ):
+        text = (ROOT / "ldm_lite" / file).read_text(encoding="utf-8")
+        line = text[: text.index(words)].count("\n") + 1
+        near = tests.near(Path("ldm_lite") / file, line)
+        assert any(path.startswith(f"tests/{test}") for path in near[:5]), (file, near)
+
+
+def test_a_mutant_counts_as_noticed_if_the_test_passes_without_it(tmp_path: Path) -> None:
+    (tmp_path / "package.py").write_text("def double(x):\n    return 2 * x\n")
+    (tmp_path / "pyproject.toml").write_text("[tool.pytest.ini_options]\n")
+    (tmp_path / "test_package.py").write_text(
+        "import package\n\n\ndef test_broken():\n    assert False\n\n\n"
+        "def test_double():\n    assert package.double(1) == 2\n"
     )
+    broken: list[str] = []
+    wrong, same = b"def double(x):\n    return 3 * x\n", b"def double(x):\n    return x * 2\n"
+    outcomes = [
+        mutate.judge(tmp_path, Path("package.py"), text, ["test_package.py"], 60, broken) for text in (wrong, same)
+    ]
+    assert outcomes == ["noticed", "lives"]
+    assert broken == ["test_package.py::test_broken"]
+    assert (tmp_path / "package.py").read_text() == "def double(x):\n    return 2 * x\n"

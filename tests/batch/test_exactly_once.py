@@ -118,6 +118,19 @@ def test_changed_options_are_refused(
     assert changed(tmp_path / "out") == before
 
 
+def test_options_that_change_no_image_may_change(
+    tmp_path: Path, table: Write, batch: Batch, small_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same weights in another file, too."""
+    path = table(1)
+    batch(path)
+    before = changed(tmp_path / "out")
+    copy = shutil.copyfile(small_path, tmp_path / "copy.safetensors")
+    batch(path, "--ckpt", copy, "--compile", "off")
+    assert "complete already" in capsys.readouterr().err
+    assert changed(tmp_path / "out") == before
+
+
 @pytest.mark.slow
 def test_fewer_rows_leave_no_stale_shards(table: Write, batch: Batch, capsys: pytest.CaptureFixture[str]) -> None:
     batch(table(7))

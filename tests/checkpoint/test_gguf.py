@@ -57,14 +57,15 @@ def pair(key: str, value: object) -> bytes:
 
 def gguf(path: Path, tensors: Mapping[str, tuple[str, tuple[int, ...], bytes]], **pairs: object) -> Path:
     """Write a file: each tensor is a format, a shape as torch has it, and its bytes."""
-    table, data = b"", b""
+    table, data, alignment = b"", b"", pairs.get("general__alignment", 32)
+    assert isinstance(alignment, int)
     for key, (form, shape, content) in tensors.items():
         sides = struct.pack(f"<I{len(shape)}Q", len(shape), *shape[::-1])
         table += text(key) + sides + struct.pack("<IQ", GGUF_FORMATS[form].id, len(data))
         data += content + bytes(-len(content) % 32)
     head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(pairs))
     head += b"".join(pair(key.replace("__", "."), value) for key, value in pairs.items()) + table
-    path.write_bytes(head + bytes(-len(head) % 32) + data)
+    path.write_bytes(head + bytes(-len(head) % alignment) + data)
     return path
 
 
@@ -462,6 +463,17 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     ),
     "a long name": (struct.pack("<IQQ", 3, 1, 0) + text("a" * 2**20) + struct.pack("<IQIQ", 1, 33, 8, 0), "aaa"),
 }
+
+
+@pytest.mark.parametrize("alignment", [4, 7, 8, 9, 24, 32, 2**16, 2**16 + 8, 2**17])
+def test_alignments_are_powers_of_two_from_8_to_65536(alignment: int, tmp_path: Path) -> None:
+    content, _ = q8_0(torch.randn(4, 32))
+    path = gguf(tmp_path / "f.gguf", {"a": ("Q8_0", (4, 32), content)}, general__alignment=alignment)
+    if alignment in (8, 32, 2**16):
+        assert "a" in open_gguf(path).shapes
+    else:
+        with pytest.raises(ValueError, match=f"alignment {alignment}, expected a power of 2"):
+            open_gguf(path)
 
 
 @pytest.mark.parametrize("kind", HOSTILE)

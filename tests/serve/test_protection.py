@@ -517,6 +517,19 @@ def test_a_form_has_no_charset_but_utf8(running: Running) -> None:
         assert wanted in message
 
 
+@pytest.mark.parametrize(("kind", "most"), [("file", 32), ("field", 100)])
+def test_a_form_has_so_many_parts_at_most(kind: str, most: int, running: Running) -> None:
+    name = b'name="image"; filename="a"' if kind == "file" else b'name="prompt"'
+    part = b"--x\r\nContent-Disposition: form-data; " + name + b"\r\n\r\na\r\n"
+    for count, wanted in ((most, False), (most + 1, True)):
+        form = part * count + b"--x--\r\n"
+        status, message = running.refused(
+            "/v1/images/edits", form, **{"Content-Type": "multipart/form-data; boundary=x"}
+        )
+        assert status == 422
+        assert (f"Too many {kind}s" in message) is wanted, message
+
+
 def test_forms_are_read_in_threads_too(running: Running) -> None:
     """A body of CRs is the slowest for the parser."""
     form = (
@@ -613,6 +626,16 @@ def test_a_device_that_has_failed_ends_the_server(start: Callable[..., Running],
     assert "Traceback" in caplog.text
     assert server.refused("/healthz", None)[0] == 503
     assert server.refused(TXT2IMG, SMALL)[0] == 503
+
+
+def test_a_device_works_unless_it_fails(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert library.works() is True
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr("torch.ones", fail)
+    assert library.works() is False
 
 
 def test_nothing_is_kept_of_requests_that_ended(running: Running) -> None:

@@ -110,6 +110,22 @@ def test_captions_have_the_name_that_is_learned(folder: Path, caplog: pytest.Log
         data.check_named(images, "<it>")
 
 
+@pytest.mark.parametrize(("resolution", "multiple"), [(64, 8), (128, 16), (1024, 128)])
+def test_sides_of_buckets_grow_with_the_resolution(
+    resolution: int, multiple: int, folder: Path, tmp_path: Path, small_path: Path
+) -> None:
+    """In multiples of 8 pixels for latents of an eighth, and of an eighth of the side."""
+    pipe = ldm_lite.load(small_path, device="cpu")
+    pipe = replace(pipe, family=replace(pipe.family, resolution=resolution))
+    Image.new("RGB", (resolution * 2, resolution)).save(tmp_path / "wide.png")
+    given = options(tmp_path, tmp_path / "run", buckets=True, caption="a cat")
+    [part] = encoded.open_dataset(given, pipe, str(tmp_path)).parts
+    height, width = part.size
+    assert (height % multiple, width % multiple) == (0, 0)
+    assert width * (height + multiple) > resolution**2  # the next multiple is too much
+    assert width > 1.6 * height
+
+
 def test_images_of_the_class_need_not_have_the_name(tmp_path: Path, folder: Path, small_path: Path) -> None:
     (tmp_path / "0.png").write_bytes((folder / "0.png").read_bytes())
     (tmp_path / "0.txt").write_text("a cat")
