@@ -12,6 +12,7 @@ noticed.  Some of those that are left compute the same as before, as only a read
 
 import argparse
 import ast
+import itertools
 import math
 import os
 import random
@@ -30,6 +31,7 @@ import fork
 
 ROOT = Path(__file__).parents[1]
 MOST_FILES = 8  # of tests, for a mutant
+TIMES = itertools.count(10**9)  # of changed files, each another, by which Python tells that its bytecode is old
 OPERATORS = {
     **{ast.Lt: ("<", "<="), ast.LtE: ("<=", "<"), ast.Gt: (">", ">="), ast.GtE: (">=", ">")},
     **{ast.Eq: ("==", "!="), ast.NotEq: ("!=", "=="), ast.Is: ("is", "is not"), ast.IsNot: ("is not", "is")},
@@ -169,13 +171,16 @@ def first_failure(folder: Path, tests: Sequence[str], seconds: int, without: Seq
 
 def judge(folder: Path, file: Path, mutant: bytes, tests: Sequence[str], seconds: int, broken: list[str]) -> str:
     """Return "noticed", "lives" or "unfinished"; tests that fail on the unchanged copy too are added to broken."""
-    source = (folder / file).read_bytes()
+    path = folder / file
+    source, time_ns = path.read_bytes(), path.stat().st_mtime_ns
     while True:
-        (folder / file).write_bytes(mutant)
+        path.write_bytes(mutant)
+        os.utime(path, (next(TIMES),) * 2)
         try:
             failed = first_failure(folder, tests, seconds, broken)
         finally:
-            (folder / file).write_bytes(source)
+            path.write_bytes(source)
+            os.utime(path, ns=(time_ns, time_ns))
         if not failed:
             return "unfinished" if failed is None else "lives"
         if first_failure(folder, [failed], seconds) == "":
