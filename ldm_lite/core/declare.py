@@ -14,9 +14,10 @@ from typing import Any
 
 MOST_CHARACTERS = 20_000  # limit of a text: CLIP reads about 400, and long words take quadratic time
 FINITE = (-math.inf, math.inf)
+# The rest is for packages around this one, and nothing here reads it: a range of scales, its reason, and of a row what
+# is a function of the feature's own file, and so not known before it is imported.
 SCALES = (0, 100)
 WHY_SCALES = "1 is no guidance; below 0 the image follows the negative prompt, far above 30 only noise is left"
-# What is a function of the feature's own file, and so not known before it is imported.
 OF_CLASS = ("reads", "written", "from_text", "no_effect")
 
 
@@ -61,7 +62,7 @@ def option(
 
 
 def argument(help: str, default: Any = None) -> Any:
-    """Declare a Python-only dataclass field, for an object that has no command-line form."""
+    """Declare a Python-only dataclass field, for an object that has no command-line form: for packages around this."""
     nothing = dict.fromkeys(("within", "parse", "png", "choices", "restored"))
     about = {"help": help, "flag": False, "excludes": (), "keys": (), "always": False, **nothing}
     return dataclasses.field(default=default, metadata=about)

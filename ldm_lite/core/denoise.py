@@ -27,10 +27,14 @@ from torch import Tensor
 from ldm_lite.core.layers import calling
 from ldm_lite.core.plan import NUM_REGISTERS, Plan, Row, device_rows
 
-Conditioning = Mapping[str, Tensor]  # what the network reads besides latents and t, by its parameters, batch first
-Network = Callable[..., Tensor]  # (x (K*B,C,h,w), t (K*B,), **conditioning) -> prediction, of the same shape as x
-Draw = Callable[[], Tensor]  # -> unit noise (B,C,h,w), float32, on any device
-Constraint = Callable[[int, Tensor], Tensor]  # (number of a call, latents before it) -> latents; also after the last
+# What the network reads besides latents and t, by the names of its parameters; each tensor has the batch first.
+Conditioning = Mapping[str, Tensor]
+# (x (K*B,C,h,w), t (K*B,), **conditioning) -> prediction, of the same shape as x
+Network = Callable[..., Tensor]
+# () -> unit noise (B,C,h,w), float32, on any device
+Draw = Callable[[], Tensor]
+# (number of a call, the latents before it) -> latents; also after the last call, with the number of calls
+Constraint = Callable[[int, Tensor], Tensor]
 
 
 class Call(NamedTuple):
@@ -48,19 +52,17 @@ class Branch(NamedTuple):
     """A conditioning that the network runs on, and what its output counts for."""
 
     conditioning: Conditioning
-    weight: float | Tensor = (
-        1.0  # at a guidance scale of 1; a tensor (1,h,w) has one for each position; not the first's
-    )
-    positive: bool = True  # False: a negative prompt, or a branch of your own that is no prompt: see Outputs.cond
+    # At a guidance scale of 1; a tensor (1,h,w) has one for each position.  That of the first branch is not used.
+    weight: float | Tensor = 1.0
+    # False for a negative prompt, and for a branch of your own that is no prompt: see Outputs.cond.
+    positive: bool = True
 
 
 class Outputs(NamedTuple):
     """What the network predicted in a call, for guidance to combine.  All tensors are float32."""
 
-    outs: Tensor  # (K,B,C,h,w) one for each branch, in their order: eps or v, as the network predicts
-    weights: (
-        Tensor  # (K,1,1,1,1) or (K,1,1,h,w): weight times scale of each branch; `weighted` does not use the first one's
-    )
+    outs: Tensor  # (K,B,C,h,w) of the branches, in their order: eps or v, as the network predicts
+    weights: Tensor  # (K,1,1,1,1) or (K,1,1,h,w) of the branches, times the scale; `weighted` does not use the first
     positive: tuple[bool, ...]  # which branches are positive
     x: Tensor  # (B,C,h,w) the latents that the call read
     row: Row  # row.t, row.level and row.x0_of_out tell the noise level
@@ -112,9 +114,9 @@ class Guided(NamedTuple):
 
 
 def running(branches: tuple[Branch, ...], scale: float) -> tuple[Branch, ...]:
-    """Return the branches that run: all, or all but the first, where its output would count 0, as at a scale of 1.
+    """Return the branches that run: all, or all but the first if its output would count nothing, as at a scale of 1.
 
-    By `weighted` it counts 1 - scale * (the sum of the others' weights).
+    In `weighted`, the first output counts 1 - scale * (the sum of the others' weights).
 
     Raises ValueError for maps of weights of different sizes.
     """
@@ -123,9 +125,9 @@ def running(branches: tuple[Branch, ...], scale: float) -> tuple[Branch, ...]:
     if len({tuple(weight.shape) for weight in maps}) > 1:
         shapes = " and ".join(str(tuple(weight.shape)) for weight in maps)
         raise ValueError(f"got maps of weights of shapes {shapes}, expected the same for all branches")
-    total = scale * sum(weights)  # a number, or a map
-    farthest = float((total - 1).abs().max()) if isinstance(total, Tensor) else abs(total - 1)
-    return branches[1:] if len(branches) > 1 and farthest < 1e-6 else branches
+    first_counts = 1 - scale * sum(weights)  # a number, or a map
+    largest = float(first_counts.abs().max()) if isinstance(first_counts, Tensor) else abs(first_counts)
+    return branches[1:] if len(branches) > 1 and largest < 1e-6 else branches
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
@@ -149,9 +151,12 @@ def join(branches: Sequence[Branch], scale: float, device: torch.device) -> Guid
     for name in parts[0]:
         tensor = torch.cat([part[name] for part in parts])
         conditioning[name] = to_device(tensor, device)
-    weights = [torch.as_tensor(branch.weight, dtype=torch.float64, device="cpu") for branch in branches]
-    size = next((weight.shape[-2:] for weight in weights if weight.ndim), (1, 1))  # of the maps, if there are any
-    stacked = torch.stack([(scale * weight).float().expand(1, 1, *size) for weight in weights])
+    weights = [
+        torch.as_tensor(branch.weight, dtype=torch.float64, device="cpu")  # a number (), or a map (1, h, w)
+        for branch in branches
+    ]
+    map_size = next((weight.shape[-2:] for weight in weights if weight.ndim), (1, 1))
+    stacked = torch.stack([(scale * weight).float().expand(1, 1, *map_size) for weight in weights])
     positive = tuple(branch.positive for branch in branches)
     return Guided(conditioning, to_device(stacked, device), positive)
 
@@ -210,7 +215,7 @@ class Inputs(NamedTuple):
     combine: Combine = weighted
     adjust: tuple[Adjust, ...] = ()  # applied after `combine`, in this order
     arguments: Mapping[str, Any] | None = None  # further ones of the network, for all branches as one batch
-    run_row: Callable[..., Tensor] = run_row  # the function that runs a row of the plan; perhaps compiled
+    run_row: Callable[..., Tensor] = run_row  # that function, or what torch.compile made of it, or one of your own
     gradients: bool = False  # of the network's output, for guidance
 
     def combined_by(self, combine: Combine) -> Inputs:
@@ -241,7 +246,7 @@ class State:
     before: Tensor = field(repr=False)  # (B,C,h,w) the latents that the call read whose output is h
     h: Tensor = field(repr=False)  # (B,C,h,w) this H: eps or x0, as the sampler chose
     x0_of_h: tuple[float, float] = field(repr=False)  # (p, q): x0 = p * before + q * h
-    constrain: Callable[[Tensor], Tensor] = field(repr=False)  # to clean latents: what a mask keeps is put back
+    constrain: Callable[[Tensor], Tensor] = field(repr=False)  # puts into clean latents what a mask keeps
 
     @property
     def x0(self) -> Tensor:
@@ -261,8 +266,10 @@ def run_plan(
     num_calls = len(plan.t)
     registers = torch.cat([x[None], x.new_zeros(NUM_REGISTERS - 1, *x.shape)])  # (R, B, C, h, w)
     no_noise = torch.zeros_like(x)
-    branches, scale, guided = None, None, None  # of the last call, to join branches only when they change
-    before, h, x0_of_h = x, x, (0.0, 1.0)  # of the last call whose H was remembered, for previews
+    # Of the last call, so that branches are joined only when they change.
+    branches, scale, guided = None, None, None
+    # Of the last call whose H was remembered, for previews; the first call of a plan always is.
+    before, h, x0_of_h = x, x, (0.0, 1.0)
     for number, row in enumerate(device_rows(plan, x.device)):
         step = int(plan.step[number])
         is_last = number + 1 == num_calls
@@ -279,7 +286,8 @@ def run_plan(
         with calling(call, row.t, guided.positive):  # for attention functions with `place`; no effect on others
             registers = _run_call(inputs, registers, row, noise, guided)
         if plan.remembers[number]:
-            before, h, x0_of_h = latents, registers[2], plan.x0_of_h(number)  # H1: the row has moved its H there
+            before, x0_of_h = latents, plan.x0_of_h(number)
+            h = registers[2]  # H1, where the row has put this call's H
         if is_last:
             registers = _constrained(constrain, num_calls, registers)
         if is_last or plan.step[number + 1] != step:

@@ -53,8 +53,7 @@ class Family:
         return Schedule.from_betas(betas, self.prediction)
 
 
-# What metadata may tell: fact -> field of Family, and its type; and of networks, whose weights do not tell their heads:
-# kind -> fact, and the size that heads divide.
+# What metadata may tell of a family: fact -> field of Family, and its type.
 FACTS: dict[str, tuple[str, Any]] = {
     "title": ("title", str),
     "prediction": ("prediction", str),
@@ -66,6 +65,7 @@ FACTS: dict[str, tuple[str, Any]] = {
     "steps": ("steps", int),
     "guidance": ("scale", float),
 }
+# And of a network, whose weights do not tell its heads: kind -> fact, and the size in its spec that heads divide.
 HEADS = {"unet": ("unet_num_heads", "model_channels"), "clip": ("text_num_heads", "width")}
 
 
@@ -88,8 +88,21 @@ SD1 = Family(
             context_dim=768,
             heads=8,
         ),
-        "vae": VAESpec(channels=128, channel_mult=(1, 2, 4, 4), num_res_blocks=2, z_channels=4, embed_dim=4),
-        "clip": CLIPSpec(vocab_size=49408, length=77, width=768, mlp_width=3072, layers=12, heads=12),
+        "vae": VAESpec(
+            channels=128,
+            channel_mult=(1, 2, 4, 4),
+            num_res_blocks=2,
+            z_channels=4,
+            embed_dim=4,
+        ),
+        "clip": CLIPSpec(
+            vocab_size=49408,
+            length=77,
+            width=768,
+            mlp_width=3072,
+            layers=12,
+            heads=12,
+        ),
     },
     tokenizer=CLIPTokenizer(),
     condition=clip_context,
@@ -128,7 +141,9 @@ def recognise(parts: Mapping[str, Tensors], metadata: Mapping[str, str], told: F
     facts: dict[str, str] = {}
     if metadata.keys() >= SIGNATURE:
         facts |= metadata
-    facts |= {name.removeprefix(PREFIX): value for name, value in metadata.items() if name.startswith(PREFIX)}
+    for name, value in metadata.items():
+        if name.startswith(PREFIX):
+            facts[name.removeprefix(PREFIX)] = value
     facts |= told
     specs = {}
     for kind, tensors in parts.items():
@@ -142,44 +157,47 @@ def recognise(parts: Mapping[str, Tensors], metadata: Mapping[str, str], told: F
     )
 
 
-def matches(specs: Specs, row: Family, told: bool) -> bool:
-    """Whether the networks of a file are those of a row: in kind and, unless the family is told, in size."""
-    if not row.specs.keys() <= specs.keys():
+def matches(specs: Specs, known: Family, told: bool) -> bool:
+    """Whether the networks of a file are those of a known family: in kind and, unless metadata tell it, in size."""
+    if not known.specs.keys() <= specs.keys():
         return False
     if told:
         return True
-    for kind, spec in row.specs.items():
-        differing = dict(vars(specs[kind]).items() - vars(spec).items())
-        if any(value is not None for value in differing.values()):  # None: weights do not tell
-            return False
+    for kind, spec in known.specs.items():
+        for name, size in vars(specs[kind]).items():
+            if size is not None and size != getattr(spec, name):  # None: weights do not tell
+                return False
     return True
 
 
-def with_facts(row: Family, specs: Specs, facts: Facts) -> Family:
-    """Return a row with the sizes of a file's networks, and with its facts.  Raises ValueError for nonsense."""
-    values = {field: _fact(facts, fact, kind) for fact, (field, kind) in FACTS.items() if fact in facts}
+def with_facts(known: Family, specs: Specs, facts: Facts) -> Family:
+    """Return a known family with the sizes of a file's networks, and its facts.  Raises ValueError for nonsense."""
+    values = {}
+    for fact, (field, value_type) in FACTS.items():
+        if fact in facts:
+            values[field] = _fact(facts, fact, value_type)
     if values.get("prediction", "eps") not in ("eps", "v"):
         raise ValueError(f"the metadata name the prediction {values['prediction']!r}, expected eps or v")
     complete = dict(specs)
     for kind, (fact, width) in HEADS.items():
-        heads = _fact(facts, fact, int) if fact in facts else row.specs[kind].heads
-        if heads < 1 or getattr(specs[kind], width) % heads:
-            size = getattr(specs[kind], width)
+        heads = _fact(facts, fact, int) if fact in facts else known.specs[kind].heads
+        size = getattr(specs[kind], width)
+        if heads < 1 or size % heads:
             raise ValueError(f"{heads} heads do not divide the width {size} of the {kind}: give metadata {fact}=NUMBER")
         complete[kind] = replace(specs[kind], heads=heads)
-    tokenizer = replace(row.tokenizer, length=specs["clip"].length)
-    return replace(row, specs=complete, tokenizer=tokenizer, **values)
+    tokenizer = replace(known.tokenizer, length=specs["clip"].length)
+    return replace(known, specs=complete, tokenizer=tokenizer, **values)
 
 
-def _fact(facts: Facts, name: str, kind: Any) -> Any:
-    """Return a fact as text, or as a number of a kind.  Raises ValueError for what is none, naming the fact."""
+def _fact(facts: Facts, name: str, value_type: Any) -> Any:
+    """Return a fact as a str, int or float, from 0 on.  Raises ValueError, naming the fact, for what is none."""
     try:
-        value = kind(facts[name])
-        is_valid = kind is str or 0 <= value < math.inf
+        value = value_type(facts[name])
+        is_valid = value_type is str or 0 <= value < math.inf
     except (ValueError, TypeError):
         is_valid = False
     if not is_valid:
-        expected = "a whole number" if kind is int else "a number"
+        expected = "a whole number" if value_type is int else "a number"
         raise ValueError(f"got metadata {name}={facts[name]!r}, expected {expected}")
     return value
 

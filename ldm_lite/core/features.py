@@ -18,7 +18,7 @@ from ldm_lite.core.model import Model
 from ldm_lite.core.options import Options
 from ldm_lite.core.tasks import make_job
 
-__all__ = ["FEATURES", "STAGES", "Feature", "events_of", "option", "read_arguments", "register_feature"]
+__all__ = ["FEATURES", "STAGES", "Feature", "events_of", "import_file", "option", "read_arguments", "register_feature"]
 log = logging.getLogger("ldm_lite")
 T = TypeVar("T")
 
@@ -45,7 +45,7 @@ class Feature:
     stage: ClassVar[str] = "run"  # one of STAGES
     excludes: ClassVar[tuple[str, ...]] = ()  # names of options that it does not go with
     part_of: ClassVar[tuple[str, str]] = ("", "")  # the option that its others mean nothing without, and why
-    # For packages around this one; nothing here reads these.
+    # For packages around this one: nothing here sets these, or reads them but for `tasks` in check_together.
     topic: ClassVar[str] = ""  # of --help, where its options stand; its own name if empty
     tasks: ClassVar[tuple[str, ...]] = ()  # whose options they are; all tasks' if empty
     uses: ClassVar[tuple[str, ...]] = ()  # options of every task that bring it, too
@@ -111,23 +111,28 @@ class Feature:
 FEATURES: dict[str, Any] = {}
 
 
-def register_feature(kind: type[Feature]) -> type[Feature]:
+def register_feature(feature: type[Feature]) -> type[Feature]:
     """Add the options of a Feature to FEATURES: a decorator, which also makes it a frozen dataclass.
 
     A feature of the same name is replaced.  Raises ValueError for an option that another one or every task has.
     """
-    kind = kind if "__dataclass_fields__" in vars(kind) else dataclass(frozen=True)(kind)
-    if not (issubclass(kind, Feature) and kind.stage in STAGES and fields(kind)):
-        raise ValueError(f"{kind.__name__}: expected a Feature with options, and a stage of {', '.join(STAGES)}")
-    owners = {field.name: "Options" for field in fields(Options)}
-    owners |= {name: getattr(known, "__qualname__", known).rpartition(":")[2] for name, known in FEATURES.items()}
-    for name in (field.name for field in fields(kind)):
-        if owners.get(name, kind.__qualname__) != kind.__qualname__:
-            raise ValueError(f"the option `{name}` of {kind.__name__} is one of {owners[name]}: give it another name")
-    for name in [name for name, owner in owners.items() if owner == kind.__qualname__]:
-        del FEATURES[name]
-    FEATURES.update({field.name: kind for field in fields(kind)})
-    return kind
+    if "__dataclass_fields__" not in vars(feature):
+        feature = dataclass(frozen=True)(feature)
+    title, qualified = feature.__name__, feature.__qualname__
+    names = [field.name for field in fields(feature)]
+    if not (issubclass(feature, Feature) and feature.stage in STAGES and names):
+        raise ValueError(f"{title}: expected a Feature with options, and a stage of {', '.join(STAGES)}")
+    owners = {field.name: "Options" for field in fields(Options)}  # option -> the name of its class
+    for name, known in FEATURES.items():
+        owners[name] = getattr(known, "__qualname__", known).rpartition(":")[2]  # it may not be imported yet
+    for name in names:
+        if owners.get(name, qualified) != qualified:
+            raise ValueError(f"the option `{name}` of {title} is one of {owners[name]}: give it another name")
+    for name, owner in owners.items():
+        if owner == qualified:
+            del FEATURES[name]
+    FEATURES.update(dict.fromkeys(names, feature))
+    return feature
 
 
 ORIGIN = "ldm_lite.core"  # how files of features name this package, in a fork too
@@ -178,10 +183,10 @@ def changed_job(feature: Feature, job: Any) -> Any:
 def features_of(arguments: Mapping[str, Any]) -> list[Feature]:
     """Return the features whose options are among arguments, unchecked, in the order in which they were registered."""
     grouped: dict[Any, dict[str, Any]] = {}
-    for name in FEATURES:
+    for name, feature in FEATURES.items():
         if name in arguments:
-            grouped.setdefault(FEATURES[name], {})[name] = arguments[name]
-    return [imported(kind)(**values) for kind, values in grouped.items()]
+            grouped.setdefault(feature, {})[name] = arguments[name]
+    return [imported(feature)(**values) for feature, values in grouped.items()]
 
 
 def read_arguments(arguments: Mapping[str, Any]) -> tuple[Options, list[Feature]]:

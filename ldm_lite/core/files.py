@@ -77,18 +77,25 @@ def _open_safetensors(path: Path) -> Tensors:
 
 def _open_torch(path: Path) -> Tensors:
     content = load_torch(path)
-    if isinstance(content, dict) and isinstance(content.get("state_dict"), dict):  # as training scripts wrap them
+    content = content if isinstance(content, dict) else {}
+    if isinstance(content.get("state_dict"), dict):  # as training scripts wrap the weights
         content = content["state_dict"]
-    items = content.items() if isinstance(content, dict) else ()
-    tensors = {key: value.detach() for key, value in items if isinstance(key, str) and isinstance(value, Tensor)}
+    tensors = {}
+    for key, value in content.items():
+        if isinstance(key, str) and isinstance(value, Tensor):
+            tensors[key] = value.detach()
     if not tensors:
         raise ValueError(f"{path}: holds no named tensors, expected a checkpoint")
-    return Tensors(path, {key: tuple(tensor.shape) for key, tensor in tensors.items()}, tensors.__getitem__)
+    shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
+    return Tensors(path, shapes, read=tensors.__getitem__)
 
 
-# A pattern of a file's first bytes -> Path -> Tensors.
-OPENERS: list[tuple[bytes, Any]] = [(rb".{8}\{", _open_safetensors), (rb"PK\x03\x04|\x80", _open_torch)]
-# A pattern of a key -> Tensors -> Tensors in the original layout, or None.  All that match are tried, in order.
+# A pattern of a file's first bytes, and a function Path -> Tensors.
+OPENERS: list[tuple[bytes, Any]] = [
+    (rb".{8}\{", _open_safetensors),  # the header's length, and JSON
+    (rb"PK\x03\x04|\x80", _open_torch),  # a zip file, or a pickle alone
+]
+# A pattern of a key, and a function Tensors -> Tensors in the original layout, or None.  All that match are tried.
 ADAPTERS: list[tuple[str, Any]] = []
 
 

@@ -84,12 +84,16 @@ def _takes_place(function: AttentionFn) -> bool:
 
 
 class _Now(threading.local):
-    """The call of the network that runs in this thread: of a run, unless the network was called without one."""
+    """What attention functions are told of the call that runs in this thread; the defaults are those outside of a run.
+
+    `calling` sets it around a call of the network, and hooks of layers set the size of their feature map as it goes
+    on.  It belongs to the thread, for a network has no state: threads may share it.
+    """
 
     call: Any = None
     t: Tensor | None = None
     branches: tuple[bool, ...] = (True,)
-    checked_shape: tuple[int, int] = (0, 0)
+    size: tuple[int, int] = (0, 0)  # (height, width) of the feature map
 
 
 _now = _Now()
@@ -153,9 +157,11 @@ def note_size(module: nn.Module, inputs: tuple[Any, ...]) -> None:
 
 def shared_copy(network: nn.Module) -> Any:
     """A copy of a network with modules of its own and the same weights, to change without changing the original."""
-    attentions = [vars(layer)["attention"] for layer in attention_layers(network).values()]  # which may remember maps
+    # Attention functions are not copied either: they may be objects of the user's that remember maps.
+    attentions = [vars(layer)["attention"] for layer in attention_layers(network).values()]
     shared = (*network.parameters(), *network.buffers(), *attentions)
-    return copy.deepcopy(network, {id(value): value for value in shared})
+    already_copied = {id(value): value for value in shared}  # deepcopy's memo
+    return copy.deepcopy(network, already_copied)
 
 
 def split_heads(x: Tensor, num_heads: int) -> Tensor:
@@ -195,8 +201,9 @@ class Upsample(nn.Module):
         super().__init__()
         self.conv = nn.Conv2d(channels, channels, 3, padding=1)
 
-    def forward(self, x: Tensor, checked_shape: tuple[int, int] | None = None) -> Tensor:
-        return self.conv(F.interpolate(x, checked_shape, None if checked_shape else 2.0, "nearest"))
+    def forward(self, x: Tensor, size: tuple[int, int] | None = None) -> Tensor:
+        factor = None if size else 2.0
+        return self.conv(F.interpolate(x, size, factor, "nearest"))
 
 
 def sinusoids(t: Tensor, dim: int) -> Tensor:
@@ -229,7 +236,10 @@ def checked_shape(shapes: Shapes, key: str, rank: int) -> tuple[int, ...]:
 
 def count_blocks(shapes: Shapes, pattern: str) -> int:
     """Count blocks: keys have their index, from 0, where the pattern has its group.  Raises ValueError for a gap."""
-    blocks = {int(match[1]): match[0] for key in shapes if (match := re.match(pattern, key))}
+    blocks = {}  # index -> the beginning of its keys
+    for key in shapes:
+        if match := re.match(pattern, key):
+            blocks[int(match[1])] = match[0]
     if sorted(blocks) != list(range(min(len(blocks), MOST_BLOCKS))):
         last = blocks[max(blocks)]
         raise ValueError(f"has {last}*, and {len(blocks)} such blocks: expected all from 0 on, at most {MOST_BLOCKS}")

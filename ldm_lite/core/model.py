@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ldm_lite.core.denoise import Conditioning, run_row
 from ldm_lite.core.family import Family
-from ldm_lite.core.image import MOST_PIXELS as MOST
+from ldm_lite.core.image import MOST_PIXELS
 from ldm_lite.core.layers import AttentionFn, shared_copy, use_attention
 from ldm_lite.core.plan import Plan
 from ldm_lite.core.schedule import Level, Schedule
@@ -65,29 +65,30 @@ class Model:
     def latent_shape(self, height: int, width: int) -> tuple[int, int, int]:
         """Return the latent shape (C,h,w) of an image.  Raises ValueError unless its sides are multiples of 8 px."""
         factor = self.vae.spec.factor
-        if height <= 0 or width <= 0 or height % factor or width % factor or height * width > MOST:
-            raise ValueError(
-                f"got height {height} and width {width}, expected multiples of {factor}, at most {MOST} px"
-            )
+        fits = height > 0 and width > 0 and height % factor == 0 and width % factor == 0
+        if not fits or height * width > MOST_PIXELS:
+            expected = f"multiples of {factor}, at most {MOST_PIXELS} px"
+            raise ValueError(f"got height {height} and width {width}, expected {expected}")
         return self.vae.spec.embed_dim, height // factor, width // factor
 
     def check_latents(self, latents: Tensor, name: str) -> None:
         """Raise ValueError for what is not a tensor (B,C,h,w) with as many channels as latents have."""
         channels = self.vae.spec.embed_dim
-        if not isinstance(latents, Tensor) or latents.ndim != 4 or latents.shape[1] != channels:
-            shape = (
-                f"of shape {tuple(latents.shape)}"
-                if isinstance(latents, Tensor)
-                else f"of the type {type(latents).__name__}"
-            )
-            raise ValueError(f"got {name} {shape}, expected a tensor (B, {channels}, h, w)")
+        if not isinstance(latents, Tensor):
+            reason = f"of the type {type(latents).__name__}"
+        elif latents.ndim != 4 or latents.shape[1] != channels:
+            reason = f"of shape {tuple(latents.shape)}"
+        else:
+            return
+        raise ValueError(f"got {name} {reason}, expected a tensor (B, {channels}, h, w)")
 
     def check_plan(self, plan: Plan) -> None:
         """Raise ValueError for a plan that was made for a network with another prediction."""
         if not isinstance(plan, Plan):
             raise ValueError(f"got {type(plan).__name__} as a plan, expected what pipe.plan() makes")
-        wanted = [self.schedule.coefficients("x0", Level(0, *level)) for level in plan.level]
-        if not np.allclose(plan.x0_of_out, wanted, equal_nan=True):
+        levels = [Level(0, a, s) for a, s in plan.level]  # what x0 is does not depend on the timestep
+        expected = [self.schedule.coefficients("x0", level) for level in levels]
+        if not np.allclose(plan.x0_of_out, expected, equal_nan=True):
             which = f"{self.name}, which predicts {self.schedule.prediction}"
             raise ValueError(f"this plan is for another network: make one with the schedule of {which}")
 

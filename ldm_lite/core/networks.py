@@ -24,8 +24,8 @@ log = logging.getLogger("ldm_lite")
 class Kind(NamedTuple):
     """A kind of network."""
 
-    probe: str  # a key that it always has
-    prefixes: tuple[str, ...]  # of its keys in a file; the first that fits counts
+    probe: str  # a key that each network of this kind has, without its prefix in a file
+    prefixes: tuple[str, ...]  # of its keys in a file; the first that fits counts, "" for a file of its own
     spec: Any  # a class with from_shapes(shapes), or its name, "module:Class"
     network: Any  # spec -> network
 
@@ -86,11 +86,12 @@ def load_network(kind: str, spec: Any, tensors: Tensors, device: torch.device, d
     """
     network = build(kind, spec)
     shapes = {key: tuple(value.shape) for key, value in network.state_dict().items()}
-    extra = tensors.shapes.keys() - shapes.keys()
+    found = tensors.shapes
+    extra = found.keys() - shapes.keys()
     differences = {
-        "missing": sorted(shapes.keys() - tensors.shapes.keys()),
+        "missing": sorted(shapes.keys() - found.keys()),
         "unexpected": sorted(key for key in extra if not NO_WEIGHTS.search(key)),
-        "of another shape": [key for key in shapes if tensors.shapes.get(key, shapes[key]) != shapes[key]],
+        "of another shape": [key for key in shapes if key in found and found[key] != shapes[key]],
     }
     for what, keys in differences.items():
         if keys:

@@ -34,7 +34,8 @@ class Options:
 
     def __post_init__(self) -> None:
         check_values(self)
-        if self.plan is not None and (self.sampler, self.spacing, self.steps, self.eta) != (None,) * 4:
+        replaced = (self.sampler, self.spacing, self.steps, self.eta)
+        if self.plan is not None and any(value is not None for value in replaced):
             raise ValueError("got a `plan`, which replaces sampler, spacing, steps and eta: leave these out")
         if self.image is None and (self.mask is not None or self.strength is not None):
             raise ValueError(f"got a {'strength' if self.mask is None else 'mask'}, but no image to repaint")
@@ -51,7 +52,9 @@ class Options:
     def seeds(self) -> list[int]:
         """One seed for each image.  Raises ValueError for a list of another length."""
         seeds: Any = self.seed
-        seeds = seeds if np.ndim(seeds) else [seeds + number for number in range(len(self.prompts))]
-        if len(seeds) != len(self.prompts):
-            raise ValueError(f"got {len(seeds)} seeds for {len(self.prompts)} images, expected one, or one for each")
+        num_images = len(self.prompts)
+        if not np.ndim(seeds):
+            seeds = [seeds + number for number in range(num_images)]
+        if len(seeds) != num_images:
+            raise ValueError(f"got {len(seeds)} seeds for {num_images} images, expected one, or one for each")
         return [int(seed) for seed in seeds]

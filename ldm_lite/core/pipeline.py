@@ -70,7 +70,12 @@ class Pipeline(Model):
 
     # ---- parts ------------------------------------------------------------------------------------------------------
 
-    def noise(self, seed: int | Sequence[int] = 42, height: int | None = None, width: int | None = None) -> Tensor:
+    def noise(
+        self,
+        seed: int | Sequence[int] = 42,
+        height: int | None = None,
+        width: int | None = None,
+    ) -> Tensor:
         """Return unit noise (B,C,h,w), float32 on the CPU, as the tasks draw it first, for one seed or B seeds."""
         seeds: Any = seed if np.ndim(seed) else [seed]
         if not len(seeds) or not all(isinstance(number, numbers.Integral) for number in seeds):
@@ -105,17 +110,9 @@ class Pipeline(Model):
         if draw is None and plan.adds_noise.any():
             raise ValueError("this sampler adds noise at every step: pass `draw=`, as tasks.noise_of makes it")
 
-        def expanded(conditioning: Conditioning) -> Conditioning:
-            for name, part in conditioning.items():
-                if len(part) not in (1, len(noise)):
-                    raise ValueError(
-                        f"got {name} of {len(part)} prompts for {len(noise)} images, expected one or as many"
-                    )
-            return {name: part.expand(len(noise), *part.shape[1:]) for name, part in conditioning.items()}
-
-        branches: tuple[Branch, ...] = (Branch(expanded(cond)),)
+        branches: tuple[Branch, ...] = (Branch(_for_images(cond, len(noise))),)
         if uncond is not None and scale != 1:
-            branches = Branch(expanded(uncond), positive=False), *branches
+            branches = Branch(_for_images(uncond, len(noise)), positive=False), *branches
         inputs = Inputs(self.unet, branches, scale, run_row=self.run_row)
         x = noise.to(self.device, torch.float32)
         draw = draw or (lambda: noise)  # never called: no row of the plan adds noise
@@ -144,6 +141,14 @@ class Pipeline(Model):
         with an attention function, hooks, or a schedule or condition of your own.
         """
         saving.save(self, Path(path))
+
+
+def _for_images(conditioning: Conditioning, count: int) -> Conditioning:
+    """Return a conditioning of one prompt, or of as many as there are images, for each of the images."""
+    for name, part in conditioning.items():
+        if len(part) not in (1, count):
+            raise ValueError(f"got {name} of {len(part)} prompts for {count} images, expected one or as many")
+    return {name: part.expand(count, *part.shape[1:]) for name, part in conditioning.items()}
 
 
 def pick_device(device: str | torch.device | None) -> torch.device:
@@ -204,17 +209,20 @@ def load(
         schedule = schedule_of(files[0], family)
     except ValueError as error:
         raise ValueError(f"{files[0].path}: {error}") from error
-    if schedule.alpha_bar.shape != family.schedule.alpha_bar.shape or not np.allclose(
-        schedule.alpha_bar, family.schedule.alpha_bar, rtol=1e-9, atol=0
-    ):
+    values, usual = schedule.alpha_bar, family.schedule.alpha_bar
+    if values.shape != usual.shape or not np.allclose(values, usual, rtol=1e-9, atol=0):
         log.warning("%s: using the noise schedule in the file, which is not %s's", files[0].path.name, family.title)
-    networks: dict[str, Any] = {
-        kind: load_network(kind, spec, parts[kind], device, precision).requires_grad_(trainable)
-        for kind, spec in family.specs.items()
-    }
-    if device.type == "cuda":
-        for network in networks.values():
+    networks: dict[str, Any] = {}
+    for kind, spec in family.specs.items():
+        network: Any = load_network(kind, spec, parts[kind], device, precision).requires_grad_(trainable)
+        if device.type == "cuda":
             network.to(memory_format=torch.channels_last)
+        networks[kind] = network
     log.info("%s: %s, loaded in %.1f s", files[0].path, family.title, time.perf_counter() - began)
-    function = torch.compile(run_row) if compile else run_row
-    return Pipeline(files[0].path.stem, family, schedule, networks, function)
+    return Pipeline(
+        name=files[0].path.stem,
+        family=family,
+        schedule=schedule,
+        networks=networks,
+        run_row=torch.compile(run_row) if compile else run_row,
+    )

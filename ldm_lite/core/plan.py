@@ -71,18 +71,26 @@ def device_rows(plan: Plan, device: torch.device) -> list[Row]:
     return [Row(*row) for row in zip(*columns, strict=True)]
 
 
+class _PlannedCall(NamedTuple):
+    level: Level
+    mix: Array  # (R, R+2)
+    step: int
+    remembers: bool
+
+
 @dataclass
 class Rows:
     """Builds a plan: call add() once for each call of the network, then plan()."""
 
     schedule: Schedule
     h: Literal["eps", "x0"]  # what H is, whatever the network predicts
-    rows: list[tuple[Level, Array, int, bool]] = field(default_factory=list)
+    rows: list[_PlannedCall] = field(default_factory=list)
 
     def add(self, step: int, now: Level, x: Array, aside: Array = ASIDE, remember: bool = True) -> None:
         """Add a call at level `now`: the latent becomes x, and H joins the history if `remember`."""
-        history = (H, H1, H2) if remember else (H1, H2, H3)
-        self.rows.append((now, np.array([x, aside, *history]), step, remember))
+        history = (H, H1, H2) if remember else (H1, H2, H3)  # the new H1, H2 and H3
+        mix = np.array([x, aside, *history])
+        self.rows.append(_PlannedCall(now, mix, step, remember))
 
     def plan(self, end: Level, initial: float | None = None) -> Plan:
         """Return the finished table.  The first latent is unit noise times `initial`: by default the first level's s.
@@ -90,8 +98,8 @@ class Rows:
         Raises ValueError for a table without rows, if a coefficient is undefined, as for eps at zero terminal SNR, and
         if the first call does not remember its H: a preview shows the last one that was remembered.
         """
-        if not self.rows or not self.rows[0][3]:
-            raise ValueError("a plan needs rows, and the first must remember its H: add it without remember=False")
+        if not self.rows or not self.rows[0].remembers:
+            raise ValueError("a plan needs rows, and the first must remember its H: leave out remember=False")
         levels, mixes, steps, remembers = zip(*self.rows, strict=True)
         mix = np.stack(mixes)
         plan = Plan(

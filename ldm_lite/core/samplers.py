@@ -60,7 +60,8 @@ def make_plan(
     if len(levels) != steps + 1 or not all(now > after for now, after in pairwise(sigmas)):
         raise ValueError(f"got spacing {spacing}, expected {steps + 1} Levels for {steps} steps, the noisiest first")
     arguments: dict[str, Any] = {"spacing": spacing}
-    if last is not None:  # samplers call their spacing, so it is one that hands out the last of these levels
+    if last is not None:
+        # The sampler asks its spacing for the levels of `last` steps, and gets the last ones of these.
         arguments["spacing"] = lambda schedule, num: levels[-num - 1 :]
     if eta is not None:
         if "eta" not in parameters or not 0 <= eta <= 1:
@@ -90,18 +91,19 @@ def _transfer(now: Level, after: Level, eps: Array, x: Array = X, eta: float = 0
     """DDIM's update of x from one level to the next with a given eps.  Song et al. 2021, eq. 12."""
     with np.errstate(divide="ignore", invalid="ignore"):  # at zero terminal SNR, which Rows.plan reports
         x0 = (x - now.s * eps) / now.a
-    old, new = _noise_shares(now, after, eta)
-    return after.a * x0 + old * eps + new * NOISE
+    kept, fresh = _noise_shares(now, after, eta)
+    return after.a * x0 + kept * eps + fresh * NOISE
 
 
 def _noise_shares(now: Level, after: Level, eta: float) -> tuple[float, float]:
-    """The coefficients of eps and of fresh noise in the next latent.
+    """How much of the next latent is eps, the noise that is kept, and how much fresh noise.
 
     That of noise is sigma of Song et al. 2021, eq. 16, by a^2 + s^2 = 1; that of eps is sqrt(s^2 - sigma^2).
     """
     ratio = now.a * after.s / (after.a * now.s)  # of the two levels' s / a
-    old = after.s * np.sqrt(1 - eta**2 + (eta * ratio) ** 2)
-    return float(old), float(eta * after.s * np.sqrt((1 - ratio) * (1 + ratio)))
+    kept = after.s * np.sqrt(1 - eta**2 + (eta * ratio) ** 2)
+    fresh = eta * after.s * np.sqrt((1 - ratio) * (1 + ratio))
+    return float(kept), float(fresh)
 
 
 @sampler
@@ -116,10 +118,12 @@ def ddim(schedule: Schedule, steps: int, spacing: str | Spacing = "leading", eta
         if rows.h == "eps":
             x = _transfer(now, after, H, eta=eta)
         else:
-            old, new = _noise_shares(now, after, eta)
-            x = after.a * H + old * (X - now.a * H) / now.s + new * NOISE  # does not divide by a, 0 at zero SNR
+            kept, fresh = _noise_shares(now, after, eta)
+            eps = (X - now.a * H) / now.s  # H is x0; nothing is divided by a, which is 0 at zero terminal SNR
+            x = after.a * H + kept * eps + fresh * NOISE
         rows.add(i, now, x)
-    return rows.plan(end=levels[-1], initial=1.0)  # as the original: unit noise, though the first s is below 1
+    # As the original, it begins with unit noise, though the first level's s is a little below 1.
+    return rows.plan(end=levels[-1], initial=1.0)
 
 
 @sampler

@@ -52,7 +52,9 @@ def save(model: Model, path: Path) -> None:
         raise ValueError("cannot save a model with a `run_row` of your own: replace(pipe, run_row=denoise.run_row)")
     tensors = {"alphas_cumprod": torch.from_numpy(np.ascontiguousarray(model.schedule.alpha_bar))}
     for kind, network in model.networks.items():
-        tensors |= {KINDS[kind].prefixes[0] + key: tensor for key, tensor in weights_of(network).items()}
+        prefix = KINDS[kind].prefixes[0]
+        for key, tensor in weights_of(network).items():
+            tensors[prefix + key] = tensor
     specs = {kind: unwrapped(network).spec for kind, network in model.networks.items()}
     facts = facts_of(replace(model.family, specs=specs, prediction=model.schedule.prediction))
     write_file(path, tensors, facts, lambda file: check_file(file, model))
@@ -152,9 +154,7 @@ def difference_of(network: nn.Module, expected: nn.Module) -> str:
             return f"load() would leave out {place}, a {type(module).__name__}"
         if type(module) is not type(other):
             return f"{place} is a {type(module).__name__}, where load() would make a {type(other).__name__}"
-        shapes, expected_shapes = (
-            {key: tuple(tensor.shape) for key, tensor in tensors_of(owner).items()} for owner in (module, other)
-        )
+        shapes, expected_shapes = _shapes(module), _shapes(other)
         if shapes != expected_shapes:
             return f"{place} has tensors {shapes}, where load() would make {expected_shapes}"
         for key in _changed_attributes(module, other):
@@ -163,8 +163,12 @@ def difference_of(network: nn.Module, expected: nn.Module) -> str:
     return f"load() would add {missing[0]}" if missing else ""
 
 
+def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {key: tuple(tensor.shape) for key, tensor in tensors_of(module).items()}
+
+
 def _changed_attributes(module: nn.Module, other: nn.Module) -> Iterator[str]:
-    """Yield the attributes, hooks and methods that a module has of its own, and another of the same class not."""
+    """Yield the attributes, hooks and methods in which a module differs from another of the same class."""
     others = _attributes(other)
     for key, value in _attributes(module).items():
         is_known = key in others or hasattr(type(module), key)  # else the class does not read it

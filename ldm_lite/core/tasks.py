@@ -33,8 +33,9 @@ def text_to_image(model: Model, options: Options) -> Job:
     """From noise to an image of the options' size, or the family's."""
     side = model.family.resolution
     shape = model.latent_shape(options.height or side, options.width or side)
-    texts = zip(options.prompts, options.seeds, strict=True)
-    items = [Item(i, prompt, options.negative_prompt, seed) for i, (prompt, seed) in enumerate(texts)]
+    items = []
+    for number, (prompt, seed) in enumerate(zip(options.prompts, options.seeds, strict=True)):
+        items.append(Item(number, prompt, options.negative_prompt, seed))
     return Job(
         model=model,
         options=options,
@@ -55,8 +56,7 @@ def image_to_image(model: Model, options: Options) -> Job:
     image = open_image(options.image)
     image = resize(image, size_of(model, options, image))
     strength = 0.75 if options.strength is None else options.strength
-    job, _ = _from_image(model, options, image, strength)
-    return job
+    return _from_image(model, options, image, strength)[0]
 
 
 def inpaint(model: Model, options: Options) -> Job:
@@ -68,17 +68,18 @@ def inpaint(model: Model, options: Options) -> Job:
     if mask.getbbox() is None:
         raise ValueError("nothing to repaint, the mask is black: white is repainted")
     strength = 1.0 if options.strength is None else options.strength
-    base, init = _from_image(model, options, image, strength)
+    plain, init = _from_image(model, options, image, strength)
     factor = model.vae.spec.factor
-    free = mask_latent(pad(mask_weights(mask), factor), factor).to(init.device)  # (1, 1, h, w)
-    weights = mask_weights(mask)
+    weights = mask_weights(mask)  # (1, H, W): 1 where pixels are repainted
+    free = mask_latent(pad(weights, factor), factor).to(init.device)  # (1, 1, h, w): 1 where latents are
 
     def first_latents(job: Job, items: Sequence[Item], draw: Draw) -> tuple[Tensor, Constraint]:
         noise = draw().to(init.device)
-        levels = [] if job.plan is None else [*job.plan.level.tolist(), (1.0, 0.0)]  # what is kept ends clean
+        clean = (1.0, 0.0)
+        levels = [] if job.plan is None else [*job.plan.level.tolist(), clean]  # before each call, and after the last
 
         def constrain(number: int, x: Tensor) -> Tensor:
-            if number == 0:  # begun at this level already
+            if number == 0:  # the first latents have this level already
                 return x
             a, s = levels[number]
             return free * x + (1 - free) * (a * init + s * noise)
@@ -86,9 +87,9 @@ def inpaint(model: Model, options: Options) -> Job:
         return noised_image(init, job.plan, strength, noise), constrain
 
     def finish(item: Item, pixels: Tensor) -> Tensor:
-        return weights * base.finish(item, pixels) + (1 - weights) * to_pixels(image)
+        return weights * plain.finish(item, pixels) + (1 - weights) * to_pixels(image)
 
-    return replace(base, first_latents=first_latents, finish=finish)
+    return replace(plain, first_latents=first_latents, finish=finish)
 
 
 def _from_image(model: Model, options: Options, image: Image.Image, strength: float) -> tuple[Job, Tensor]:
@@ -100,10 +101,11 @@ def _from_image(model: Model, options: Options, image: Image.Image, strength: fl
         return noised_image(init, job.plan, strength, draw().to(init.device)), unconstrained
 
     def finish(item: Item, pixels: Tensor) -> Tensor:
-        return pixels[:, : image.height, : image.width]
+        return pixels[:, : image.height, : image.width]  # without the padding
 
     job = text_to_image(model, replace(options, height=pixels.shape[1], width=pixels.shape[2]))
-    return replace(job, plan=plan_of(model, options, strength), first_latents=first_latents, finish=finish), init
+    plan = plan_of(model, options, strength)
+    return replace(job, plan=plan, first_latents=first_latents, finish=finish), init
 
 
 # ---- parts of all tasks ---------------------------------------------------------------------------------------------
@@ -155,14 +157,17 @@ def plan_of(model: Model, options: Options, strength: float = 1.0) -> Plan | Non
         model.check_plan(options.plan)
         return options.plan
     steps = model.family.steps if options.steps is None else options.steps
-    last = None if strength == 1 else max(1, math.floor(round(steps * strength, 9)))
+    last = None
+    if strength < 1:
+        product = round(steps * strength, 9)  # 100 * 0.29 is 28.999999999999996
+        last = max(1, math.floor(product))
     name = options.sampler or model.family.sampler
     return make_plan(name, model.schedule, steps, spacing=options.spacing, eta=options.eta, last=last)
 
 
 def noised_image(init: Tensor, plan: Plan | None, strength: float, noise: Tensor) -> Tensor:
     """Return the first latents (B,C,h,w): those of the image (1,C,h,w) at the plan's first level, or noise."""
-    if plan is None:
+    if plan is None:  # no steps, at strength 0
         return init.expand(len(noise), -1, -1, -1)
     if strength == 1:
         return noise * plan.initial
@@ -175,10 +180,12 @@ def size_of(model: Model, options: Options, image: Image.Image) -> tuple[int, in
 
     Its own is reduced, with a message, to twice the model's training size at most.
     """
-    width, height = options.width, options.height
-    if width is not None or height is not None:
-        width = width or max(1, round(image.width * (height or 0) / image.height))
-        return width, height or max(1, round(image.height * width / image.width))
+    if options.width is not None and options.height is not None:
+        return options.width, options.height
+    if options.width is not None:
+        return options.width, max(1, round(image.height * options.width / image.width))
+    if options.height is not None:
+        return max(1, round(image.width * options.height / image.height)), options.height
     ratio = min(1.0, 2 * model.family.resolution / max(image.size))
     if ratio < 1:
         log.info("the image is reduced to twice the model's size: `width` and `height` set another")

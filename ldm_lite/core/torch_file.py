@@ -52,13 +52,16 @@ def load_torch(path: Path) -> Any:
     try:
         with open(path, "rb") as file:
             is_zip = file.read(4) == b"PK\x03\x04"
-            stand_ins: list[Any] = [kind for pickled in _pickles(file, is_zip) for kind in _stand_ins(pickled)]
+            stand_ins: list[Any] = []
+            for pickled in _pickles(file, is_zip):
+                stand_ins += _stand_ins(pickled)
             mapped = is_zip and path.suffix != ".safetensors"  # PyTorch opens no pickle of that name
             file.seek(0)
             with _lock, torch.serialization.safe_globals(stand_ins):
                 return torch.load(path if mapped else file, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:  # a damaged file may raise nearly any exception
-        reason = (str(error).rpartition("Unpickler error: ")[2].strip() or type(error).__name__).splitlines()[0][:200]
+        message = str(error).rpartition("Unpickler error: ")[2].strip() or type(error).__name__
+        reason = message.splitlines()[0][:200]
         raise ValueError(f"{path}: is damaged, or more than weights, and nothing in it was run: {reason}") from error
 
 
@@ -86,27 +89,39 @@ def _stand_ins(pickled: IO[bytes]) -> Iterator[type]:
     Raises ValueError for other names, and for too many operations: a tuple counts with all that it holds, for it may
     hold another one many times, and a text with its length.
     """
+    # A pickle is a program for a machine with a stack.  It is followed here with sizes in place of objects: before
+    # each operation, stack[i] is the cost of what would be the i-th object on the machine's stack, marks are the
+    # heights of that stack at its open marks, and memo[k] is the cost of what was put away under k.
     stack, marks, memo, total = list[int](), list[int](), dict[Any, int](), 0
     for opcode, argument, _ in pickletools.genops(pickled):
-        if opcode.name == "GLOBAL" and not WEIGHTS.fullmatch(names := str(argument)):
-            kind = next((kind for pattern, kind in INERT if re.fullmatch(pattern, names)), None)
-            if kind is None:
-                what = names.replace(" ", ".")
-                raise ValueError(f"its pickle names {what}, which weights do not need: take a .safetensors file")
-            module, name = names.replace("__builtin__", "builtins").replace(" long", " int").split()
-            yield type(name, (kind,), {"__module__": module, "__qualname__": name})
+        if opcode.name == "GLOBAL" and not WEIGHTS.fullmatch(str(argument)):
+            yield _stand_in(str(argument))
         if opcode.name == "MARK":
             marks.append(len(stack))
         elif "PUT" in opcode.name:
             memo[argument] = stack[-1]
         else:
-            before = opcode.stack_before
-            has_mark = pickletools.markobject in before
-            start = len(stack) - len(before)
-            if has_mark:
-                start = marks.pop() - before.index(pickletools.markobject)
-            size = 1 + (sum(stack[start:]) if "TUPLE" in opcode.name else len(str(argument)) // 64)
-            stack[start:] = [memo[argument] if "GET" in opcode.name else size] * len(opcode.stack_after)
+            taken = opcode.stack_before  # what the operation takes from the stack; a mark stands for all above it
+            start = len(stack) - len(taken)
+            if pickletools.markobject in taken:
+                start = marks.pop() - taken.index(pickletools.markobject)
+            if "GET" in opcode.name:
+                cost = memo[argument]
+            elif "TUPLE" in opcode.name:
+                cost = 1 + sum(stack[start:])
+            else:
+                cost = 1 + len(str(argument)) // 64
+            stack[start:] = [cost] * len(opcode.stack_after)
             total += stack[-1] if stack else 0
         if total > MOST_OPERATIONS:
             raise ValueError("its pickle has too many operations: download it again")
+
+
+def _stand_in(names: str) -> type:
+    """Return a class for what a pickle names, "module name".  Raises ValueError for what files have no use for."""
+    base = next((base for pattern, base in INERT if re.fullmatch(pattern, names)), None)
+    if base is None:
+        what = names.replace(" ", ".")
+        raise ValueError(f"its pickle names {what}, which weights do not need: take a .safetensors file")
+    module, name = names.replace("__builtin__", "builtins").replace(" long", " int").split()
+    return type(name, (base,), {"__module__": module, "__qualname__": name})

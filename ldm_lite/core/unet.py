@@ -185,10 +185,21 @@ class ResBlock(nn.Module):
         super().__init__()
         conv_in = nn.Conv2d(in_channels, out_channels, 3, padding=1)
         conv_out = nn.Conv2d(out_channels, out_channels, 3, padding=1)
-        self.in_layers = nn.Sequential(nn.GroupNorm(32, in_channels), nn.SiLU(inplace=True), conv_in)
-        # Slot 0 held a SiLU: UNet.embed applies it once for all blocks.  out_layers.2 held a Dropout.
-        self.emb_layers = nn.Sequential(nn.Identity(), nn.Linear(emb_channels, out_channels))
-        self.out_layers = nn.Sequential(nn.GroupNorm(32, out_channels), nn.SiLU(inplace=True), nn.Identity(), conv_out)
+        self.in_layers = nn.Sequential(
+            nn.GroupNorm(32, in_channels),
+            nn.SiLU(inplace=True),
+            conv_in,
+        )
+        self.emb_layers = nn.Sequential(
+            nn.Identity(),  # in place of a SiLU, which UNet.embed applies once for all blocks
+            nn.Linear(emb_channels, out_channels),
+        )
+        self.out_layers = nn.Sequential(
+            nn.GroupNorm(32, out_channels),
+            nn.SiLU(inplace=True),
+            nn.Identity(),  # in place of a Dropout
+            conv_out,
+        )
         is_same = in_channels == out_channels
         self.skip_connection = nn.Identity() if is_same else Conv1x1(in_channels, out_channels)
 
@@ -223,7 +234,7 @@ class UNet(nn.Module):
         super().__init__()
         self.spec = spec
         width = spec.model_channels
-        last = len(spec.channel_mult) - 1
+        lowest = len(spec.channel_mult) - 1
         emb = 4 * width
         self.time_embed = nn.Sequential(nn.Linear(width, emb), nn.SiLU(), nn.Linear(emb, emb))
 
@@ -239,7 +250,7 @@ class UNet(nn.Module):
                 self.input_blocks.append(Block(layers))
                 channels = mult * width
                 skips.append(channels)
-            if level != last:
+            if level != lowest:
                 self.input_blocks.append(Block([Downsample(channels)]))
                 skips.append(channels)
 
@@ -253,11 +264,12 @@ class UNet(nn.Module):
         # up: one more residual block per level; each also reads the skip of its counterpart
         self.output_blocks = nn.ModuleList()
         for level, mult in reversed(list(enumerate(spec.channel_mult))):
-            for i in range(spec.num_res_blocks[level] + 1):
+            last_block = spec.num_res_blocks[level]
+            for i in range(last_block + 1):
                 layers = [self.res_block(channels + skips.pop(), mult * width)]
                 layers += self.transformers(mult * width, level)
                 channels = mult * width
-                if level and i == spec.num_res_blocks[level]:
+                if level > 0 and i == last_block:
                     layers.append(Upsample(channels))
                 self.output_blocks.append(Block(layers))
         self.out = nn.Sequential(
@@ -306,9 +318,11 @@ class UNet(nn.Module):
             skips.append(x)
         x = self.middle_block(x, emb, context)
         if residuals is not None:
-            *skips, x = (tensor + more for tensor, more in zip([*skips, x], residuals, strict=True))
+            *for_skips, for_middle = residuals
+            skips = [skip + residual for skip, residual in zip(skips, for_skips, strict=True)]
+            x = x + for_middle
         for block in self.output_blocks:
             x = torch.cat([x, skips.pop()], dim=1)
-            next_size = skips[-1].shape[2:] if skips else None  # that an upsampler resizes to
+            next_size = skips[-1].shape[2:] if skips else None  # what an upsampler resizes to
             x = block(x, emb, context, next_size)
         return self.out(x)

@@ -122,24 +122,21 @@ class Downsample(nn.Module):
 
 
 class Stage(nn.Module):
-    """The residual blocks of one resolution, with attention or without, then a "downsample", an "upsample" or none."""
+    """The residual blocks of one resolution, with attention or without; then the way to the next one, if it is set."""
 
-    def __init__(self, in_channels: int, channels: int, num_blocks: int, attn: bool, **resample: nn.Module) -> None:
+    def __init__(self, in_channels: int, channels: int, num_blocks: int, attn: bool) -> None:
         super().__init__()
         self.block, self.attn = nn.ModuleList(), nn.ModuleList()
         for i in range(num_blocks):
             self.block.append(ResnetBlock(channels if i else in_channels, channels))
             self.attn.append(AttnBlock(channels) if attn else nn.Identity())
-        for name, module in resample.items():
-            self.add_module(name, module)
+        self.downsample: nn.Module = nn.Identity()  # the encoder's
+        self.upsample: nn.Module = nn.Identity()  # the decoder's
 
     def forward(self, x: Tensor) -> Tensor:
         for block, attn in zip(self.block, self.attn, strict=True):
             x = attn(block(x))
-        for name, module in self.named_children():
-            if name not in ("block", "attn"):
-                x = module(x)
-        return x
+        return self.upsample(self.downsample(x))
 
 
 class Middle(nn.Module):
@@ -163,11 +160,13 @@ class Encoder(nn.Module):
         widths = [spec.channels * mult for mult in spec.channel_mult]
         self.conv_in = nn.Conv2d(3, spec.channels, 3, padding=1)
         self.down = nn.ModuleList()
+        before = spec.channels
         for level, width in enumerate(widths):
-            resample = {"downsample": Downsample(width)} if level + 1 < len(widths) else {}
-            before = widths[level - 1] if level else spec.channels
-            has_attn = level in spec.attn_levels
-            self.down.append(Stage(before, width, spec.num_res_blocks, has_attn, **resample))
+            stage = Stage(before, width, spec.num_res_blocks, attn=level in spec.attn_levels)
+            if level + 1 < len(widths):
+                stage.downsample = Downsample(width)
+            self.down.append(stage)
+            before = width
         self.mid = Middle(widths[-1], spec.mid_attn)
         self.norm_out = _norm(widths[-1])
         self.conv_out = nn.Conv2d(widths[-1], 2 * spec.z_channels, 3, padding=1)
@@ -188,11 +187,12 @@ class Decoder(nn.Module):
         self.conv_in = nn.Conv2d(spec.z_channels, widths[-1], 3, padding=1)
         self.mid = Middle(widths[-1], spec.mid_attn)
         self.up = nn.ModuleList()
-        for level, width in enumerate(widths):
-            resample = {"upsample": Upsample(width)} if level else {}
+        for level, width in enumerate(widths):  # built from the highest resolution, run from the lowest
             before = widths[min(level + 1, len(widths) - 1)]
-            has_attn = level in spec.attn_levels
-            self.up.append(Stage(before, width, spec.num_res_blocks + 1, has_attn, **resample))
+            stage = Stage(before, width, spec.num_res_blocks + 1, attn=level in spec.attn_levels)
+            if level > 0:
+                stage.upsample = Upsample(width)
+            self.up.append(stage)
         self.norm_out = _norm(widths[0])
         self.conv_out = nn.Conv2d(widths[0], 3, 3, padding=1)
 
