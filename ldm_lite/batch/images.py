@@ -112,7 +112,11 @@ class ImageWorker:
         for row in rows:
             code.update(repr(row).encode("utf-8", "surrogatepass"))
             for path in self.rows.files(row):
-                code.update(contents(path).encode("utf-8", "surrogatepass"))
+                try:
+                    text = contents(path)
+                except OSError as error:  # then its row fails
+                    text = str(error)
+                code.update(text.encode("utf-8", "surrogatepass"))
         return code.hexdigest()
 
     def _job(self) -> dict[str, Any]:

@@ -84,9 +84,10 @@ class TableRows:
                 raise ValueError(row)
             values = self._values(row)
             name, prompt = values.pop("id", name), values.pop("prompt", None)
-            seed = values.pop("seed") if "seed" in values else getattr(self.defaults, "seed") + number  # noqa: B009
-            if seed < 0:  # a row is made anew as it was
-                raise ValueError(f"got `seed` {seed}, expected 0 to {SEEDS[1]}")
+            row_seed = values.pop("seed", (getattr(self.defaults, "seed") + number) % 2**64)  # noqa: B009
+            if not SEEDS[0] <= row_seed <= SEEDS[1]:  # nor a random one: a row is made anew as it was
+                raise ValueError(f"got `seed` {row_seed!r:.60}, expected {SEEDS[0]} to {SEEDS[1]}")
+            seed = row_seed
             if "mask" in values and "init_img" not in values:
                 raise ValueError("got a mask, but no init_image")
             files = tuple(self._find(values.pop(key)) for key in ("init_img", "mask") if key in values)
@@ -111,7 +112,7 @@ class TableRows:
                 raise ValueError(f"got {width} x {height} pixels, expected at most {most}, the limit of `most_pixels`")
             length = text_length(self.model, (prompt, negative), options.prompt_syntax)
             return RowItem(number, name, prompt or "", negative, seed, files, loras, options, length)
-        except (ValueError, TypeError, OSError) as error:
+        except Exception as error:  # whatever a row holds, it has its line of the manifest
             return Failed(number, name, describe(error), seed)
 
     def files(self, row: TableRow) -> list[str]:
@@ -128,10 +129,13 @@ class TableRows:
         return paths
 
     def _find(self, path: str) -> str:
-        """Return the first file of this name in the folders.  Raises OSError if there is none."""
-        for folder in self.folders:
-            if (folder / path).exists():
-                return os.fspath(folder / path)
+        """Return the first file of this name in the folders.  Raises OSError, ValueError if there is none."""
+        places = [folder / path for folder in self.folders]
+        for place in places:
+            if place.is_file():
+                return os.fspath(place)
+        if any(place.exists() for place in places):
+            raise ValueError(f"{path}: is not a file, expected one image")
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
 
     def _with_paths(self, text: str) -> str:

@@ -27,7 +27,7 @@ COLUMNS = {  # of the manifest, with their types in Parquet
     "id": "string",
     "row": "int64",
     "shard": "string",
-    "seed": "int64",
+    "seed": "uint64",
     "sha256": "string",
     "time": "float64",
     "error": "string",
@@ -129,7 +129,8 @@ def write_manifest(store: Store, count: int, kind: str) -> None:
         schema = arrow.schema([(name, getattr(arrow, type)()) for name, type in COLUMNS.items()])
         with parquet.ParquetWriter(part, schema) as writer:
             for number in range(count):
-                writer.write_table(arrow.Table.from_pylist(store.lines(number), schema))
+                lines = [{name: _utf8(value) for name, value in line.items()} for line in store.lines(number)]
+                writer.write_table(arrow.Table.from_pylist(lines, schema))
 
 
 def check_job(place: Folder, job: Mapping[str, Any]) -> None:
@@ -159,6 +160,11 @@ def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
 def _json(line: Mapping[str, Any]) -> bytes:
     """A line of JSON; the halves of characters, which UTF-8 does not have, become JSON's escapes."""
     return json.dumps(line, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
+
+
+def _utf8(value: Any) -> Any:
+    """A value of the manifest; the halves of characters become escapes."""
+    return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
 
 
 @dataclass(frozen=True)

@@ -71,12 +71,23 @@ class Table:
             while group < len(sizes) and first >= sizes[group]:
                 first, group = first - sizes[group], group + 1
             for batch in file.iter_batches(self.size, row_groups=range(group, len(sizes)), columns=self.columns):
-                for row in batch.to_pylist()[first:]:
-                    yield {name: value for name, value in row.items() if value is not None}
+                for row in _from_arrow(batch)[first:]:
+                    yield row if isinstance(row, str) else {k: value for k, value in row.items() if value is not None}
                 first = max(0, first - batch.num_rows)
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_open": None}
+
+
+def _from_arrow(batch: Any) -> list[TableRow]:
+    """The rows of an Arrow table; one by one if Python has no value for some."""
+    try:
+        rows: list[TableRow] = batch.to_pylist()
+    except (ValueError, OverflowError) as error:  # such as text that is not UTF-8
+        if batch.num_rows == 1:
+            return [f"has a value that cannot be read ({error})"]
+        return [row for number in range(batch.num_rows) for row in _from_arrow(batch.slice(number, 1))]
+    return rows
 
 
 def as_column(name: str) -> str:

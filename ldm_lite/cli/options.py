@@ -21,7 +21,7 @@ from ldm_lite.core.declare import (
 MOST = 10**9  # limit of counts with no other limit
 MOST_PX = 2**16  # limit of an image's side
 AnyOptions = TypeVar("AnyOptions", bound="CheckedOptions")
-SEEDS = (0, 2**63 - 1)
+SEEDS = (0, 2**64 - 1)  # as ComfyUI has them
 RANDOM_SEEDS = 2**32  # below which random seeds lie, as in A1111
 
 

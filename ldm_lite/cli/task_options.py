@@ -261,10 +261,10 @@ class Txt2imgOptions(
         """
         further = number % num_prompts % self.images_at_a_time if self.fixed_code else number
         has_variation = self.variation_seed is not None and self.variation_strength != 0
-        variation = (self.variation_seed or 0) + further if has_variation else 0
+        variation = ((self.variation_seed or 0) + further) % 2**64 if has_variation else 0
         if not isinstance(self.seed, int):
             return self.seed[number], variation
-        return self.seed + (0 if self.variation_strength else further), variation
+        return (self.seed + (0 if self.variation_strength else further)) % 2**64, variation
 
 
 @dataclass(frozen=True)

@@ -136,7 +136,7 @@ def draws(
     initial: Draw = source
     if strength:
         initial = lambda: slerp(source(), kind(variations, shape)(), strength)  # noqa: E731
-    return first_then(initial, kind([seed + delta for seed in seeds], shape) if delta else source)
+    return first_then(initial, kind([(seed + delta) % 2**64 for seed in seeds], shape) if delta else source)
 
 
 class DiffusersNoise(SharedNoise):

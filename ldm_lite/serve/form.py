@@ -211,7 +211,7 @@ def _options(task: str, values: Mapping[str, Any], engine: Engine) -> Txt2imgOpt
         if kind == "number":
             with about(name):
                 options[name] = number(text)
-        elif kind == "integer" and re.fullmatch(r"[+-]?\d{1,19}", text) is None:
+        elif kind == "integer" and re.fullmatch(r"[+-]?\d{1,20}", text) is None:
             raise Refused(422, f"got `{name}` {text[:40]!r}, expected a whole number", param=name)
         else:
             options[name] = int(text) if kind == "integer" else value

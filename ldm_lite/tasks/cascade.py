@@ -65,7 +65,7 @@ def cascade(
     """
     check(options, len(stages))
     count = len(context) * options.batch_size * options.n_iter
-    seeds = list(range(options.seed, options.seed + count))
+    seeds = [(options.seed + number) % 2**64 for number in range(count)]
     rows = [row for _ in range(options.n_iter) for row in range(len(context)) for _ in range(options.batch_size)]
     images: list[Tensor] = []
     for number, stage in enumerate(stages):

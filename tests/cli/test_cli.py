@@ -127,7 +127,7 @@ def test_an_unknown_flag_names_the_nearest(flag: str, wanted: str, capsys: pytes
         (["--scale", "-3"], f"got --scale -3.0, expected 0 to 100 ({WHY_SCALES})"),
         (["--scale", "1e9"], f"got --scale 1000000000.0, expected 0 to 100 ({WHY_SCALES})"),
         (["--scale", "-1e9"], f"got --scale -1000000000.0, expected 0 to 100 ({WHY_SCALES})"),
-        (["--seed", "-2"], f"got --seed -2, expected -1 to {2**63 - 1}"),
+        (["--seed", "-2"], f"got --seed -2, expected -1 to {2**64 - 1}"),
     ],
 )
 def test_what_is_wrong_with_a_flag_is_said_in_our_words(

@@ -292,7 +292,7 @@ def _info(state: Interface, ticket: Ticket, sent: dict[str, Any]) -> dict[str, A
         "prompt": [result.prompt for result in results],
         "negative_prompt": [sent["negative_prompt"]] * len(results),
         "seed": [result.seed for result in results],
-        "subseed": [-1 if subseed is None else subseed + place for place in range(len(results))],
+        "subseed": [-1 if subseed is None else (subseed + place) % 2**64 for place in range(len(results))],
     }
     return {
         **{name: values[0] for name, values in of_each.items()},
