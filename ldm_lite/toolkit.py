@@ -407,7 +407,11 @@ class Batch:
             return
         x, *how = self._started
         step = self._job.model.run_row
-        with step.images(self._size) if isinstance(step, Together) else contextlib.nullcontext():
-            for state in self._job.solve(x, self._job.plan, *how):
-                self.latents = state.latents
-                yield state
+        states = self._job.solve(x, self._job.plan, *how)
+        while True:  # other batches of the model may run between two steps
+            with step.images(self._size) if isinstance(step, Together) else contextlib.nullcontext():
+                state = next(states, None)
+            if state is None:
+                return
+            self.latents = state.latents
+            yield state

@@ -27,6 +27,7 @@ _KINDS = {  # as messages say
     "upscalers": "upscaler",
     "embeddings": "embedding",
 }
+MOST_RUNS = 16  # batches that take turns, each with its latents and texts in memory
 MOST_LORAS = 32  # of a request
 Loras = tuple[tuple[str, toolkit.LoraWeight], ...]  # (name, weight)
 
@@ -252,6 +253,16 @@ class Library:
         """How many images the loaded model denoises together; compiled and offloaded ones run one by one."""
         exact = self._options.batching == "exact"
         return 1 if exact and self.together is None else self._options.batch_size
+
+    @property
+    def most_runs(self) -> int:
+        """How many runs may take turns: an offloaded model's networks are on the device for one."""
+        return MOST_RUNS if self._model is None or self._model.offloader is None else 1
+
+    def wait(self) -> None:
+        """Wait for the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def decoder(self) -> Pipeline:
         """Return the model whose autoencoder decodes previews."""

@@ -1,5 +1,6 @@
 """Engine: one queue of requests (tickets) and one thread that denoises them, those that are alike together."""
 
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -33,6 +34,7 @@ DIFFERENT = {"prompt", "negative_prompt", "seed", "variation_seed", "init_img", 
 PLACES = 1.0  # seconds between two words to those that wait about their places
 PREVIEW_SHARE = 0.2  # of the time that may go into previews
 STAY = 10.0  # seconds that a model is kept for requests that name it while an earlier one waits for another
+STINT = 0.25  # seconds that a run goes on before that of another client that has one does
 MOST_CHUNKS = (300, 2000)  # of 75 tokens, in a text and in all texts of a request
 MOST_PREPARED = 16  # requests that wait for another batch though their images are decoded
 MOST_SIDES = 2**14  # pixels of a side
@@ -81,7 +83,6 @@ class Ticket:
         self.work = 0.0  # millions of pixels that the network runs over: see Engine.check_work
         self.cost = cost_of(options)  # that features add
         self.branches = 2  # of each step, of an image
-        self.start = 0.0  # its turn: the work that its client had asked for before
         self.call: Callable[[Image.Image], Image.Image] | None = None  # what is done with images, without the model
         self.images: Sequence[Image.Image] = ()
         self.num_partials = 0  # of each image: shown on the way
@@ -106,11 +107,6 @@ class Ticket:
         """The number of images that come before; 0 once it runs or has ended."""
         before = takewhile(lambda earlier: earlier is not self, self._engine.in_turn())
         return sum(earlier.count - len(earlier.results) for earlier in before) if self.state == QUEUED else 0
-
-    @property
-    def turn(self) -> float:
-        """Tickets with less come first."""
-        return self.start + self.work * len(self.results) / max(1, self.count)
 
     @property
     def size(self) -> int:
@@ -193,29 +189,56 @@ class Unit:
     ended: bool = False
 
 
-class Engine:
-    """Runs tickets, clients in turn; images that are alike run together with the first.
+@dataclass(eq=False)
+class Run:
+    """A batch of images that is denoised; between its steps others are."""
 
-    Turns are those of start-time fair queueing: a ticket's is the work that its client has asked for before it, but no
-    less than the turn that runs.  So the first request of a client comes before the second of each other one.
+    units: list[Unit]
+    batch: Batch
+    states: Iterator[State]
+    start: float = dataclasses.field(default_factory=time.monotonic)
+    previewing: float = 0.0  # seconds spent on previews
+
+    @property
+    def tickets(self) -> list[Ticket]:
+        """Whose images they are."""
+        return list(dict.fromkeys(unit.ticket for unit in self.units))
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nobody waits for it any more."""
+        return all(unit.ended or unit.ticket.ended for unit in self.units)
+
+
+class Engine:
+    """Runs tickets, clients in turn step by step; images that are alike run together with the first.
+
+    Turns are those of start-time fair queueing, by the seconds that a client's steps have taken: the next step is that
+    of the client that has had the fewest since it came.  So the first image of a client waits for at most one step of
+    each other one, whatever that one has asked for.
     """
 
     def __init__(self, library: Library, limits: LimitOptions) -> None:
         self.library, self.limits = library, limits
         self.ledger = Ledger(limits.max_memory * 2**20)
         self.totals: Counter[str] = Counter()  # what has happened so far, by name
-        self.running: list[Ticket] = []
+        self.runs: list[Run] = []
         self.queue: list[Ticket] = []  # in the order of arrival, also those of which some images run
         self._changed = threading.Condition()
-        self._turn = 0.0  # the one that runs
-        self._asked: dict[str, float] = {}  # by client: the turn of its next ticket
+        self.clock = time.perf_counter
+        self._at_work: list[Ticket] = []  # whose step, or call, is made
+        self._taken: set[Ticket] = set()  # of which the engine's thread holds something
+        self._seconds: dict[str, float] = {}  # that each client has had; of those that come later, since they came
+        self._turn = 0.0  # the fewest seconds of those that wait: who comes begins with as many
+        self._last: Run | None = None  # the run of the last step
+        self._stint = 0.0  # seconds that it has gone on
         self._kept_since: float | None = None  # when the loaded model was kept though another one was next
         self._unload = False
         self._stopping = self._failed = False
         self._told = 0.0  # when those that wait were told of their places
         self._give_up = float("inf")  # the time at which running images are interrupted
         self._thread = threading.Thread(target=self._loop, name="denoising", daemon=True)
-        library.given_up = lambda: bool(self.running) and all(ticket.has_ended() for ticket in self.running)
+        library.given_up = lambda: bool(self._at_work) and all(ticket.has_ended() for ticket in self._at_work)
 
     # ---- for any thread ---------------------------------------------------------------------------------------------
 
@@ -288,9 +311,9 @@ class Engine:
                 raise full
             for rival in dropped:
                 self.queue.remove(rival)
-            ticket.start = max(self._turn, self._asked.get(ticket.client, 0.0))
-            self._asked = {client: turn for client, turn in self._asked.items() if turn > self._turn}
-            self._asked[ticket.client] = ticket.start + ticket.work
+            waits = {rival.client for rival in self.queue}
+            self._seconds = {client: s for client, s in self._seconds.items() if s > self._turn or client in waits}
+            self._seconds[ticket.client] = max(self._seconds.get(ticket.client, 0.0), self._turn)
             self.queue.append(ticket)
             ticket.account.__enter__()
             ticket.account.drop, ticket.is_held = functools.partial(self._drop, ticket.account), True
@@ -426,8 +449,17 @@ class Engine:
         return sum(ticket.count for ticket in list(self.queue) if ticket.state == QUEUED)
 
     def in_turn(self) -> list[Ticket]:
-        """The queue in the order in which its tickets come."""
-        return sorted(self.queue, key=lambda ticket: ticket.turn)
+        """The queue in the order in which its tickets begin: each client's first, then each one's second, ..."""
+        earlier, rounds = Counter[str](), list[tuple[int, Ticket]]()
+        for ticket in list(self.queue):
+            rounds.append((earlier[ticket.client], ticket))
+            earlier[ticket.client] += 1
+        return [ticket for _, ticket in sorted(rounds, key=lambda item: item[0])]
+
+    @property
+    def running(self) -> list[Ticket]:
+        """The tickets that run."""
+        return list(dict.fromkeys([*self._at_work, *(unit.ticket for run in list(self.runs) for unit in run.units)]))
 
     def cancel(self, ticket: Ticket, error: Exception | None = None) -> None:
         """End a ticket without a result; its images that run are dropped."""
@@ -437,7 +469,7 @@ class Engine:
         if not ticket.ended:
             self.totals["failed" if error else "cancelled"] += 1
         ticket.end(FAILED if error else CANCELLED, error)
-        if ticket not in self.running:
+        if ticket not in self._taken:
             self._let_go(ticket)
 
     def stop(self) -> None:
@@ -470,8 +502,7 @@ class Engine:
     # ---- the denoising thread ---------------------------------------------------------------------------------------
 
     def _loop(self) -> None:
-        """Denoise the first ticket's next images, with those of other tickets that are alike, until it is stopped."""
-        units: list[Unit] = []
+        """Denoise step by step, of the client whose turn it is, until the engine is stopped."""
         while True:
             with self._changed:
                 idle = not self.queue
@@ -485,59 +516,147 @@ class Engine:
                 if idle:
                     self._changed.wait_for(lambda: self._stopping, self.limits.batch_wait)
             try:
-                units = self._gather()
-                if units:
-                    self._denoise(units)
+                self._work()
             except Exception as error:  # it ends the tickets that it came from: the others go on
                 if not isinstance(error, EXPECTED) and not self.library.works():  # as after an illegal access of CUDA
                     log.error("the device has failed, and the server accepts no more requests: restart it")
                     self._failed = True
-                for ticket in {unit.ticket for unit in units} or set(self.running or self.in_turn()[:1]):
+                for ticket in self._at_work or self.in_turn()[:1]:
                     self.cancel(ticket, error)
                 if self._failed:
                     self.stop()
-            ran, self.running, units = self.running, [], []
-            for ticket in ran:
-                if ticket.ended:
-                    _free(ticket)
-                    self._let_go(ticket)
-            if time.monotonic() > self._told + PLACES:
-                self._told = time.monotonic()
-                for ticket in [ticket for ticket in list(self.queue) if ticket.state == QUEUED]:
-                    ticket.tell()
+            self._tidy()
 
-    def _gather(self) -> list[Unit]:
-        """Return the images of the next batch; none if the first ticket is a call, whose next image is made."""
+    def _work(self) -> None:
+        """Run one step."""
+        run = self._next_run()
+        if run is None:
+            return
+        self._at_work = run.tickets
+        with self._charged([unit.ticket.client for unit in run.units], run):
+            is_going = self._denoise(run)
+            if not is_going:
+                self._end(run)
+        if not is_going:
+            self.runs.remove(run)
+
+    @contextlib.contextmanager
+    def _charged(self, clients: Sequence[str], run: "Run | None" = None) -> Iterator[None]:
+        """Charge the seconds within the block to clients, as many times as each of them is named."""
+        start = self.clock()
+        try:
+            yield
+        finally:
+            if len({ticket.client for ticket in list(self.queue)}) > 1:
+                self.library.wait()  # for what the device has been told to do
+            seconds = self.clock() - start
+            for client in clients:
+                self._seconds[client] = self._seconds.get(client, self._turn) + seconds / len(clients)
+            if run is not None:
+                self._stint = seconds + (self._stint if run is self._last else 0.0)
+                self._last = run
+
+    def _tidy(self) -> None:
+        """Forget what has ended, and tell those that wait about their places from time to time."""
+        self._at_work = []
+        for run in [run for run in self.runs if run.is_over]:
+            self.runs.remove(run)
+        for ticket in [ticket for ticket in self._taken if ticket.ended and ticket not in self.running]:
+            _free(ticket)
+            self._let_go(ticket)
+        if time.monotonic() > self._told + PLACES:
+            self._told = time.monotonic()
+            for ticket in [ticket for ticket in list(self.queue) if ticket.state == QUEUED]:
+                ticket.tell()
+
+    def _next_run(self) -> "Run | None":
+        """Return the run of the client that has had the fewest seconds, a new one if it has none.
+
+        None if a call was made instead, or nothing can be.
+        """
         tickets = [ticket for ticket in self.in_turn() if not ticket.has_ended()]
         if not tickets:
-            return []
-        first, units = tickets[0], list[Unit]()
-        self._turn = max(self._turn, first.turn)
+            return None
+        self._turn = max(self._turn, min(self._seconds.get(ticket.client, 0.0) for ticket in tickets))
+        busy = {unit.ticket.client for run in self.runs for unit in run.units}
+        waiting = [ticket for ticket in tickets if ticket.client not in busy]
+        run = min(self.runs, key=self._had, default=None)
+        first = self._first(waiting) if len(self.runs) < self.library.most_runs else None
+        if first is not None and (run is None or self._seconds.get(first.client, 0.0) <= self._had(run)):
+            self._at_work = [first]
+            with self._charged([first.client]):
+                return self._begin(first, tickets)
+        if self._last in self.runs and self._stint < STINT:
+            return self._last
+        return run
+
+    def _had(self, run: "Run") -> float:
+        """The seconds that the client of a run has had, of several the one that has had the fewest."""
+        return min(self._seconds.get(unit.ticket.client, 0.0) for unit in run.units)
+
+    def _first(self, waiting: list[Ticket]) -> Ticket | None:
+        """Return the ticket that begins next; None if runs have to end before, since it needs other weights.
+
+        Clients that wait for the loaded model come first for STAY seconds.
+        """
+        if not waiting:
+            return None
+        library, now = self.library, time.monotonic()
+        by_turn = sorted(waiting, key=lambda ticket: self._seconds.get(ticket.client, 0.0))
+        first = by_turn[0]
         if first.call is not None:
-            self.running = [first]
+            return first
+        if first.model == library.loaded:
+            self._kept_since = None
+        elif self.runs or any(ticket.model == library.loaded and not ticket.call for ticket in waiting):
+            self._kept_since = self._kept_since or now
+            if now <= self._kept_since + STAY:
+                first = next((ticket for ticket in by_turn if ticket.model == library.loaded or ticket.call), first)
+        ready = first.call is not None or (first.model, first.loras) == (library.loaded, library.merged)
+        return first if ready or not self.runs else None
+
+    def _begin(self, first: Ticket, tickets: list[Ticket]) -> "Run | None":
+        """Begin a run of a ticket's next images; a call makes its next image at once."""
+        if first.call is not None:
+            self._taken.add(first)
             self._hold_results(first)
             first.state, first.account.drop = RUNNING, None
             first.results.append(first.call(first.images[len(first.results)]))
             self._done_if_whole(first)
             first.tell()
-            return []
-        if first.model == self.library.loaded:
-            self._kept_since = None
-        elif mates := [ticket for ticket in tickets if ticket.model == self.library.loaded and not ticket.call]:
-            self._kept_since = self._kept_since or time.monotonic()
-            first = first if time.monotonic() > self._kept_since + STAY else mates[0]
+            return None
         if (first.model, first.loras) != (self.library.loaded, self.library.merged):
-            self.running = [first]
             for ticket in tickets:  # they hold the model that is to be freed
                 _free(ticket)
             swaps = first.model != self.library.loaded
             assert first.model is not None
             self.library.use(first.model, first.loras)
             self.totals["swaps"] += swaps
-            self._kept_since, self.running = None, []
-        most, prepared = 2 * self.library.most_together, 0  # branches: an image has two
-        for ticket in [first, *(ticket for ticket in tickets if _are_alike(first, ticket))]:
+            self._kept_since = None
+        units = self._gather(first, tickets)
+        if not units:
+            return None
+        run = Run(units, batch := Batch([unit.sample for unit in units]), iter(batch))
+        self._at_work = run.tickets
+        for ticket in run.tickets:
+            if ticket.state == QUEUED:
+                ticket.state = RUNNING
+                ticket.account.drop = None
+            ticket.step, ticket.num_steps = 0, batch.num_steps
+            ticket.passes = (int(units[0].sample.is_second), 1 + len(ticket.cost.passes))
+            ticket.tell()
+        self.totals["batches"] += 1
+        self.runs.append(run)
+        return run
+
+    def _gather(self, first: Ticket, tickets: list[Ticket]) -> list[Unit]:
+        """Return a ticket's next images, with those of others that go with them."""
+        most, prepared, units = 2 * self.library.most_together, 0, list[Unit]()  # branches: an image has two
+        side, running = self.library.facts(first.model).side, set(self.running)
+        mates = (ticket for ticket in tickets if _are_alike(first, ticket) and ticket not in running)
+        for ticket in [first, *mates]:
             branches = max(2, ticket.branches) * (1 + ticket.cost.references)
+            branches *= max(1, round(ticket.pixels / side**2))  # an image of many pixels takes the memory of many
             while (
                 branches * (len(units) + 1) <= max(most, branches) and (unit := self._take(ticket, units)) is not None
             ):
@@ -551,6 +670,7 @@ class Engine:
         """Return a ticket's next image; None if there is none, it does not go with units, or preparing it failed."""
         if ticket.ended:
             return None
+        self._taken.add(ticket)
         try:
             if ticket.samples is None:
                 ticket.samples = iter(prepare(self.library.model, ticket.options, first=len(ticket.results)))
@@ -567,38 +687,34 @@ class Engine:
             self.cancel(ticket, error)
         return None
 
-    def _denoise(self, units: list[Unit]) -> None:
-        self.running = list(dict.fromkeys(unit.ticket for unit in units))
-        batch = Batch([unit.sample for unit in units])
-        for ticket in self.running:
-            if ticket.state == QUEUED:
-                ticket.state = RUNNING
-                ticket.account.drop = None
-            ticket.step, ticket.num_steps = 0, batch.num_steps
-            ticket.passes = (int(units[0].sample.is_second), 1 + len(ticket.cost.passes))
+    def _denoise(self, run: "Run") -> bool:
+        """Run the next step of a batch; return whether there are more."""
+        state = next(run.states, None)
+        if state is None:
+            return False
+        self.totals["steps"] += 1
+        for ticket in run.tickets:
+            ticket.step = state.step
+        for ticket in list(self.queue):
+            ticket.has_ended()
+        for place, unit in enumerate(run.units):
+            unit.ticket.interrupted |= time.monotonic() > self._give_up
+            if unit.ticket.interrupted and state.step < state.num_steps:
+                self._finish(unit, state.x0[place : place + 1])
+        if run.is_over:
+            return False
+        before = time.monotonic()
+        if self._show(run.units, state, previews=run.previewing <= PREVIEW_SHARE * (before - run.start)):
+            run.previewing += time.monotonic() - before
+        for ticket in run.tickets:
             ticket.tell()
-        self.totals["batches"] += 1
-        spent, start = 0.0, time.monotonic()  # seconds spent on previews
-        for state in batch:
-            self.totals["steps"] += 1
-            for ticket in self.running:
-                ticket.step = state.step
-            for ticket in list(self.queue):
-                ticket.has_ended()
-            for place, unit in enumerate(units):
-                unit.ticket.interrupted |= time.monotonic() > self._give_up
-                if unit.ticket.interrupted and state.step < state.num_steps:
-                    self._finish(unit, state.x0[place : place + 1])
-            if all(unit.ended or unit.ticket.ended for unit in units):
-                break
-            before = time.monotonic()
-            if self._show(units, state, previews=spent <= PREVIEW_SHARE * (before - start)):
-                spent += time.monotonic() - before
-            for ticket in self.running:
-                ticket.tell()
+        return state.step < state.num_steps
+
+    def _end(self, run: "Run") -> None:
+        """Finish the images of a run, or let their second pass follow."""
         second_passes: dict[Ticket, list[Unit]] = {}
-        for place, unit in enumerate(units):
-            latents = batch.latents[place : place + 1]
+        for place, unit in enumerate(run.units):
+            latents = run.batch.latents[place : place + 1]
             if unit.ended or unit.ticket.ended:
                 continue
             try:
@@ -610,8 +726,8 @@ class Engine:
                 self._finish(unit, latents)
             else:
                 second_passes.setdefault(unit.ticket, []).append(Unit(unit.ticket, second))
-        for ticket, next_units in second_passes.items():
-            ticket.prepared.extendleft(reversed(next_units))
+        for ticket, units in second_passes.items():
+            ticket.prepared.extendleft(reversed(units))
 
     def _show(self, units: list[Unit], state: State, previews: bool) -> bool:
         """Decode what a step predicted, for those who want to see it; return whether there were previews.
@@ -668,6 +784,7 @@ class Engine:
             if not ticket.is_held:
                 return
             ticket.is_held, ticket.images, ticket.call = False, (), None
+            self._taken.discard(ticket)
         ticket.account.__exit__(None, None, None)
 
     def _remove(self, ticket: Ticket) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import itertools
 import json
 import logging
 import socket
@@ -391,10 +392,11 @@ def test_images_of_many_branches_share_no_batch(library: Any) -> None:
     """A batch of 8 has 16 branches, whatever the images."""
     engine = engine_of(library)
     many = [submit(engine, "txt2img", SMALL | {"prompt": "a AND b AND c", "prompt_syntax": "a1111"}) for _ in range(8)]
-    units = engine._gather()
-    assert len(units) == 4
+    run = engine._next_run()
+    assert run is not None
+    assert len(run.units) == 4
     assert many[0].branches == 4
-    assert len(engine_of(library)._gather()) == 0
+    assert engine_of(library)._next_run() is None
 
 
 def test_too_many_loras(library: Any, running: Running) -> None:
@@ -404,9 +406,16 @@ def test_too_many_loras(library: Any, running: Running) -> None:
 # ---- clients --------------------------------------------------------------------------------------------------------
 
 
+def clock() -> Callable[[], float]:
+    """A clock that goes on by a second whenever somebody looks: each step takes one."""
+    ticks = itertools.count()
+    return lambda: float(next(ticks))
+
+
 def test_clients_take_turns(library: Any, as_client: Callable[[str], Any]) -> None:
-    """The first request of a client comes before the second of each other."""
+    """Places are told as if all requests were alike: each client's first, then each one's second."""
     engine, order = engine_of(library), list[str]()
+    engine.clock = clock()
     tickets = []
     for client, count in (("a", 4), ("b", 2), ("c", 1)):
         as_client(client)
@@ -420,8 +429,56 @@ def test_clients_take_turns(library: Any, as_client: Callable[[str], Any]) -> No
     engine.start()
     finished(*tickets)
     engine.close()
-    assert set(order[:3]) == {"a0", "b0", "c0"}
+    assert order[0] == "a0"  # the shortest
     assert order[-1] == "a3"
+
+
+def test_a_clients_first_image_waits_for_at_most_one_step_of_each_other(library: Any, as_client: Any) -> None:
+    """However expensive what they have asked for is, and in however many requests."""
+    engine, steps, ends = engine_of(library), list[str](), list[str]()
+    engine.clock = clock()
+
+    def ask(client: str, count: int) -> Any:
+        as_client(client)
+        ticket = submit(engine, "txt2img", SMALL | {"prompt": client, "steps": count})
+        ticket.listen(lambda: ends.append(client) if ticket.ended else steps.append(client) if ticket.step else None)
+        return ticket
+
+    tickets = [ask("a", 60), ask("a", 50), ask("b", 55)]
+    late = threading.Event()
+    tickets[0].listen(lambda: late.set() if tickets[0].step == 10 else None)
+    denoise = engine._denoise
+
+    def denoise_and_ask(run: Any) -> bool:
+        is_going = denoise(run)
+        if len(steps) == 20:
+            tickets.append(ask("c", 3))
+        return is_going
+
+    engine._denoise = denoise_and_ask  # type: ignore[method-assign]
+    engine.start()
+    assert late.wait(60)
+    wait_for(lambda: "c" in ends, "the end of the late request")
+    first = steps.index("c")
+    assert first <= 20 + 2  # one of a, one of b
+    whole = steps[first : steps.index("c", first) + 8]
+    assert whole.count("a") <= 4
+    assert whole.count("b") <= 4
+    assert ends == ["c"]
+    for ticket in tickets[:3]:
+        ticket.cancel()
+    engine.close()
+
+
+def test_a_step_is_charged_to_all_whose_images_it_has(library: Any, as_client: Any) -> None:
+    engine = engine_of(library)
+    engine.clock = clock()
+    for client in ("a", "b", "b"):
+        as_client(client)
+        submit(engine, "txt2img", SMALL | {"prompt": client})
+    engine._work()
+    assert engine._seconds["b"] == pytest.approx(2 / 3)
+    assert engine._seconds["a"] == pytest.approx(1 + 1 / 3)  # and what its beginning took
 
 
 def test_a_client_that_holds_the_queue_makes_room_for_others(library: Any, as_client: Callable[[str], Any]) -> None:
@@ -593,7 +650,7 @@ def test_a_model_is_not_kept_for_ever(library: Any, monkeypatch: pytest.MonkeyPa
     used = list[str]()
     monkeypatch.setattr(library, "use", lambda name, loras: used.append(name))
     monkeypatch.setattr(queue, "STAY", -1.0)
-    engine._gather()
+    engine._next_run()
     assert used == ["other"]
 
 

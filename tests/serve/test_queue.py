@@ -1,6 +1,7 @@
 """The engine: one queue, images of several requests in one run, each as it is alone."""
 
 import gc
+import itertools
 import threading
 import time
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from ldm_lite.core.plan import device_rows
 from ldm_lite.models.unet import LDMUNet
 from ldm_lite.runtime.patching import is_unmodified, kernel, patch
 from ldm_lite.runtime.together import Together
+from ldm_lite.serve.ledger import CLIENT
 
 
 def options(prompt: str = "a car", seed: int = 1, **more: Any) -> dict[str, Any]:
@@ -69,6 +71,27 @@ def test_requests_run_together_with_the_bits_that_they_have_alone(engine: Any, a
     assert [len(each.results) for each in tickets] == [1, 2, 2, 1, 1]
     assert engine.totals["batches"] == 3
     assert engine.totals["images"] == 7
+
+
+def test_images_whose_steps_take_turns_have_the_bits_that_they_have_alone(library: Any, alone: Pipeline) -> None:
+    """Batches of two clients, of other counts of images and steps."""
+    engine, ticks, tickets, order = engine_of(library), itertools.count(), list[Any](), list[str]()
+    engine.clock = lambda: float(next(ticks))
+    asked = {"a": options("an apple", 1, batch_size=3, steps=6), "b": options("a car", 7, steps=8, batch_size=2)}
+    for client, given in asked.items():
+        token = CLIENT.set(client)
+        tickets.append(submit(engine, "txt2img", given))
+        tickets[-1].listen(lambda client=client: order.append(client))
+        CLIENT.reset(token)
+    engine.start()
+    for ticket, given in zip(tickets, asked.values(), strict=True):
+        for result in finished(ticket):
+            more = {"steps": given["steps"], "seed": result.seed, "width": 32, "height": 32}
+            [wanted] = alone.txt2img(result.prompt, **more)
+            assert result.image.tobytes() == wanted.tobytes()
+    engine.close()
+    assert "ab" in "".join(order)[3:-3]
+    assert "ba" in "".join(order)[3:-3]
 
 
 @pytest.mark.slow
