@@ -23,10 +23,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ldm_lite.cli.files import open_file
-from ldm_lite.cli.image_headers import check_exif, check_image
 from ldm_lite.cli.options import MOST_PX
 from ldm_lite.core import image as core
 from ldm_lite.core.image import MOST_PIXELS, mask_latent, pad, stretch, to_pil, to_pixels
+from ldm_lite.image_headers import check_exif, check_image
 
 __all__ = ["MOST_PIXELS", "mask_latent", "pad", "to_pil", "to_pixels"]  # of the core, beside what is defined here
 

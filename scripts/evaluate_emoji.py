@@ -35,6 +35,7 @@ from ldm_lite.cli import threads
 
 os.environ.update(threads.settings())  # before torch is loaded
 
+import compare_samplers as comparison
 import numpy as np
 import torch
 from PIL import Image, ImageDraw
@@ -87,7 +88,6 @@ from ldm_lite.diffusion.names import named_plan
 from ldm_lite.diffusion.samplers import SAMPLERS
 from ldm_lite.image import to_pil
 from ldm_lite.pipeline import Pipeline
-from ldm_lite.tasks import compare as comparison
 
 # No training caption is worded like these.
 NEW_WORDINGS = (
@@ -853,7 +853,7 @@ def compare(
     classify: Classify,
     say: Callable[[str], None],
 ) -> None:
-    """Add the accuracies to the points of a file of tasks/compare.py, all of the same prompts and noise.
+    """Add the accuracies to the points of a file of compare_samplers.py, all of the same prompts and noise.
 
     Raises ValueError for a file of another checkpoint.
     """

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from ldm_lite.core.denoise import State
 from ldm_lite.core.plan import Plan
-from ldm_lite.tasks.job import Result
+from ldm_lite.tasks.results import Result
 
 Prompt: TypeAlias = str | Sequence[str] | None
 Pil: TypeAlias = Literal["pil"]  # the values of `output`, and what they return

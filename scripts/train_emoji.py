@@ -52,7 +52,7 @@ from ldm_lite.core.vae import AutoencoderKL
 from ldm_lite.families.sd1 import SD1
 from ldm_lite.image import to_pil
 from ldm_lite.models.clip import CLIP_L, CLIPTextModel, CLIPTextSpec
-from ldm_lite.models.unet import AttentionBlock, LDMUNet, ResBlock
+from ldm_lite.models.unet import AttentionBlock, LDMUNet, ResamplingResBlock
 from ldm_lite.networks import encode_captions, network_inputs
 from ldm_lite.runtime import cpu
 from ldm_lite.text.tokenizer import FixingCLIPTokenizer
@@ -136,7 +136,7 @@ def initialise(unet: LDMUNet) -> None:
     """Zero the last layer of each residual branch, as the original does: every block starts as the identity."""
     lasts: list[nn.Module] = [unet.out[2]]
     for module in unet.modules():
-        if isinstance(module, ResBlock):
+        if isinstance(module, ResamplingResBlock):
             lasts.append(module.out_layers[3])
         elif isinstance(module, (SpatialTransformer, AttentionBlock)):
             lasts.append(module.proj_out)

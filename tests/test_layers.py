@@ -15,7 +15,7 @@ PACKAGE = ROOT / "ldm_lite"
 # Folders and files directly under ldm_lite, in layers: each may import from the layers below it, and from itself.
 LAYERS = [
     {"core"},
-    {"models", "diffusion", "text", "cli", "image"},
+    {"models", "diffusion", "text", "cli", "image", "image_headers"},
     {"zoo", "runtime"},
     {"checkpoint"},
     {"conditioning"},
@@ -34,6 +34,7 @@ LAYERS = [
 ]
 # Within a layer.
 ALSO = {("generate", "control"), ("zoo", "runtime"), ("image", "cli"), ("text", "cli")}
+ALSO |= {("image", "image_headers"), ("text", "image_headers")}
 # The main parts of commands.
 PRINTING = {
     *("tasks.command", "tasks.export", "tasks.reconstruct", "tasks.verify"),

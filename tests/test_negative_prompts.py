@@ -12,7 +12,7 @@ from PIL import Image
 import ldm_lite
 from ldm_lite import Pipeline
 from ldm_lite.cli.task_options import Txt2imgOptions
-from ldm_lite.tasks.job import Result
+from ldm_lite.tasks.results import Result
 from ldm_lite.text.parameters import parse_parameters
 from ldm_lite.toolkit import estimate_cost
 

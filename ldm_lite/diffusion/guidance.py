@@ -11,7 +11,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 from weakref import WeakSet
 
 import numpy as np
@@ -200,7 +200,7 @@ def _needed(function: Callable[..., Any]) -> list[str]:
     return [name for name, parameter in parameters if parameter.default is parameter.empty]
 
 
-def reads_step_alone(guidance: float | Callable[..., Any]) -> bool:
+def reads_step_alone(guidance: float | Callable[..., Any]) -> TypeGuard[Callable[..., Any]]:
     """Whether guidance is a function of the step, and not of outputs."""
     return callable(guidance) and len(_needed(guidance)) < 2
 

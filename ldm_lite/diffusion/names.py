@@ -70,6 +70,7 @@ def register(
     return function
 
 
+@functools.cache
 def _parameters(key: str, sampler: Sampler) -> Mapping[str, inspect.Parameter]:
     """The parameters of a sampler.  Raises ValueError if named_plan cannot call it."""
     signature = inspect.signature(sampler)
@@ -89,7 +90,7 @@ def _parameters(key: str, sampler: Sampler) -> Mapping[str, inspect.Parameter]:
 
 def has(key: str, option: str) -> bool:
     """Whether a sampler of SAMPLERS takes an option: "eta" or "churn"."""
-    return option in inspect.signature(SAMPLERS[key]).parameters
+    return option in _parameters(key, SAMPLERS[key])
 
 
 def resolve(name: str) -> tuple[str, str | None]:
@@ -98,6 +99,8 @@ def resolve(name: str) -> tuple[str, str | None]:
     A spacing may have settings, as in spaced_levels.  "webui DPM2 Karras" is what A1111 calls "DPM2 Karras".  Raises
     ValueError for an unknown name, with the nearest ones.
     """
+    if name in SAMPLERS:
+        return name, None
     if _normal(name).startswith("webui_"):
         return from_webui(name.strip()[len("webui ") :].replace("_", " "), {"Schedule type": "Automatic"})
     whole, colon, settings = name.removesuffix(OURS).partition(":")

@@ -15,6 +15,8 @@ import numpy as np
 import torch
 
 from ldm_lite.checkpoint.model import CheckpointModel
+from ldm_lite.cli.options import changed
+from ldm_lite.cli.task_options import Txt2imgOptions
 from ldm_lite.core.denoise import Draw
 from ldm_lite.core.features import Feature
 from ldm_lite.core.job import Item
@@ -50,7 +52,7 @@ class Compat(Feature):
     stage: ClassVar = "model"
     uses: ClassVar = ("compat",)
 
-    def check(self, options: Any) -> Any:
+    def check(self, options: Txt2imgOptions) -> Txt2imgOptions:
         """Raises ValueError for options that the original script lacks."""
         for name in ("spacing", "churn", "exact_steps", "brownian"):
             if getattr(options, name, None):
@@ -65,7 +67,7 @@ class Compat(Feature):
             raise ValueError(f"got eta {options.eta}, but {sampler} has none: leave it out")
         return options
 
-    def change_options(self, model: CheckpointModel, options: Any) -> tuple[CheckpointModel, Any]:
+    def change_options(self, model: CheckpointModel, options: Txt2imgOptions) -> tuple[CheckpointModel, Txt2imgOptions]:
         """Set the defaults and the steps of the original script."""
         if model.schedule.is_flow:
             title = model.family.title
@@ -83,8 +85,8 @@ class Compat(Feature):
             defaults |= _SIDES  # `laion400m`
         unset = {name: value for name, value in defaults.items() if getattr(options, name) is None}
         options = dataclasses.replace(options, **unset)
-        key = resolve(options.sampler)[0]
-        return model, dataclasses.replace(options, spacing=dpm_solver if key == "dpmpp_2m" else original)
+        key = resolve(options.sampler or defaults["sampler"])[0]
+        return model, changed(options, spacing=dpm_solver if key == "dpmpp_2m" else original)
 
     def change_job(self, job: TaskJob) -> TaskJob:
         """Draw all noise from one generator; an image's latents are sampled once for all batches."""

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ldm_lite.checkpoint.hub import check_there
+from ldm_lite.checkpoint.model import CheckpointModel
+from ldm_lite.cli.options import changed
+from ldm_lite.cli.task_options import Txt2imgOptions
 from ldm_lite.control.apply import ActiveControls
 from ldm_lite.control.control import Control, natural_size, parse
 from ldm_lite.control.loading import LoadedControl, load_controls
@@ -53,7 +56,7 @@ class Controls(Feature):
         """Those of the texts.  Raises ValueError for text that is not a control."""
         return parse(self.control, self.preprocess) if self.control or self.preprocess is not None else []
 
-    def check(self, options: Any) -> Any:
+    def check(self, options: Txt2imgOptions) -> Txt2imgOptions:
         """Raises ValueError for text that is not a control."""
         _ = self.controls
         return options
@@ -71,15 +74,15 @@ class Controls(Feature):
         """Return a cost with the networks."""
         return dataclasses.replace(cost, controls=cost.controls + len(self.control))
 
-    def with_networks(self, options: Any, networks: dict[str, Any]) -> Any:
+    def with_networks(self, options: Txt2imgOptions, networks: dict[str, Any]) -> Txt2imgOptions:
         """Return options whose controls keep their networks in a dictionary, by file, for runs that follow."""
         controls = [
             dataclasses.replace(control, networks=networks.setdefault(str(control.source), control.networks))
             for control in self.controls
         ]
-        return dataclasses.replace(options, control=tuple(controls), preprocess=None)
+        return changed(options, control=tuple(controls), preprocess=None)
 
-    def change_options(self, model: Any, options: Any) -> tuple[Any, Any]:
+    def change_options(self, model: CheckpointModel, options: Txt2imgOptions) -> tuple[CheckpointModel, Txt2imgOptions]:
         """Load the networks; a text to image has the size of the first control's image, unless another is given."""
         is_sized = options.height is not None or options.width is not None
         if self.controls and not is_sized and options.task == "txt2img":

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from ldm_lite.checkpoint.model import CheckpointModel
+from ldm_lite.cli.task_options import Txt2imgOptions
 from ldm_lite.core.features import Feature, option
 from ldm_lite.image import depth_latent, open_depth, read_image, to_image, to_pixels, to_rgb
 from ldm_lite.tasks.job import TaskJob
@@ -22,7 +24,7 @@ class Depth(Feature):
         None, "depth map, lighter = nearer, for models that read one; for FLUX.1 Canny the edges", metavar="FILE"
     )
 
-    def change_options(self, model: Any, options: Any) -> tuple[Any, Any]:
+    def change_options(self, model: CheckpointModel, options: Txt2imgOptions) -> tuple[CheckpointModel, Txt2imgOptions]:
         """Read the file.  Raises ValueError for one too many or missing, and if it holds no depth map; OSError."""
         source, reads = self.depth, model.family.task in ("depth", "control_image")
         if (source is not None) != reads:

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from ldm_lite.core.denoise import Conditioning as Parts
 from ldm_lite.core.denoise import InputSource
@@ -49,7 +49,7 @@ def calls_of(job: TaskJob) -> Calls:
     return Calls((options.steps or family.steps) * (calls_each or max(1, round(len(plan.t) / plan.num_steps))))
 
 
-def added(job: Any, conds: Sequence[Parts], weights: tuple[float, ...], uncond: Parts | None) -> Guidance:
+def added(job: TaskJob, conds: Sequence[Parts], weights: tuple[float, ...], uncond: Parts | None) -> Guidance:
     """EditedTexts.compose: the predictions for the parts are added."""
     return composed(conds, weights, uncond, job.guidance)
 
@@ -82,7 +82,7 @@ class EditedTexts(PromptEncoder):
         negative = self.negative_prompts if self._reads_negative else ()
         return {until.text for text in (*parts, *negative) for until in self._until(text)}
 
-    def source(self, job: Any, items: Sequence[Item]) -> InputSource:
+    def source(self, job: TaskJob, items: Sequence[Item]) -> InputSource:
         """Return the inputs of every call for items whose prompts' parts have the same weights."""
         prompts = [self._prompt(item) for item in items]
         parts = [[Part("", 1.0)] if self.cond is not None else parts_of(prompt, "a1111") for prompt in prompts]
@@ -102,7 +102,7 @@ class EditedTexts(PromptEncoder):
             turns.append((first, sources[key]))
         return turns[0][1] if len(turns) == 1 else InTurns(tuple(turns))
 
-    def joined(self, job: Any, items: Sequence[Item], conds: Sequence[Parts], uncond: Parts | None) -> Guidance:
+    def joined(self, job: TaskJob, items: Sequence[Item], conds: Sequence[Parts], uncond: Parts | None) -> Guidance:
         """Return the guidance of prompts of one part or several."""
         weights = self.weights(self._prompt(items[0]))
         if weights == (1.0,):

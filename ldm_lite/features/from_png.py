@@ -6,7 +6,9 @@ from typing import Any, ClassVar
 
 from PIL import Image
 
+from ldm_lite.checkpoint.model import CheckpointModel
 from ldm_lite.cli.options import changed, given
+from ldm_lite.cli.task_options import Txt2imgOptions
 from ldm_lite.core.features import Feature, option
 from ldm_lite.tasks.picture_text import options_of
 from ldm_lite.text.parameters import read_parameters
@@ -33,7 +35,7 @@ class FromPng(Feature):
         """How messages call the picture."""
         return "the picture" if isinstance(self.from_png, Image.Image) else f"{self.from_png}"[:300]
 
-    def check(self, options: Any) -> Any:
+    def check(self, options: Txt2imgOptions) -> Txt2imgOptions:
         """Return options with what the picture says in place of those that were not given.
 
         One warning names what is ignored.  Raises ValueError, with the key, for a picture without a text or with a
@@ -50,7 +52,7 @@ class FromPng(Feature):
         unset = {option: value for option, value in values.items() if option not in explicit}
         return changed(options, **unset, from_png=None)
 
-    def change_options(self, model: Any, options: Any) -> tuple[Any, Any]:
+    def change_options(self, model: CheckpointModel, options: Txt2imgOptions) -> tuple[CheckpointModel, Txt2imgOptions]:
         """Warn if the picture is another model's."""
         settings = self.once("text", lambda _: read_parameters(self.from_png)).settings
         if (theirs := settings.get("Model")) not in (None, model.name):

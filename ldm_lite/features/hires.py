@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from ldm_lite.checkpoint.hub import check_there
 from ldm_lite.checkpoint.model import CheckpointModel
+from ldm_lite.cli.task_options import Txt2imgOptions
 from ldm_lite.core.features import Feature, option
 from ldm_lite.diffusion.names import resolve
 from ldm_lite.diffusion.plan import Plan
@@ -27,7 +28,8 @@ from ldm_lite.image import PIXEL_UPSCALERS, to_array, to_pixels
 from ldm_lite.tasks.cost import Cost
 from ldm_lite.tasks.enlarge import Upscaler
 from ldm_lite.tasks.image_inputs import FromImage
-from ldm_lite.tasks.job import TaskJob, plan_of_options
+from ldm_lite.tasks.job import TaskJob
+from ldm_lite.tasks.plans import plan_of_options
 
 Shape = tuple[int, int, int]  # (C,h,w) of latents
 UPSCALERS = {  # of latents: A1111's names -> mode and antialias of torch's interpolate
@@ -98,7 +100,7 @@ class Hires(Feature):
         excludes=("uncond",),
     )
 
-    def check(self, options: Any) -> Any:
+    def check(self, options: Txt2imgOptions) -> Txt2imgOptions:
         """Raises ValueError for a sampler that is unknown, and noise that is drawn already."""
         if self.hires_sampler is not None:
             resolve(self.hires_sampler)

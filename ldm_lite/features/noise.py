@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ldm_lite.cli.task_options import Txt2imgOptions
 from ldm_lite.core.denoise import Draw
 from ldm_lite.core.features import Feature
 from ldm_lite.core.job import Item
@@ -33,7 +34,7 @@ class Noise(Feature):
 
     uses: ClassVar = ("noise", "ensd", "variation_seed", "variation_strength", "fixed_code", "brownian")
 
-    def check(self, options: Any) -> Any:
+    def check(self, options: Txt2imgOptions) -> Txt2imgOptions:
         """Raises ValueError or TypeError for options that do not go together."""
         program = options.noise if isinstance(options.noise, str) else "own"
         if program not in PROGRAMS:

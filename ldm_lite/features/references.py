@@ -7,7 +7,9 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ldm_lite.cli.task_options import ImageOptions
+from ldm_lite.checkpoint.model import CheckpointModel
+from ldm_lite.cli.options import changed
+from ldm_lite.cli.task_options import ImageOptions, Txt2imgOptions
 from ldm_lite.core.features import Feature, option
 from ldm_lite.image import to_pixels
 from ldm_lite.tasks.cost import Cost
@@ -32,7 +34,7 @@ class References(Feature):
         """Return a cost with the images."""
         return dataclasses.replace(cost, references=cost.references + len(self.reference))
 
-    def change_options(self, model: Any, options: Any) -> tuple[Any, Any]:
+    def change_options(self, model: CheckpointModel, options: Txt2imgOptions) -> tuple[CheckpointModel, Txt2imgOptions]:
         """Read the images; the size of one of them is the default of text to image.
 
         Raises ValueError, OSError for what is no image, for more than the network reads, and if it reads none.
@@ -44,7 +46,7 @@ class References(Feature):
         if sees and (options.cond is not None or options.uncond is not None):
             raise ValueError("got `reference`, and `cond` or `uncond`, whose text has not seen it: give prompts")
         files = sources(self.reference, "reference")
-        options = dataclasses.replace(options, reference=tuple(files))  # not the folders: keys of images tell the files
+        options = changed(options, reference=tuple(files))  # not the folders: keys of images tell the files
         opened = [open_source(source).image for source in files]
         if rule.most is not None and len(opened) > rule.most:
             reads = f"{model.family.title} reads {rule.most}"

@@ -13,7 +13,8 @@ from ldm_lite.adapters.textual_inversion import with_embeddings
 from ldm_lite.checkpoint.hub import check_there
 from ldm_lite.checkpoint.loading import load_model
 from ldm_lite.checkpoint.model import CheckpointModel
-from ldm_lite.cli.options import LoadOptions
+from ldm_lite.cli.options import LoadOptions, changed
+from ldm_lite.cli.task_options import Txt2imgOptions
 from ldm_lite.core.denoise import Call, Constraint, Draw, Inputs, InputSource, State, run_plan
 from ldm_lite.core.features import Feature, option
 from ldm_lite.core.job import Item
@@ -52,7 +53,7 @@ class Refiner(Feature):
         if not isinstance(self.refiner, CheckpointModel):
             check_there(self.refiner)
 
-    def change_options(self, model: Any, options: Any) -> tuple[Any, Any]:
+    def change_options(self, model: CheckpointModel, options: Txt2imgOptions) -> tuple[CheckpointModel, Txt2imgOptions]:
         """Load the refiner.  Raises ValueError for one that cannot go on with the model's latents."""
         refiner = self.refiner
         if not isinstance(refiner, CheckpointModel):
@@ -66,7 +67,7 @@ class Refiner(Feature):
                 "second cannot continue a run of the first"
             )
         self.state["model"] = refiner
-        return model, dataclasses.replace(options, refiner=refiner)
+        return model, changed(options, refiner=refiner)
 
     def change_job(self, job: TaskJob) -> TaskJob:
         """Switch to the refiner, outside of all that changes the inputs of the model."""

@@ -3,8 +3,9 @@
 import dataclasses
 import logging
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
+from ldm_lite.cli.task_options import Txt2imgOptions
 from ldm_lite.core.declare import SCALES, WHY_SCALES
 from ldm_lite.core.denoise import Adjust, InputSource
 from ldm_lite.core.features import Feature, option
@@ -41,7 +42,7 @@ class Rescale(Feature):
         png="Dynamic threshold",
     )
 
-    def check(self, options: Any) -> Any:
+    def check(self, options: Txt2imgOptions) -> Txt2imgOptions:
         """Raises ValueError for a percentile without what it is of."""
         if self.dynamic_threshold is not None and self.mimic_scale is None:
             raise ValueError(

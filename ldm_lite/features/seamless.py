@@ -3,8 +3,10 @@
 import dataclasses
 import logging
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
+from ldm_lite.checkpoint.model import CheckpointModel
+from ldm_lite.cli.task_options import Txt2imgOptions
 from ldm_lite.core.features import Feature, option
 from ldm_lite.runtime.compile import is_compiled
 from ldm_lite.runtime.seamless import seamless
@@ -33,7 +35,7 @@ class Seamless(Feature):
         """Return a cost that says so of the networks."""
         return dataclasses.replace(cost, changes_networks="seamless")
 
-    def change_options(self, model: Any, options: Any) -> tuple[Any, Any]:
+    def change_options(self, model: CheckpointModel, options: Txt2imgOptions) -> tuple[CheckpointModel, Txt2imgOptions]:
         """Replace the model.  Raises ValueError for networks whose convolutions are fixed."""
         if model.offloader is not None or is_compiled(model.run_row):
             raise ValueError(

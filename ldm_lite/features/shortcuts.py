@@ -4,8 +4,10 @@ import dataclasses
 import functools
 import logging
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
+from ldm_lite.checkpoint.model import CheckpointModel
+from ldm_lite.cli.task_options import Txt2imgOptions
 from ldm_lite.core.denoise import InputSource
 from ldm_lite.core.features import Feature, option
 from ldm_lite.diffusion.guidance import InTurns, gated
@@ -53,7 +55,7 @@ class Shortcuts(Feature):
         every, branch = self.reading("deep_cache") or (1, 0)
         return Settings(every, branch, self.gate_step, self.reading("freeu"))
 
-    def change_options(self, model: Any, options: Any) -> tuple[Any, Any]:
+    def change_options(self, model: CheckpointModel, options: Txt2imgOptions) -> tuple[CheckpointModel, Txt2imgOptions]:
         """Raises ValueError for a network that it does not fit."""
         Run(model.unet, self.settings)
         if self.settings.gate is not None and is_compiled(model.run_row):

@@ -3,11 +3,13 @@
 import dataclasses
 import functools
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from ldm_lite.checkpoint.model import CheckpointModel
+from ldm_lite.cli.task_options import Txt2imgOptions
 from ldm_lite.core.declare import SCALES
 from ldm_lite.core.denoise import Branch, Call, Inputs, InputSource, weighted
 from ldm_lite.core.features import Feature, option
@@ -29,7 +31,7 @@ class SkipLayerGuidance(Feature):
         png="Skip layer scale",
     )
 
-    def change_options(self, model: Any, options: Any) -> tuple[Any, Any]:
+    def change_options(self, model: CheckpointModel, options: Txt2imgOptions) -> tuple[CheckpointModel, Txt2imgOptions]:
         """Raises ValueError if the model's family has no such guidance."""
         if self.skip_layer_scale is not None and model.family.skip_layers is None:
             raise ValueError(f"{model.family.title} has no skip-layer guidance: leave out `skip_layer_scale`")

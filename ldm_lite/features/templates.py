@@ -3,10 +3,12 @@
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
+from ldm_lite.cli.options import changed
+from ldm_lite.cli.task_options import Txt2imgOptions
 from ldm_lite.core.features import Feature, option
-from ldm_lite.tasks.job import read_prompts
+from ldm_lite.tasks.checks import read_prompts
 from ldm_lite.text.variants import Prompts
 
 
@@ -24,7 +26,7 @@ class Templates(Feature):
     )
     wildcards: str | None = option(None, "folder of files NAME.txt; __NAME__ is one of the lines", metavar="DIR")
 
-    def check(self, options: Any) -> Any:
+    def check(self, options: Txt2imgOptions) -> Txt2imgOptions:
         """Return options with the prompts.  Raises ValueError, one line, for templates that cannot be read; OSError."""
         if options.compat or options.cond is not None:
             raise ValueError("`compat` and `cond` take prompts as they are: leave out `dynamic` and `wildcards`")
@@ -41,5 +43,5 @@ class Templates(Feature):
             seeds = range(first, first + len(templates)) if isinstance(first, int) else first
             texts = [prompts.one(template, seed) for template, seed in zip(templates, seeds, strict=False)]
         if len(negative) > 1:
-            options = dataclasses.replace(options, negative_prompt=negative * (len(texts) // len(negative)))
-        return dataclasses.replace(options, prompt=texts, n_iter=1, dynamic=None, wildcards=None)
+            options = changed(options, negative_prompt=negative * (len(texts) // len(negative)))
+        return changed(options, prompt=texts, n_iter=1, dynamic=None, wildcards=None)

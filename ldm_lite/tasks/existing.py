@@ -17,7 +17,8 @@ from ldm_lite.checkpoint.digest import sampled
 from ldm_lite.checkpoint.model import CheckpointModel
 from ldm_lite.cli.files import open_file
 from ldm_lite.core.job import Item
-from ldm_lite.tasks.job import Part, Task, guidance_of
+from ldm_lite.tasks.job import Part, Task
+from ldm_lite.tasks.plans import guidance_of
 
 BLOCKS, BLOCK = 64, 2**16  # what is read of a large file
 # Options that say which images there are, not what is in one; and those that are part of a key in another form.
@@ -82,7 +83,7 @@ def _settings(task: Task) -> Sequence[object]:
     fields = sorted(field.name for field in dataclasses.fields(options) if field.name not in WHICH | RESOLVED)
     columns = [getattr(plan, field.name) for field in dataclasses.fields(plan)] if plan is not None else []
     steps = [column.tobytes() if isinstance(column, np.ndarray) else column for column in columns]
-    guidance: Any = guidance_of(task, plan)
+    guidance: Any = guidance_of(task.model, options, plan, task.image_scale)
     if callable(guidance) and plan is not None:  # DDIM CFG++'s, whose steps are those of DDIM
         guidance = [guidance(step) for step in range(plan.num_steps)]
     program = options.noise if isinstance(options.noise, str) else None

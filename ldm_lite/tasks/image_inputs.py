@@ -23,7 +23,8 @@ from ldm_lite.diffusion.schedule import CLEAN, Level
 from ldm_lite.diffusion.spacings import original
 from ldm_lite.image import SUFFIXES, list_images, pad, read_image, to_image, to_pixels, to_rgb
 from ldm_lite.models.open_clip import OPEN_CLIP_H
-from ldm_lite.tasks.job import TaskJob, plan_of_options
+from ldm_lite.tasks.job import TaskJob
+from ldm_lite.tasks.plans import plan_of_options
 
 log = logging.getLogger("ldm_lite")
 

@@ -12,7 +12,8 @@ from ldm_lite.checkpoint.model import CheckpointModel
 from ldm_lite.cli.task_options import Img2imgOptions
 from ldm_lite.core.features import Feature
 from ldm_lite.image import resize_image
-from ldm_lite.tasks import job
+from ldm_lite.tasks import checks, job
+from ldm_lite.tasks.checks import check_counts, read_prompts
 from ldm_lite.tasks.image_inputs import (
     FromImage,
     Source,
@@ -25,7 +26,8 @@ from ldm_lite.tasks.image_inputs import (
     sources,
     target_size,
 )
-from ldm_lite.tasks.job import OnStep, Part, Result, Task, TaskJob, check_counts, read_prompts, results
+from ldm_lite.tasks.job import OnStep, Part, Task, TaskJob, results
+from ldm_lite.tasks.results import Result
 
 log = logging.getLogger("ldm_lite")
 
@@ -65,7 +67,7 @@ def prepare(model: CheckpointModel, options: Img2imgOptions) -> Task:
     if options.compat and instructed:
         raise ValueError("`compat` is the original img2img script, which has no InstructPix2Pix: leave it out")
     images = sources(options.init_img, "init_img")
-    check_counts(task, len(images))
+    check_counts(task.options, task.prompts, len(images))
     strength = (1.0 if model.family.task in EDITING else 0.75) if options.strength is None else options.strength
     start = begin(model, options, strength)
     image_scale = (1.5 if options.image_scale is None else options.image_scale) if instructed else None
@@ -81,7 +83,7 @@ def prepare(model: CheckpointModel, options: Img2imgOptions) -> Task:
 
 def check(options: Img2imgOptions) -> tuple[Img2imgOptions, list[Feature]]:
     """Return the options as features read them.  Raises ValueError for those that are wrong whatever the model."""
-    options, features = job.check(options)
+    options, features = checks.check(options)
     if options.resolution is not None and (options.height is not None or options.width is not None or options.compat):
         raise ValueError("`resolution` sets both sides: leave out `height`, `width` and `compat`, or it")
     return options, features

@@ -31,7 +31,8 @@ from ldm_lite.image import (
     to_pil,
     to_pixels,
 )
-from ldm_lite.tasks import job
+from ldm_lite.tasks import checks, job
+from ldm_lite.tasks.checks import check_counts, read_prompts
 from ldm_lite.tasks.image_inputs import (
     FromImage,
     NamedImage,
@@ -45,8 +46,10 @@ from ldm_lite.tasks.image_inputs import (
     sources,
     target_size,
 )
-from ldm_lite.tasks.job import OnStep, Part, Result, Task, TaskJob, check_counts, plan_of_options, read_prompts, results
+from ldm_lite.tasks.job import OnStep, Part, Task, TaskJob, results
 from ldm_lite.tasks.masked_area import Area, area_of, covering, fill, fitted
+from ldm_lite.tasks.plans import plan_of_options
+from ldm_lite.tasks.results import Result
 
 log = logging.getLogger("ldm_lite")
 
@@ -73,7 +76,7 @@ def prepare(model: CheckpointModel, options: InpaintOptions) -> Task:
     assert isinstance(task.options, InpaintOptions)
     model, options = task.model, task.options
     images = pairs(options)
-    check_counts(task, len(images))
+    check_counts(task.options, task.prompts, len(images))
     strength = 1.0 if options.strength is None else options.strength
     if not options.compat:
         start = begin(model, options, strength)
@@ -107,7 +110,7 @@ def _warn_of_idle(options: InpaintOptions) -> None:
 
 def check(options: InpaintOptions) -> tuple[InpaintOptions, list[Feature]]:
     """Return the options as features read them.  Raises ValueError for those that are wrong whatever the model."""
-    options, features = job.check(options)
+    options, features = checks.check(options)
     if isinstance(options.noise, str) and options.noise in ("diffusers", "comfy"):
         raise ValueError(f"`noise={options.noise}` is for txt2img and img2img: inpainting draws noise in another order")
     if options.compat and (options.only_masked is not None or options.masked_content != "original"):

@@ -1,101 +1,52 @@
 """From the options of a task to its images, the same way for all tasks, in the order of this file.
 
-1. prepare() checks the options, lets features change them and the model, and reads the prompts: a Task.
-2. The task (txt2img.py, img2img.py, inpaint.py, upscale.py) adds its plan, and a Part for each image to start from.
+1. prepare() checks the options (checks.py), lets features change them and the model, and reads the prompts: a Task.
+2. The task (txt2img.py, img2img.py, inpaint.py, upscale.py) adds its plan (plans.py), and a Part for each image to
+   start from.
 3. Task.job() makes the Job of a part, with slots that features replace: the core's Job, for models of any family.
-4. run() denoises the jobs batch by batch, as the core does, and makes a Result of each image.
+4. run() denoises the jobs batch by batch, as the core does, and makes a Result (results.py) of each image.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-from PIL import Image
 from torch import Tensor
 
 from ldm_lite import generate
 from ldm_lite.checkpoint.model import CheckpointModel
-from ldm_lite.cli.pictures import TEXT, Picture, save_whole
 from ldm_lite.cli.task_options import Txt2imgOptions
 from ldm_lite.cli.version import __version__
-from ldm_lite.conditioning.prompts import conditioner_of
 from ldm_lite.core.denoise import Constraint, Draw, InputSource, State
 from ldm_lite.core.features import Feature, changed_job
-from ldm_lite.core.job import Item, Job
-from ldm_lite.core.job import run_batches as run_batches
+from ldm_lite.core.job import Item, Job, run_batches
 from ldm_lite.core.tasks import from_noise, seeded_noise
-from ldm_lite.diffusion.guidance import as_conditioning, cfg_plus_plus, checked_scale
-from ldm_lite.diffusion.names import named_plan, resolve
+from ldm_lite.diffusion.guidance import as_conditioning
 from ldm_lite.diffusion.plan import Plan
-from ldm_lite.image import to_array, to_pil
-from ldm_lite.tasks.features import change_options, check_features
+from ldm_lite.tasks.checks import TASKS, check, read_prompts
+from ldm_lite.tasks.features import change_options
 from ldm_lite.tasks.picture_text import settings_of
+from ldm_lite.tasks.plans import guidance_of
+from ldm_lite.tasks.results import Result
 from ldm_lite.tasks.texts import PromptEncoder
 from ldm_lite.text.parameters import parameters
-from ldm_lite.text.prompt import parse
-from ldm_lite.text.tokenizer import check_length
 
 log = logging.getLogger("ldm_lite")
 
-TaskOptions = TypeVar("TaskOptions", bound=Txt2imgOptions)
 OnStep = Callable[[State], object]
 Wrapper = Callable[[InputSource, Any], InputSource]  # (inputs, job) -> inputs
 
 
-# ---- options --------------------------------------------------------------------------------------------------------
-
-TASKS = {  # a family's task -> the functions that can do it
-    "cascade": ("cascade",),
-    "txt2img": ("txt2img", "img2img", "inpaint"),
-    "inpaint": ("inpaint",),
-    "instruct": ("img2img",),
-    "edit": ("img2img", "txt2img"),
-    "depth": ("txt2img", "img2img"),
-    "control_image": ("txt2img", "img2img"),
-    "upscale": ("upscale",),
-    "inpaint_ldm": ("inpaint",),
-    "inpaint_flux": ("inpaint",),
-}
-
-
-def check(options: TaskOptions) -> tuple[TaskOptions, list[Feature]]:
-    """Return the options as their features read them, with these features.
-
-    Raises ValueError and TypeError for options that are wrong whatever the model.
-    """
-    options, features = check_features(options)
-    if options.plan is not None:
-        if not isinstance(options.plan, Plan):
-            raise TypeError(f"got {type(options.plan).__name__} as `plan`, expected a Plan, as Pipeline.plan makes it")
-        names = ("sampler", "spacing", "steps", "eta", "churn")
-        if replaced := [name for name in names if getattr(options, name) is not None]:
-            raise ValueError(f"got `plan` and `{replaced[0]}`, which it replaces: give one of them")
-    if options.sampler is not None:
-        resolve(options.sampler)
-    for conditioning in map(as_conditioning, (options.cond, options.uncond)):
-        if conditioning is not None and any(part.ndim == 0 for part in conditioning.values()):
-            raise ValueError("got conditioning of shape (), expected one row for each prompt: (N,T,D)")
-    if options.guidance is not None and options.scale is not None:
-        raise ValueError("got `guidance` and `scale`, which it replaces: give one of them")
-    if options.guidance is not None and not callable(options.guidance):
-        options = replace(options, guidance=checked_scale(options.guidance))
-    return options, features
-
-
-def prepare(model: CheckpointModel, options: Txt2imgOptions, task: str, check: Any = check) -> Task:
-    """Return a task whose options are checked, by itself and by its features, and changed for the model.
+def prepare(model: CheckpointModel, options: Txt2imgOptions, task: str, checked: Any = check) -> Task:
+    """Return a task whose options are checked, by its own check and by its features, and changed for the model.
 
     Raises ValueError for options that do not fit, OSError for files.
     """
-    options, features = check(options)
+    options, features = checked(options)
     if task not in (able := TASKS[model.family.task]):
         raise ValueError(
             f"{model.name} is a checkpoint of {model.family.title}, which {task} cannot use: "
@@ -105,79 +56,6 @@ def prepare(model: CheckpointModel, options: Txt2imgOptions, task: str, check: A
         raise TypeError("got `seed` None, expected a whole number or a list of them")
     prompts = read_prompts(options, model)
     return Task(*change_options(model, options, features), prompts)
-
-
-def check_counts(task: Task, num_images: int = 1) -> None:
-    """Raises ValueError for a list of seeds or negative prompts of another length; num_images are those to start from.
-
-    Seeds are one for each image, negative prompts one for each image or prompt.
-    """
-    options, count = task.options, len(task.prompts) * task.options.repeats * num_images
-    if (texts := len(options.negative_prompts)) not in (1, len(task.prompts), count):
-        raise ValueError(
-            f"got {texts} negative prompts for {len(task.prompts)} prompt{'s' * (len(task.prompts) != 1)} and {count} "
-            f"image{'s' * (count != 1)}, expected one, or one for each"
-        )
-    if not isinstance(options.seed, int) and len(options.seed) != count:
-        raise ValueError(f"got {len(options.seed)} seeds for {count} images, expected one, or one for each")
-
-
-def read_prompts(options: Txt2imgOptions, model: CheckpointModel | None = None) -> list[str]:
-    """Return the prompts of one repetition, empty ones if none is given.
-
-    Raises ValueError for a text that is too long and, with a model, for a prompt missing that it needs.
-    """
-    cond, prompt, count = as_conditioning(options.cond), options.prompt, options.images_at_a_time
-    if cond is not None:
-        prompts = [prompt if isinstance(prompt, str) else ""] * len(next(iter(cond.values())))
-    elif isinstance(prompt, str):
-        prompts = [prompt] * count
-    elif prompt is not None:
-        if not (prompts := list(prompt)):
-            raise ValueError("got an empty list of prompts, expected one or more")
-    elif model is None or conditioner_of(model).reads == "none":
-        prompts = [""] * count
-    else:
-        raise ValueError('no prompt: give one, for instance "a red apple on a blue background"')
-    if not options.negative_prompts:
-        raise ValueError("got an empty list of negative prompts, expected one or more")
-    for text in (*prompts, *options.negative_prompts):
-        check_length(text or "")
-        if text is not None and options.prompt_syntax == "a1111":
-            parse(text)  # which refuses some weights
-    return prompts
-
-
-# ---- plans ----------------------------------------------------------------------------------------------------------
-
-
-def plan_of_options(
-    model: CheckpointModel, options: Txt2imgOptions, last: int | None = None, steps: int | None = None
-) -> Plan:
-    """Return the plan of the options (default: the family's sampler and steps), or only its `last` steps."""
-    if options.plan is not None:
-        if last is not None and last != steps:
-            raise ValueError("got a `plan` of your own and a `strength` that leaves some of its steps out: take 1")
-        model.check_plan(options.plan)
-        plan: Plan = options.plan
-        return plan
-    steps = steps or options.steps or model.family.steps
-    sampler = options.sampler or model.family.sampler
-    spacing = resolve(sampler)[1] if options.spacing is None else options.spacing
-    if isinstance(spacing, str) and spacing.split(":")[0] == "ays":
-        spacing = spacing.replace("ays", model.family.ays, 1)
-    return named_plan(sampler, model.schedule, steps, eta=options.eta, churn=options.churn, spacing=spacing, last=last)
-
-
-def guidance_of(task: Task, plan: Plan | None) -> float | Callable[..., Any]:
-    """Return the guidance of a task's options; the sampler DDIM CFG++ has its own, by the plan."""
-    options, family = task.options, task.model.family
-    scale = family.scale if options.scale is None else options.scale
-    if plan is None or options.plan is not None or resolve(options.sampler or family.sampler)[0] != "ddim_cfgpp":
-        return scale if options.guidance is None else options.guidance
-    if options.guidance is not None or task.image_scale is not None:
-        raise ValueError("DDIM CFG++ takes `scale` alone: leave other guidance out, or take another sampler")
-    return cfg_plus_plus(plan, scale)
 
 
 # ---- jobs -----------------------------------------------------------------------------------------------------------
@@ -232,7 +110,8 @@ class Task:
     def texts(self) -> PromptEncoder:
         """What encodes the prompts of all images, before features change it."""
         options = self.options
-        has_guidance = guidance_of(self, self.plan) != 1 or self.image_scale not in (None, 1)
+        guidance = guidance_of(self.model, options, self.plan, self.image_scale)
+        has_guidance = guidance != 1 or self.image_scale not in (None, 1)
         ready = as_conditioning(options.cond), as_conditioning(options.uncond)
         return PromptEncoder(self.model, self.prompts, options.negative_prompts, options, *ready, has_guidance)
 
@@ -259,7 +138,7 @@ class Task:
             solve=partial(generate.stream, self.model),
             task=self,
             texts=texts,
-            guidance=guidance_of(self, plan),
+            guidance=guidance_of(self.model, self.options, plan, self.image_scale),
             image_scale=self.image_scale,
             settings={"Variation seed": None, "RNG": "CPU", **(settings or {}), **settings_of(self, plan)},
             **{"first_latents": from_noise, "noise_source": seeded_noise, **slots},
@@ -337,7 +216,7 @@ def run(task: Task, existing: Any = None, decoding: bool = True) -> Iterator[Sta
 
 def run_job(job: TaskJob, decoding: bool = True) -> Iterator[State | Result]:
     """Yield the states and, with `decoding`, the results of a job."""
-    events: Iterator[Any] = run_batches(job)
+    events = run_batches(job)
     for feature in job.task.features:
         events = feature.change_events(events)
     for event in events:
@@ -357,38 +236,3 @@ def results(task: Task, on_step: OnStep | None = None, existing: Any = None) -> 
             yield event
         elif on_step is not None:
             on_step(event)
-
-
-@dataclass(frozen=True, eq=False)
-class Result:
-    """One image, with its prompt, seed and settings."""
-
-    pixels: Tensor = field(repr=False)  # (3,H,W) float32 in [-1,1], on the CPU
-    prompt: str
-    seed: int
-    parameters: str  # the text in AUTOMATIC1111's format that its PNG carries
-    truncated: bool = False  # 8 bits are cut off, not rounded
-    key: str = ""  # by which `skip_existing` finds it: see existing.py
-    settings: Mapping[str, object] = field(default_factory=dict, repr=False)  # those in `parameters`, by name
-
-    @property
-    def image(self) -> Image.Image:
-        """The image as PIL, RGB, with .info["parameters"], which its `save` writes into PNG, JPEG and WebP."""
-        image = Image.fromarray(self.array) if self.truncated else to_pil(self.pixels)
-        return Picture.of(image, self.parameters)
-
-    @property
-    def array(self) -> NDArray[np.uint8]:
-        """The image as numpy, (H,W,3) in [0,255]."""
-        return to_array(self.pixels, self.truncated)
-
-    def save(self, path: str | os.PathLike[str], **arguments: Any) -> None:
-        """Write a PNG, JPEG or WebP with the settings, whole or not at all; arguments are those of Pillow's `save`.
-
-        Raises ValueError for a name with another ending; OSError.
-        """
-        save_whole(self.image, Path(path).expanduser(), {TEXT: self.parameters}, **arguments)
-
-    def _repr_png_(self) -> bytes | None:
-        """Show it in a notebook."""
-        return self.image._repr_png_()

@@ -5,8 +5,11 @@ from dataclasses import replace
 
 from ldm_lite.checkpoint.model import CheckpointModel
 from ldm_lite.cli.task_options import Txt2imgOptions
-from ldm_lite.tasks import job
-from ldm_lite.tasks.job import OnStep, Part, Result, Task, check_counts, plan_of_options, read_prompts, results
+from ldm_lite.tasks import checks, job
+from ldm_lite.tasks.checks import check_counts, read_prompts
+from ldm_lite.tasks.job import OnStep, Part, Task, results
+from ldm_lite.tasks.plans import plan_of_options
+from ldm_lite.tasks.results import Result
 
 
 def txt2img(model: CheckpointModel, options: Txt2imgOptions, on_step: OnStep | None = None) -> Iterator[Result]:
@@ -19,14 +22,14 @@ def txt2img(model: CheckpointModel, options: Txt2imgOptions, on_step: OnStep | N
 
 def count(options: Txt2imgOptions) -> int:
     """The number of images.  Raises ValueError for options that are wrong whatever the model."""
-    options, _ = job.check(options)
+    options, _ = checks.check(options)
     return len(read_prompts(options)) * options.repeats
 
 
 def prepare(model: CheckpointModel, options: Txt2imgOptions) -> Task:
     """Return the task, whose images start from noise.  Raises ValueError as txt2img does."""
     task = job.prepare(model, options, "txt2img")
-    check_counts(task)
+    check_counts(task.options, task.prompts)
     model, options, side = task.model, task.options, task.model.family.resolution
     shape = model.latent_shape(options.height or side, options.width or side)
     task = replace(task, plan=plan_of_options(model.sized(shape), options))

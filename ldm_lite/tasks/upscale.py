@@ -17,9 +17,12 @@ from ldm_lite.cli.task_options import UpscaleOptions
 from ldm_lite.core.features import Feature
 from ldm_lite.image import to_pixels
 from ldm_lite.runtime.tiled_unet import TiledUNet
-from ldm_lite.tasks import job
+from ldm_lite.tasks import checks, job
+from ldm_lite.tasks.checks import check_counts
 from ldm_lite.tasks.image_inputs import NamedImage, Source, open_source, sources
-from ldm_lite.tasks.job import OnStep, Part, Result, Task, TaskJob, check_counts, plan_of_options, results
+from ldm_lite.tasks.job import OnStep, Part, Task, TaskJob, results
+from ldm_lite.tasks.plans import plan_of_options
+from ldm_lite.tasks.results import Result
 
 OWN_STREAM = 2**63  # added to an image's seed for the noise on the image, which has its own generator
 
@@ -55,7 +58,7 @@ def enlarge(model: CheckpointModel, options: UpscaleOptions, images: Sequence[So
     """
     single = replace(options, prompt=options.prompt or "", batch_size=1, n_iter=1)
     task = job.prepare(model, single, "upscale", check)
-    check_counts(task, len(images))
+    check_counts(task.options, task.prompts, len(images))
     levels = model.family.unet.num_classes
     if levels is not None and options.noise_level >= levels:
         raise ValueError(f"got `noise_level` {options.noise_level}, expected 0 to {levels - 1} for {model.name}")
@@ -76,7 +79,7 @@ def check(options: UpscaleOptions) -> tuple[UpscaleOptions, list[Feature]]:
     for name in ("compat", "from_file", "fixed_code", "control", "refiner", "seamless", "dynamic", "wildcards"):
         if getattr(options, name):
             raise ValueError(f"upscale has no `{name}`: leave it out")
-    options, features = job.check(options)
+    options, features = checks.check(options)
     if not isinstance(options.prompt, (str, type(None))) or options.cond is not None:
         raise ValueError("upscale takes one prompt for all images: give a text")
     if options.height is not None or options.width is not None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from PIL import Image
 
 from ldm_lite.cli.files import open_file
-from ldm_lite.cli.image_headers import check_exif, check_image
+from ldm_lite.image_headers import check_exif, check_image
 
 
 def parameters(prompt: str, negative_prompt: str | None, settings: Mapping[str, object]) -> str:

@@ -218,7 +218,7 @@ def pretended_pinning(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize("name", ["sd1", "sdxl_base", "flux_dev", "qwen_image"])
 def test_hardly_more_is_pinned_than_the_weights(name: str) -> None:
-    for spec in FAMILY_ROWS[name].networks.values():
+    for spec in FAMILY_ROWS[name].specs.values():
         with on_meta():
             network = build_network(spec).half()
         sizes = [tensor.nbytes for tensor in offload._tensors(network)]

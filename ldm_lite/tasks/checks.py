@@ -1,0 +1,98 @@
+"""Checks of a task's options: what is wrong whatever the model, and what does not fit a task's images."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from ldm_lite.checkpoint.model import CheckpointModel
+from ldm_lite.cli.task_options import Txt2imgOptions
+from ldm_lite.conditioning.prompts import conditioner_of
+from ldm_lite.core.features import Feature
+from ldm_lite.diffusion.guidance import as_conditioning, checked_scale
+from ldm_lite.diffusion.names import resolve
+from ldm_lite.diffusion.plan import Plan
+from ldm_lite.tasks.features import check_features
+from ldm_lite.text.prompt import parse
+from ldm_lite.text.tokenizer import check_length
+
+TaskOptions = TypeVar("TaskOptions", bound=Txt2imgOptions)
+
+TASKS = {  # a family's task -> the functions that can do it
+    "cascade": ("cascade",),
+    "txt2img": ("txt2img", "img2img", "inpaint"),
+    "inpaint": ("inpaint",),
+    "instruct": ("img2img",),
+    "edit": ("img2img", "txt2img"),
+    "depth": ("txt2img", "img2img"),
+    "control_image": ("txt2img", "img2img"),
+    "upscale": ("upscale",),
+    "inpaint_ldm": ("inpaint",),
+    "inpaint_flux": ("inpaint",),
+}
+
+
+def check(options: TaskOptions) -> tuple[TaskOptions, list[Feature]]:
+    """Return the options as their features read them, with these features.
+
+    Raises ValueError and TypeError for options that are wrong whatever the model.
+    """
+    options, features = check_features(options)
+    if options.plan is not None:
+        if not isinstance(options.plan, Plan):
+            raise TypeError(f"got {type(options.plan).__name__} as `plan`, expected a Plan, as Pipeline.plan makes it")
+        names = ("sampler", "spacing", "steps", "eta", "churn")
+        if replaced := [name for name in names if getattr(options, name) is not None]:
+            raise ValueError(f"got `plan` and `{replaced[0]}`, which it replaces: give one of them")
+    if options.sampler is not None:
+        resolve(options.sampler)
+    for conditioning in map(as_conditioning, (options.cond, options.uncond)):
+        if conditioning is not None and any(part.ndim == 0 for part in conditioning.values()):
+            raise ValueError("got conditioning of shape (), expected one row for each prompt: (N,T,D)")
+    if options.guidance is not None and options.scale is not None:
+        raise ValueError("got `guidance` and `scale`, which it replaces: give one of them")
+    if options.guidance is not None and not callable(options.guidance):
+        options = replace(options, guidance=checked_scale(options.guidance))
+    return options, features
+
+
+def check_counts(options: Txt2imgOptions, prompts: Sequence[str], num_images: int = 1) -> None:
+    """Raises ValueError for a list of seeds or negative prompts of another length; num_images are those to start from.
+
+    Seeds are one for each image, negative prompts one for each image or prompt.
+    """
+    count = len(prompts) * options.repeats * num_images
+    if (texts := len(options.negative_prompts)) not in (1, len(prompts), count):
+        raise ValueError(
+            f"got {texts} negative prompts for {len(prompts)} prompt{'s' * (len(prompts) != 1)} and {count} "
+            f"image{'s' * (count != 1)}, expected one, or one for each"
+        )
+    if not isinstance(options.seed, int) and len(options.seed) != count:
+        raise ValueError(f"got {len(options.seed)} seeds for {count} images, expected one, or one for each")
+
+
+def read_prompts(options: Txt2imgOptions, model: CheckpointModel | None = None) -> list[str]:
+    """Return the prompts of one repetition, empty ones if none is given.
+
+    Raises ValueError for a text that is too long and, with a model, for a prompt missing that it needs.
+    """
+    cond, prompt, count = as_conditioning(options.cond), options.prompt, options.images_at_a_time
+    if cond is not None:
+        prompts = [prompt if isinstance(prompt, str) else ""] * len(next(iter(cond.values())))
+    elif isinstance(prompt, str):
+        prompts = [prompt] * count
+    elif prompt is not None:
+        if not (prompts := list(prompt)):
+            raise ValueError("got an empty list of prompts, expected one or more")
+    elif model is None or conditioner_of(model).reads == "none":
+        prompts = [""] * count
+    else:
+        raise ValueError('no prompt: give one, for instance "a red apple on a blue background"')
+    if not options.negative_prompts:
+        raise ValueError("got an empty list of negative prompts, expected one or more")
+    for text in (*prompts, *options.negative_prompts):
+        check_length(text or "")
+        if text is not None and options.prompt_syntax == "a1111":
+            parse(text)  # which refuses some weights
+    return prompts
