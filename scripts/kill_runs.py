@@ -64,7 +64,7 @@ def prepare(folder: Path) -> None:
         image.save(data / f"{i}.png")
         image.transpose(Image.Transpose.FLIP_TOP_BOTTOM).save(data / f"{i}.hint.png")
         (data / f"{i}.txt").write_text(f"picture {i}, of noise\n")
-    encode = ["--encode", "--out", folder / "encoded", "--ckpt", folder / "small.safetensors", "--device", "cpu"]
+    encode = ["--encode", "--out", folder / "latents", "--ckpt", folder / "small.safetensors", "--device", "cpu"]
     assert batch.main([os.fspath(word) for word in (data, *encode)]) == 0
 
 
@@ -73,7 +73,7 @@ def attempt(kind: str, folder: Path, out: Path, killed_at: float | None, victim:
 
     Raises AssertionError if a process ends with an error that nobody caused.
     """
-    data, model = folder / ("encoded" if kind == "encoded" else "data"), folder / "small.safetensors"
+    data, model = folder / ("latents" if kind == "encoded" else "data"), folder / "small.safetensors"
     given = ["--data", data, "--ckpt", model, "--out", out, "--resume", "--device", "cpu", "--data-workers", "1"]
     count, port = PROCESSES.get(kind, 1), _free_port()
     children = []

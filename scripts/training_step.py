@@ -42,7 +42,7 @@ from ldm_lite.models.unet import LDMUNet
 from ldm_lite.runtime.setup import prepare_networks
 from ldm_lite.train.additions import LoRA
 from ldm_lite.train.batches import Batch, Draws
-from ldm_lite.train.losses import DiffusionLoss
+from ldm_lite.train.losses import DiffusionLoss, checkpoint_activations
 from ldm_lite.train.options import TrainOptions
 from ldm_lite.train.trainer import Trainer
 from ldm_lite.zoo.family import FamilyRow
@@ -85,8 +85,11 @@ def ours(family: FamilyRow, options: argparse.Namespace, folder: Path) -> Step:
         networks = {"lora": lora}
     empty = {"context": torch.zeros(1, TOKENS, family.unet.context_dim)}
     config = TrainOptions(
-        steps=10**6, batch_size=options.batch, lr=LR, warmup=0, ema_decay=DECAY, save_every=10**6, data_workers=0
-    )
+        steps=10**6, batch_size=options.batch, lr=LR, warmup=0, ema_decay=DECAY, save_every=10**6, data_workers=0,
+        optimizer=options.optimizer,
+    )  # fmt: skip
+    if options.checkpointing:
+        checkpoint_activations(unet)
     precision = torch.bfloat16 if options.bf16 else None
     trainer = Trainer(DiffusionLoss(model, networks, empty=empty), config, folder, precision)
 
@@ -155,6 +158,10 @@ def main() -> None:
     parser.add_argument("--latents", type=int, default=32)
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--lora", type=int, metavar="RANK", help="train LoRAs of this rank")
+    parser.add_argument("--optimizer", default="adamw", help="of ours (default: %(default)s)")
+    parser.add_argument(
+        "--checkpointing", action="store_true", help="ours recomputes activations, as --checkpointing does"
+    )
     parser.add_argument("--bf16", action="store_true", help="both compute in bfloat16, by autocast")
     parser.add_argument("--only", choices=MAKERS, help="run one of them, and print the peak memory")
     options = parser.parse_args()
