@@ -1,16 +1,18 @@
-"""Ten minutes on a GPU that may end at any moment: stage after stage, what is worth most first.
+"""Eight minutes on a GPU that may be gone at any moment: stage after stage, what is worth most first.
 
-    python scripts/gpu.py                     # all stages but emoji that are not done; begins none after --minutes
-    python scripts/gpu.py step peers          # these stages
+    python scripts/gpu.py prepare             # where there is a network: wheels of what a bare machine lacks
+    python scripts/gpu.py                     # the stages that are not done, until --minutes are over
+    python scripts/gpu.py step memory         # these stages
     python scripts/gpu.py emoji               # the bundled model anew, in all of the time
     python scripts/gpu.py --toy               # all of them with the bundled model, on a CPU if need be: a rehearsal
 
-Each stage has processes of its own.  What they print is in OUT/STAGE.part and on stdout at once, and a benchmark's rows
-in OUT/STAGE/results.md; OUT/STAGE.txt is there when a stage is done.  A stage that takes too long is ended with all of
-its processes, and one that was cut off, or left something out for lack of time, goes on where it stopped: give the
-command again until it says that all is done.  emoji does not go on: it takes another OUT.  Compiled code stays in
-~/.cache/ldm_lite between the commands.  The peers need `pip install diffusers transformers`, emoji the files that
-weights/README.md names.
+Each stage has processes of its own.  What they print is in OUT/report.txt and on stdout at once, and a benchmark's rows
+in OUT/STAGE/results.md too.  A stage is done when its commands have ended, also if they failed; one that took too long
+is ended with all of its processes, and goes on where it stopped in the next run, after those that have not begun:
+give the command again until it says that all is done.  emoji does not go on: it takes another OUT.
+
+The machine needs torch and numpy alone: this checkout is found where it is, and packages come from WHEELS, which
+`prepare` fills for a version of Python.  emoji needs the files that weights/README.md names.
 """
 
 import argparse
@@ -22,33 +24,82 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+import zipfile
+import zlib
 from pathlib import Path
 
 import torch
 
+ROOT = Path(__file__).resolve().parent.parent
+WHEELS = ROOT / "outputs" / "wheels"  # which git ignores
+PACKAGES = "diffusers transformers tokenizers safetensors huggingface_hub pillow pytest pytest-xdist"
 GRACE_S = 10  # between the signal that asks a stage's processes to end, and the one that ends them
-LEAST_S = 20  # that a stage begins with
+LEAST_S = 10  # that a stage begins with
 BENCH = "-m ldm_lite.bench --dtypes {dtype} {size} --resume --minutes {minutes} --out {out}/{stage}"
 STEP = f"{BENCH} --sections step --batches 1"
-PROFILE = "scripts/profiling.py operators --rows 60 {profile}"
+MEMORY = "-m ldm_lite.bench --dtypes {dtype} {size} --steps 4 --memory --modes"
+PROFILE = "scripts/profiling.py operators {profile} --classes --compile"
 STAGES = {  # the most seconds of each, and its commands
-    "probe": (40, ["scripts/gpu.py rates", "-m ldm_lite"]),
-    "step": (75, [f"{STEP} --configs original,efficient,graph"]),  # nothing is compiled
-    "tests": (170, ["-m pytest -m cuda -q --tb=short --no-summary -n {processes} tests/cuda"]),
-    "peers": (75, [f"{STEP} --configs graph --peer diffusers"]),
-    "compiled": (180, [f"{STEP} --configs graph,compiled"]),
-    "peers-compiled": (240, [f"{STEP} --configs graph,compiled --peer diffusers-compiled"]),
-    "max": (240, [f"{STEP} --configs graph,max"]),
-    "batch16": (200, [f"{BENCH} --sections step --batches {{many}} --configs original,efficient,graph+cudnn,graph"]),
-    "memory": (120, ["-m ldm_lite.bench --dtypes {dtype} {size} --steps 4 --memory"]),
-    "profile": (120, [f"{PROFILE} --compile graph", f"{PROFILE} --compile max"]),
+    "probe": (15, ["scripts/gpu.py rates"]),
+    "step": (40, [f"{PROFILE} graph"]),
+    "attention": (15, ["scripts/profiling.py attention-kernels {shapes}"]),
+    "compare": (  # in one run; each is timed as soon as it is ready
+        240,
+        [f"{STEP} --configs graph,compiled-sdpa,max --peer diffusers,diffusers-compiled --first-minutes {{first}}"],
+    ),
+    "batches": (  # of the larger one at first
+        60,
+        [f"{BENCH} --sections step --batches {batch} --configs graph,max" for batch in ("{many}", "{some}")],
+    ),
+    "memory": (30, [f"{MEMORY} plain,lowest"]),
+    "tests": (60, ["-m pytest -m cuda -q --tb=short --no-summary -p no:cacheprovider -n {processes} tests/cuda"]),
+    # The second eight minutes.
     "article": (300, [f"{BENCH} --sections image --batches 1,2,4 {{images}}"]),  # the article's five rows and chart
-    "kernels": (240, [f"{STEP} --configs max,max+pdl,max+tma"]),
+    "memory-rest": (100, [f"{MEMORY} others"]),
+    "profile-max": (60, [f"{PROFILE} max"]),
+    "kernels": (200, [f"{STEP} --configs max,max+pdl,max+tma,graph+cudnn"]),
     "emoji": (600, ["scripts/train_emoji.py whole --minutes {minutes} --out {out}/emoji {emoji}"]),
 }
 ALONE = ("emoji",)  # stages that are run only if they are named
+
+
+# ---- packages -------------------------------------------------------------------------------------------------------
+
+
+def prepare(python: str) -> None:
+    """Fill WHEELS with what PACKAGES need for a version of Python on Linux, but numpy, which torch has with it."""
+    shutil.rmtree(WHEELS, ignore_errors=True)
+    platforms = [f"--platform=manylinux_2_{minor}_x86_64" for minor in (28, 27, 24, 17)]
+    platforms += ["--platform=manylinux2014_x86_64", "--platform=manylinux1_x86_64"]
+    how = ["--only-binary=:all:", "--implementation=cp", f"--python-version={python}", *platforms, f"--dest={WHEELS}"]
+    subprocess.run([sys.executable, "-m", "pip", "download", "-q", *how, *PACKAGES.split()], check=True)
+    for path in WHEELS.glob("numpy-*"):
+        path.unlink()
+    size = sum(path.stat().st_size for path in WHEELS.iterdir())
+    print(f"{len([*WHEELS.iterdir()])} wheels for Python {python}, {size / 2**20:.0f} MiB, in {WHEELS}")
+
+
+def unpacked(wheels: Path, folder: Path) -> Path:
+    """Unpack wheels into a folder, unless it has them, and return it.  Raises ValueError for those of another Python.
+
+    Together they are versions that fit each other, so they go before those of the machine.
+    """
+    here = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    for wheel in sorted(wheels.glob("*.whl")):
+        python, abi, _ = wheel.stem.rsplit("-", 3)[1:]
+        if here not in python and not python.startswith("py") and abi != "abi3":
+            version = ".".join(map(str, sys.version_info[:2]))
+            raise ValueError(f"{wheel.name} is for another Python: python scripts/gpu.py prepare --python {version}")
+        if not (marker := folder / f"{wheel.name}.unpacked").exists():
+            zipfile.ZipFile(wheel).extractall(folder)
+            marker.touch()
+    return folder
+
+
+# ---- stages ---------------------------------------------------------------------------------------------------------
 
 
 def rates() -> None:
@@ -79,29 +130,27 @@ def rates() -> None:
 
 def about() -> str:
     """Tell the commit, the card and the versions."""
-    git = ["git", "describe", "--always", "--dirty"]
+    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
     commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
     card = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     return f"commit {commit or 'unknown'}, {card}, torch {torch.__version__}, CUDA {torch.version.cuda}"
 
 
-def run(command: list[str], output: Path, limit_s: float) -> int:
-    """Run a command, unless the file says that it is done, and return its exit status; what it prints is added there.
+def run(command: list[str], report: Path, limit_s: float) -> int:
+    """Run a command for so many seconds at most, and return its exit status, 124 if it was ended.
 
-    It is ended after limit_s seconds.  A benchmark that lacked time, and has rows without a time, is not done.
+    What it prints is added to the report.
     """
-    before, done = output.read_text(), f"done: {shlex.join(command)}\n"
-    if done in before:
-        return 0
-    with open(output, "ab", buffering=0) as file:
+    with open(report, "ab", buffering=0) as file:
         file.write(f"\n$ python {shlex.join(command)}\n".encode())
-        environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+        start = time.monotonic()
         process = subprocess.Popen(
             [sys.executable, *command],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env=environment,
+            cwd=ROOT,
+            env=os.environ | {"PYTHONUNBUFFERED": "1"},
         )
 
         def copy() -> None:
@@ -122,9 +171,8 @@ def run(command: list[str], output: Path, limit_s: float) -> int:
         finally:
             end(process)
             copying.join(GRACE_S)  # a process that left the group may keep the pipe open
-        printed = output.read_text()[len(before) :]
-        status = status or int("for lack of time" in printed or "| - |" in printed)
-        file.write({0: done, 124: f"ended after {limit_s:.0f} s\n"}.get(status, f"status {status}\n").encode())
+        ended = "ended" if status == 124 else f"status {status}"
+        file.write(f"{ended} after {time.monotonic() - start:.0f} s\n".encode())
         return status
 
 
@@ -139,64 +187,90 @@ def end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def lacks(stage: str) -> str:
-    """Return what a stage lacks here, or ""."""
-    if stage.startswith("peers") and importlib.util.find_spec("diffusers") is None:
-        return "pip install diffusers transformers"
-    return "EMOJI_PICTURES" if stage == "emoji" and "EMOJI_PICTURES" not in os.environ else ""
+def run_stage(stage: str, report: Path, limit_s: float, values: dict[str, object]) -> bool:
+    """Run a stage's commands, and return whether it is done: all have ended, and none lacked time."""
+    commands, start, is_done = STAGES[stage][1], time.monotonic(), True
+    for template in commands:
+        left = limit_s - (time.monotonic() - start)
+        share = left if template is commands[-1] else 0.6 * left
+        minutes = max(0.1, round(share / 60 - 0.1, 2))  # in which a benchmark ends by itself
+        text = template.format(**values, stage=stage, minutes=minutes)
+        before = report.stat().st_size
+        status = run(shlex.split(text), report, share)
+        results = Path(shlex.split(str(values["out"]))[0]) / stage / "results.md"
+        if status == 124 and results.exists():  # which it prints at its end
+            with open(report, "a") as file:
+                file.write(results.read_text())
+        with open(report, "rb") as file:
+            file.seek(before)
+            is_done &= status != 124 and b"for lack of time" not in file.read()
+    return is_done
 
 
 def main() -> int:
     """Run the stages that are asked for and not done; return 0 if all are."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("stages", nargs="*", help=", ".join(STAGES), metavar="STAGE")
+    parser.add_argument("stages", nargs="*", help=f"prepare, or some of {', '.join(STAGES)}", metavar="STAGE")
     parser.add_argument("--toy", action="store_true", help="the bundled model, few steps, any device")
-    parser.add_argument("--minutes", type=float, default=9.5, help="of this command (default: 9.5)")
+    parser.add_argument("--minutes", type=float, default=8.0, help="of this command (default: 8)")
     parser.add_argument("--out", type=Path, help="default: outputs/gpu, with --toy outputs/gpu-toy")
+    parser.add_argument("--python", default="3.12", help="that prepare is for (default: 3.12)")
     args = parser.parse_args()
-    args.out = args.out or Path("outputs/gpu-toy" if args.toy else "outputs/gpu")  # a rehearsal does no stage
+    if args.stages == ["prepare"]:
+        prepare(args.python)
+        return 0
+    out = (args.out or ROOT / "outputs" / ("gpu-toy" if args.toy else "gpu")).absolute()  # a rehearsal does no stage
     if unknown := [stage for stage in args.stages if stage not in STAGES]:
         parser.error(f"unknown stage {unknown[0]}, expected some of {', '.join(STAGES)}")
     if not args.toy and not torch.cuda.is_available():
         parser.error("there is no CUDA device: --toy rehearses the stages without")
+    if "emoji" in args.stages and not args.toy and "EMOJI_PICTURES" not in os.environ:
+        parser.error("emoji needs EMOJI_PICTURES, the files that weights/README.md names")
     if not torch.cuda.is_available():
         os.environ["LDM_LITE_TEST_DEVICE"] = "cpu"
-    args.out.mkdir(parents=True, exist_ok=True)
-    deadline, undone = time.monotonic() + 60 * args.minutes, list[str]()
+    paths = [ROOT]
+    if WHEELS.is_dir():
+        names = " ".join(sorted(path.name for path in WHEELS.iterdir()))
+        try:
+            paths.append(unpacked(WHEELS, Path(tempfile.gettempdir()) / f"wheels-{zlib.crc32(names.encode()):x}"))
+        except ValueError as error:
+            print(f"going on without wheels: {error}", flush=True)
+    os.environ["PYTHONPATH"] = os.pathsep.join([*map(str, paths), os.environ.get("PYTHONPATH", "")]).strip(os.pathsep)
+    if importlib.util.find_spec("pytest_benchmark"):  # which warns beside xdist
+        os.environ["PYTEST_ADDOPTS"] = "-p no:benchmark"
+    out.mkdir(parents=True, exist_ok=True)
+    deadline, report = time.monotonic() + 60 * args.minutes, out / "report.txt"
+    report.touch()
     for number in (signal.SIGTERM, signal.SIGHUP):  # so that what runs is ended too
         if signal.getsignal(number) is signal.SIG_DFL:  # not under nohup
             signal.signal(number, lambda number, _: sys.exit(128 + number))
-    for stage in args.stages or [stage for stage in STAGES if stage not in ALONE]:
-        done, part = args.out / f"{stage}.txt", args.out / f"{stage}.part"
-        if done.exists():
-            print(f"{stage}: done before, {done}")
-            continue
-        most_s, templates = STAGES[stage]
-        limit_s = min(most_s, deadline - time.monotonic())
-        lacking = "" if args.toy else lacks(stage)
-        if lacking or limit_s < (1 if args.toy else LEAST_S):
-            undone.append(f"{stage} ({lacking})" if lacking else stage)
-            continue
-        values = {"stage": stage, "out": shlex.quote(os.fspath(args.out))}
-        values |= {"minutes": max(0.1, round(limit_s / 60 - 0.3, 2))}
-        values |= {"size": "--size sd1", "dtype": "fp16", "many": 16, "images": "", "profile": "--steps 20"}
-        values |= {"processes": 8, "emoji": ""}
-        if args.toy:
-            values |= {"dtype": "fp32", "size": "--size bundled --rounds 2", "many": 2, "processes": 2}
-            values |= {"images": "--steps 2 --n_iter 1", "profile": "--steps 2 --size bundled"}
-            values |= {"emoji": "--batch-size 2 --scenes 8 --steps 2 --renderer-options '{\"emoji\":20}'"}
-        with open(part, "a") as file:
-            file.write(f"{about()}\n")
-        start = time.monotonic()
-        print(f"{stage}: ...", flush=True)
-        commands = [shlex.split(command.format(**values)) for command in templates]
-        statuses = [run(command, part, limit_s - (time.monotonic() - start)) for command in commands]
-        if any(statuses):
+    values: dict[str, object] = {"out": shlex.quote(os.fspath(out)), "size": "--size sd1", "dtype": "fp16"}
+    values |= {"many": 16, "some": 4, "images": "", "profile": "--steps 20", "shapes": "", "first": 2.5}
+    values |= {"processes": 8, "emoji": ""}
+    if args.toy:
+        values |= {"dtype": "fp32", "size": "--size bundled --rounds 2", "many": 2, "some": 1, "processes": 2}
+        values |= {"images": "--steps 2 --n_iter 1", "profile": "--steps 2 --size bundled", "shapes": "--toy"}
+        values |= {"emoji": "--batch-size 2 --scenes 8 --steps 2 --renderer-options '{\"emoji\":20}'"}
+    stages = args.stages or [stage for stage in STAGES if stage not in ALONE]
+    lines, undone = report.read_text().splitlines(), list[str]()
+    stages.sort(key=lambda stage: f"== {stage} ==" in lines)  # what was cut goes on after what has not begun
+    for stage in stages:
+        limit_s = min(STAGES[stage][0] * (4 if args.toy else 1), deadline - time.monotonic())
+        if f"done: {stage}" in lines:
+            print(f"{stage}: done before, {report}")
+        elif limit_s < (1 if args.toy else LEAST_S):
             undone.append(stage)
-            print(f"{stage}: not done ({statuses}), {part}", flush=True)
         else:
-            part.rename(done)
-            print(f"{stage}: {time.monotonic() - start:.0f} s, {done}", flush=True)
+            with open(report, "a") as file:
+                file.write(f"\n== {stage} ==\n{about()}\n")
+            print(f"{stage}: ...", flush=True)
+            start = time.monotonic()
+            is_done = run_stage(stage, report, limit_s, values)
+            words = f"done: {stage}" if is_done else f"not done: {stage}"
+            with open(report, "a") as file:
+                file.write(f"{words}\n")
+            print(f"{words}, {time.monotonic() - start:.0f} s, {report}", flush=True)
+            undone += [] if is_done else [stage]
     print(f"not done: {', '.join(undone)}" if undone else "all done")
     return 1 if undone else 0
 

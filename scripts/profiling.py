@@ -4,6 +4,8 @@
     python scripts/profiling.py convolutions       # 3x3 convolutions on a CPU, PyTorch's and Winograd's
     python scripts/profiling.py attention          # a step on a CPU with PyTorch's attention, and with ours
     python scripts/profiling.py operators          # where a step spends its time, on a CPU or a GPU
+    python scripts/profiling.py attention-kernels  # each kernel of attention, by shape, on a CPU or a GPU
+    python scripts/profiling.py roofline           # kernels of a step in tier graph, and estimates of their times
     python scripts/profiling.py strips             # the decoder on a CPU, whole and in strips
 
 The counts need no GPU; their lines for diffusers need `pip install diffusers`.  (Not named profile.py: scripts that
@@ -14,10 +16,11 @@ import argparse
 import functools
 import importlib.util
 import os
+import re
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -29,18 +32,22 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import ldm_lite
 from ldm_lite.bench.checkpoints import open_model, random_checkpoint
 from ldm_lite.bench.measure import alternating
 from ldm_lite.checkpoint.reader import load_weights, on_meta, parts_of
 from ldm_lite.cli.options import RuntimeOptions
+from ldm_lite.core.denoise import Guided, run_row
+from ldm_lite.core.pipeline import pick_device
+from ldm_lite.core.plan import NUM_REGISTERS, Row
 from ldm_lite.core.vae import AutoencoderKL
 from ldm_lite.diffusion.guidance import Conditioning
 from ldm_lite.models.unet import LDMUNet
 from ldm_lite.runtime import attention as attention_backends
-from ldm_lite.runtime import cpu, timing
-from ldm_lite.runtime.memory import keep_freed_memory
+from ldm_lite.runtime import cpu, fused_norm, joined, timing
+from ldm_lite.runtime.memory import keep_freed_memory, weights_channels_last
 from ldm_lite.runtime.patching import unpatch
 from ldm_lite.runtime.setup import prepare_networks
 from ldm_lite.runtime.tiling import tiled
@@ -90,6 +97,129 @@ def count(name: str, forward: Callable[[], object]) -> None:
         forward()
     most = ", ".join(f"{number} {operator}" for operator, number in counted.calls.most_common(8))
     print(f"{name}: {counted.calls.total()} ({most}, ...)")
+
+
+# ---- an estimate for a GPU ------------------------------------------------------------------------------------------
+# What a guided step of Stable Diffusion 1 runs in tier graph, counted on meta tensors, with an H100's rates.  CUDA does
+# what meta does not: group norm makes NCHW, convolutions make NHWC again, and add their bias in a kernel of its own.
+
+CLASSES = {  # of kernels, by what is in their names; the first that fits counts, and pointwise if none does
+    "copies": r"nchwtonhwc|nhwctonchw|converttensor|transpose|memcpy|memset|copy|cat|clone|_to_copy|contiguous",
+    "attention": r"flash|fmha|sdpa|attention|mha",
+    "norms": r"norm|moments|fusedparams",
+    "convolutions": r"fprop|conv|winograd|implicit|dgrad|wgrad",
+    "products": r"gemm|nvjet|cutlass|cublas|splitk|matmul|gemv|addmm|bmm|::mm|triton_mm|triton_tem",
+}
+FLOPS, BYTES, LAUNCH_US, LEAST_US = 650e12, 2.6e12, 1.2, 1.5  # rates that large kernels reach; between two; of one
+
+
+def class_of(name: str) -> str:
+    """Return the class of a kernel, or of an operator, by its name."""
+    names = (kind for kind, pattern in CLASSES.items() if re.search(pattern, name, re.IGNORECASE))
+    return next(names, "pointwise")
+
+
+class Estimated(TorchDispatchMode):
+    """Sums kernels and microseconds by class, as CUDA would run the operators of a block on meta tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sums: dict[str, list[float]] = {name: [0, 0.0] for name in (*CLASSES, "pointwise")}
+
+    def add(self, kind: str, size: float, flops: float = 0.0, least_us: float = LEAST_US) -> None:
+        """Add a kernel that moves so many bytes."""
+        row = self.sums[kind]
+        row[0] += 1
+        row[1] += LAUNCH_US + max(least_us, 1e6 * size / BYTES, 1e6 * flops / FLOPS)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, out = func.overloadpacket.__name__, func(*args, **(kwargs or {}))
+        if func.is_view or name in ("_unsafe_view", "empty", "new_empty", "empty_strided", "empty_like", "detach"):
+            return out
+        tensors = [leaf for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, Tensor)]
+        size = sum(tensor.nbytes for tensor in tensors)
+        if name == "native_group_norm":
+            x, result = args[0], out[0]
+            if not x.is_contiguous():
+                self.add("copies", 2 * x.nbytes, least_us=2.0)
+            self.add("norms", x.nbytes, least_us=3.0 + x.nbytes / x.element_size() / 64 / 512 * 0.25)  # 64 blocks
+            self.add("norms", 0, least_us=2.0)
+            self.add("norms", 2 * x.nbytes)
+            return result.contiguous(), *out[1:]
+        if name == "convolution":
+            x, weight, bias = args[:3]
+            if not x.is_contiguous(memory_format=torch.channels_last):
+                self.add("copies", 2 * x.nbytes, least_us=2.0)
+            flops = 2.0 * out.numel() * weight[0].numel()
+            self.add("convolutions", size, flops, 1.0 + weight[0].numel() / 200)  # tiles are too few for all SMs
+            if bias is not None:
+                self.add("pointwise", 2 * out.nbytes)
+            return out.contiguous(memory_format=torch.channels_last)
+        if name in ("mm", "addmm", "bmm", "linear"):
+            inner = args[1 if name == "addmm" else 0].shape[-1]
+            self.add("products", size, 2.0 * out.numel() * inner, 2.5 + inner / 800)
+        elif name == "group_norm":  # ours: statistics, and the result
+            self.add("norms", args[0].nbytes)
+            self.add("norms", 2 * args[0].nbytes)
+        elif name == "_estimated_attention":
+            q, k = args[:2]
+            padded = (64 if q.shape[-1] <= 64 else 128 if q.shape[-1] <= 128 else 192) / q.shape[-1]
+            flops = 4.0 * q.numel() * k.shape[2] * padded
+            self.add("attention", size, flops * FLOPS / 450e12, 4.0)
+        else:
+            self.add(class_of(name), size)
+        return out
+
+
+@torch.library.custom_op("ldm_lite_scripts::_estimated_attention", mutates_args=())
+def _estimated_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return one_operator(q, k, v)
+
+
+@_estimated_attention.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.empty_like(q.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
+
+
+@torch.no_grad()
+def estimate(batch: int) -> dict[str, list[float]]:
+    """Return kernels, and microseconds, of a guided step in tier graph, by class."""
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, **_: object) -> Tensor:
+        return _estimated_attention(q, k, v)
+
+    with mock.patch.object(F, "scaled_dot_product_attention", attention), torch.device("meta"):
+        unet: Any = LDMUNet(SD1.unet).half().requires_grad_(False)
+        weights_channels_last(unet)
+        fused_norm.use(unet)
+        joined.use(unet)
+        row = Row(*(torch.empty(shape) for shape in ((), (2,), (2,), (2,), (NUM_REGISTERS, NUM_REGISTERS + 2))))
+        noise, registers = torch.empty(batch, 4, 64, 64), torch.empty(NUM_REGISTERS, batch, 4, 64, 64)
+        context = {"context": torch.empty(2 * batch, 77, 768, dtype=torch.float16)}
+        guided = Guided(context, torch.empty(2, 1, 1, 1, 1), (False, True))
+        with Estimated() as estimated:
+            run_row(unet, registers, row, noise, guided)
+    return estimated.sums
+
+
+def print_classes(measured: Mapping[str, Sequence[float]], estimated: Mapping[str, Sequence[float]]) -> None:
+    """Print kernels and milliseconds by class, measured beside estimated."""
+    print("| class | kernels | ms | estimated kernels | ms |\n|---|---:|---:|---:|---:|")
+    for name in dict.fromkeys((*measured, *estimated)):
+        cells = [
+            f"{rows[name][0]:.0f} | {rows[name][1]:.2f}" if name in rows else " | " for rows in (measured, estimated)
+        ]
+        print(f"| {name} | {' | '.join(cells)} |")
+    sums = [
+        f"{sum(r[0] for r in rows.values()):.0f} | {sum(r[1] for r in rows.values()):.2f}"
+        for rows in (measured, estimated)
+    ]
+    print(f"| sum | {' | '.join(sums)} |", flush=True)
+
+
+def roofline(args: argparse.Namespace) -> None:
+    """Kernels of a guided step of Stable Diffusion 1 at 512 px in tier graph, and an estimate of an H100's time."""
+    print_classes({}, {name: (count, us / 1e3) for name, (count, us) in estimate(args.batch).items()})
 
 
 # ---- times ----------------------------------------------------------------------------------------------------------
@@ -209,7 +339,8 @@ def operators(args: argparse.Namespace) -> None:
 
     What the clock shows beyond the sum of the kernels are the gaps between them.
     """
-    pipe = ldm_lite.load(open_model(args.size, None), device=args.device, compile=args.compile)
+    pipe = ldm_lite.load(open_model(args.size, None, args.device or str(pick_device(None))), device=args.device,
+                         compile=args.compile)  # fmt: skip
     width = pipe.family.unet.context_dim
     noise, cond, uncond = pipe.noise(1), *(Conditioning(torch.randn(1, 77, width)) for _ in range(2))
 
@@ -219,11 +350,48 @@ def operators(args: argparse.Namespace) -> None:
         return time.perf_counter() - start
 
     run(5)  # a CUDA graph is captured at the third step
+    print(f"{1e3 * run(args.steps) / args.steps:.2f} ms a step by the clock, without the profiler", flush=True)
     with torch.profiler.profile() as profile:
         seconds = run(args.steps)
-    by = "self_device_time_total" if pipe.device.type == "cuda" else "self_cpu_time_total"
+    on_cuda = pipe.device.type == "cuda"
+    by = "self_device_time_total" if on_cuda else "self_cpu_time_total"
+    if args.classes:
+        kind = torch.autograd.DeviceType.CUDA if on_cuda else torch.autograd.DeviceType.CPU
+        events = [event for event in profile.key_averages() if event.device_type == kind]
+        sums: Times = {name: [0.0, 0.0] for name in (*CLASSES, "pointwise")}
+        for event in events:
+            row = sums[class_of(event.key)]
+            row[0], row[1] = row[0] + event.count / args.steps, row[1] + getattr(event, by) / 1e3 / args.steps
+        gaps = 1e3 * seconds / args.steps - sum(ms for _, ms in sums.values())
+        estimates = {name: (count, us / 1e3) for name, (count, us) in estimate(1).items()} if args.size == "sd1" else {}
+        print_classes({**sums, "gaps": [0.0, gaps]}, estimates)
     print(profile.key_averages().table(sort_by=by, row_limit=args.rows, max_name_column_width=80))
-    print(f"{1e3 * seconds / args.steps:.2f} ms a step by the clock")
+    print(f"{1e3 * seconds / args.steps:.2f} ms a step by the clock, profiled")
+
+
+@torch.no_grad()
+def attention_kernels(args: argparse.Namespace) -> None:
+    """Microseconds of each kernel of attention, in half precision on a GPU, at Stable Diffusion's sizes by batch."""
+    device = pick_device(None)
+    dtype = torch.float16 if device.type == "cuda" else torch.float32
+    for batch in (1,) if args.toy else (1, 4, 16):
+        for side, channels in ((64, 40), (32, 80), (16, 160), (8, 160))[2 if args.toy else 0 :]:
+            for tokens in (side * side, 77):
+                q = torch.randn(2 * batch, 8, side * side, channels, device=device, dtype=dtype)
+                k = torch.randn(2 * batch, 8, tokens, channels, device=device, dtype=dtype)
+                print(f"batch {batch}, {side * side} to {tokens} tokens, {channels} channels: ", end="")
+                for name in attention_backends.CANDIDATES:
+                    # Zeros between the channels and the next power of two change nothing but the time.
+                    padded = [F.pad(x, (0, (64 if channels <= 64 else 128) - channels)) for x in (q, k)]
+                    ways = {name: (q, k)} | ({f"{name}, padded": padded} if channels < 128 and name != "math" else {})
+                    for label, (query, key) in ways.items():
+                        try:
+                            function = attention_backends.attention_function(name, device, dtype, query.shape[-1])
+                            seconds = timing._seconds(functools.partial(function, query, key, key), device)
+                            print(f"{label} {1e6 * seconds:.0f}", end="; ", flush=True)
+                        except Exception as error:  # any error is a result
+                            print(f"{label} - ({type(error).__name__})", end="; ", flush=True)
+                print()
 
 
 @torch.no_grad()
@@ -254,6 +422,8 @@ def main() -> None:
         "convolutions": convolutions,
         "attention": attention,
         "operators": operators,
+        "attention-kernels": attention_kernels,
+        "roofline": roofline,
         "strips": strips,
     }
     added = {}
@@ -270,6 +440,9 @@ def main() -> None:
     added["operators"].add_argument("--compile")
     added["operators"].add_argument("--steps", type=int, default=1)
     added["operators"].add_argument("--rows", type=int, default=12)
+    added["operators"].add_argument("--classes", action="store_true", help="sums by class of kernel too")
+    added["attention-kernels"].add_argument("--toy", action="store_true", help="few sizes")
+    added["roofline"].add_argument("--batch", type=int, default=1)
     args = parser.parse_args()
     args.measure(args)
 

@@ -2,7 +2,9 @@
 
 import contextlib
 import functools
+import importlib.util
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,7 +13,7 @@ import torch
 
 from ldm_lite.bench.checkpoints import family_of, open_model
 from ldm_lite.bench.measure import alternating, calls_in_sample, ceiling
-from ldm_lite.bench.options import GATES, BenchOptions
+from ldm_lite.bench.options import GATES, PEERS, BenchOptions
 from ldm_lite.bench.ours import configuration
 from ldm_lite.bench.report import AGAIN, RESULTS, Report, Table, Timing, describe_run, duration, from_json
 from ldm_lite.bench.work import Cell, Cost, OutOfTime, Unavailable, cost
@@ -22,6 +24,9 @@ from ldm_lite.core.pipeline import DTYPES, pick_device
 log = logging.getLogger("ldm_lite")
 
 SHARES = {"step": 2, "decode": 1, "image": 8}  # of the time
+QUICK_S = 30.0  # that what is compiled waits for the first calls of what is not, which are then timed alone
+LAST_S = 8.0  # of the time that no first call takes: what is ready is timed in turn
+POLL_S = 0.2
 
 
 def benchmark(options: BenchOptions, on_result: Callable[[Report], None] = lambda report: None) -> Report:
@@ -46,36 +51,46 @@ def benchmark(options: BenchOptions, on_result: Callable[[Report], None] = lambd
         report.tables += from_json(read_text(path, 2**28)).tables
     earlier = {table.cell: table for table in report.tables}
 
+    backends: list[SubprocessBackend] = []
+
     def on_change(table: Table) -> None:
+        peers = [backend for backend in backends if backend.name in options.peer and backend.description]
+        report.titles.update({peer.name: f"{peer.name} ({peer.description})" for peer in peers})
         if all(table is not known for known in report.tables):
             report.tables.append(table)
         on_result(report)
 
+    peers = [name for name in options.peer if all(map(importlib.util.find_spec, PEERS[name]))]
+    for name in set(options.peer) - {*peers}:
+        report.notes.append(f"{name} is not installed: pip install {' '.join(PEERS[name])}")
+        log.warning("%s", report.notes[-1])
     with contextlib.ExitStack() as processes:
-        loads = {"reference": "fp32"} | dict.fromkeys((*options.configs, *options.peer), options.dtypes[0])
+        loads = {"reference": "fp32"} | dict.fromkeys((*options.configs, *peers), options.dtypes[0])
         # All begin and load at the same time, before anything is timed.
         started = [
             processes.enter_context(SubprocessBackend(name, options, deadline=deadline, loads=dtype))
             for name, dtype in loads.items()
         ]
-        reference, backends = started[0], list[Backend]()
-        for backend in started:
-            try:
-                backend.wait_until_ready()
-            except Unavailable as error:
-                if backend is reference:
-                    raise ValueError(f"the reference cannot run: {error}") from error
-                report.notes.append(f"{backend.name} {error}")
-                log.warning("%s %s", backend.name, error)
-                continue
-            if backend is not reference:
-                backends.append(backend)
-            if backend.name in options.peer:
-                report.titles[backend.name] = f"{backend.name} ({backend.description})"
+        reference, *others = started
+        backends += others
+        try:
+            reference.wait_until_ready()
+        except Unavailable as error:
+            raise ValueError(f"the reference cannot run: {error}") from error
         device = torch.device(options.device)
         report.ceilings = {dtype: ceiling(device, DTYPES[dtype]) for dtype in options.dtypes}
         repeated = options.configs[-1]
-        comparison = Comparison(reference, backends, costs, options.rounds, deadline, repeated, earlier, on_change)
+        comparison = Comparison(
+            reference,
+            backends,
+            costs,
+            options.rounds,
+            deadline,
+            repeated,
+            earlier,
+            on_change,
+            60 * options.first_minutes,
+        )
         for result in comparison.run(cells):
             if isinstance(result, Table):
                 on_change(result)
@@ -118,6 +133,7 @@ class Comparison:
     repeated: str | None  # the backend that is timed twice in every round
     earlier: Mapping[Cell, Table] = field(default_factory=dict)  # of a run that goes on: what it has is not done again
     on_change: Callable[[Table], None] = lambda table: None  # called after each backend's first call and each round
+    most_first_s: float = math.inf  # of a first call, with compilation: it is cut then
 
     def run(self, cells: Sequence[Cell]) -> Iterator[Table | str]:
         """Yield each cell's table when it is done, or a note if it could not begin before the deadline.
@@ -156,61 +172,99 @@ class Comparison:
     def measure(self, cell: Cell, deadline: float) -> Table:
         """Compare the backends in a cell and time them in turn.
 
-        Two rounds run if the benchmark's minutes allow it, more only if they end before the deadline.
+        Each is timed as soon as its first call is over, in turn with those before it: what fails, or compiles until it
+        is cut, takes no time from the others' rows.  In the end all that are ready are timed in turn once more.  Two
+        rounds run if the benchmark's minutes allow it, more only if they end before the deadline.
         """
         table = self.earlier.get(cell) or Table(cell, *self.cost(cell), 1, {})
-        runnable = self._compare(cell, table)
-        if not runnable:
-            return table
-        if cell.section != "image":  # the second call is a warm-up too, and tells how many calls make a sample
-            seconds = [_seconds(backend, cell, 1, table.timings[name]) for name, backend in runnable]
-            table.calls = calls_in_sample(min([s for s in seconds if s is not None], default=1.0))
-        for number in range(self.rounds):
-            start = time.monotonic()
-            for name, backend in alternating(runnable, number):
-                sample = _seconds(backend, cell, table.calls, table.timings[name])
-                table.timings[name].samples += [] if sample is None else [sample]
-            self.on_change(table)
-            if number == 1:
-                for name, timing in table.timings.items():
-                    if timing.seconds is not None:
-                        log.info("%s: %s, %s", name, duration(timing.seconds), _words(cell))
-            if number >= 1 and 2 * time.monotonic() - start > deadline:
-                break
-        return table
-
-    def _compare(self, cell: Cell, table: Table) -> list[tuple[str, Backend]]:
-        """Run the cell once with each backend, fill in errors and gates, and return the backends to time, by name.
-
-        Images are compared with those of the first backend, everything else with the reference.
-        """
         missing, expected = self._missing(cell), None
         if cell.section != "image":
             expected = self.reference.first(replace(cell, dtype="fp32")).result
         elif self.backends[0] not in missing:
             expected = self.backends[0].first(cell).result
+        first = [missing.pop(0)] if expected is None else []  # the first image is what the others are compared with
+        groups = [first, *([b for b in missing if b.compiles == compiles] for compiles in (False, True))]
+        groups = [group for group in groups if group]
         runnable: list[tuple[str, Backend]] = []
-        for backend in missing:
-            timing = table.timings[backend.name] = Timing()
-            try:
-                first = backend.first(cell)
-            except OutOfTime:
-                del table.timings[backend.name]  # a run that goes on does it
-                continue
-            except Unavailable as error:
-                timing.unable = str(error)
-                continue
-            expected = first.result if expected is None else expected
-            timing.first_s, timing.peak = first.seconds, first.peak
-            timing.error = float((first.result - expected).norm() / expected.norm())
-            timing.passes = gate(cell, timing.error)
+        begun: dict[Backend, float] = {}  # when the first calls began that are not over
+        while groups or begun:
+            begun |= dict.fromkeys(groups[0] if groups else (), time.monotonic())
+            for backend in groups.pop(0) if groups else ():
+                backend.begin(cell)
+            start, is_last = time.monotonic(), not groups
+            while begun and (is_last or time.monotonic() < start + (QUICK_S if expected is not None else math.inf)):
+                arrived = [backend for backend in begun if backend.is_ready(POLL_S / len(begun))]
+                for backend in arrived:
+                    del begun[backend]
+                    expected = self._judge(cell, table, backend, expected, runnable)
+                self._cut_late(table, begun)
+                if arrived and (begun or groups):
+                    self._time(cell, table, runnable, 2, deadline)
+        self._time(cell, table, runnable, self.rounds, deadline)
+        for name, timing in table.timings.items():
+            if timing.seconds is not None:
+                log.info("%s: %s, %s", name, duration(timing.seconds), _words(cell))
+        return table
+
+    def _cut_late(self, table: Table, begun: dict[Backend, float]) -> None:
+        """End the processes whose first call takes too long; a run that goes on measures them."""
+        now = time.monotonic()
+        for backend, start in list(begun.items()):
+            if now - start > self.most_first_s or now > self.deadline - LAST_S:
+                del begun[backend]
+                backend.stop()
+                table.timings[backend.name] = Timing(cut=f"not ready after {duration(now - start)}")
+                self.on_change(table)
+
+    def _judge(
+        self,
+        cell: Cell,
+        table: Table,
+        backend: Backend,
+        expected: torch.Tensor | None,
+        runnable: list[tuple[str, Backend]],
+    ) -> torch.Tensor | None:
+        """Fill in the error and the gate of a backend's first call, and return what the others are compared with."""
+        timing = table.timings[backend.name] = Timing()
+        try:
+            first = backend.first(cell)
+        except OutOfTime as error:
+            timing.cut = str(error)
+            return expected
+        except Unavailable as error:
+            timing.unable = str(error)
+            return expected
+        expected = first.result if expected is None else expected
+        timing.first_s, timing.peak = first.seconds, first.peak
+        timing.error = float((first.result - expected).norm() / expected.norm())
+        timing.passes = gate(cell, timing.error)
+        self.on_change(table)
+        log.info("%s: %s the first time, error %.1e", backend.name, duration(timing.first_s), timing.error)
+        runnable.append((backend.name, backend))
+        if backend.name == self.repeated:
+            table.timings[backend.name + AGAIN] = Timing()
+            runnable.append((backend.name + AGAIN, backend))
+        return expected
+
+    def _time(
+        self, cell: Cell, table: Table, runnable: Sequence[tuple[str, Backend]], most: int, deadline: float
+    ) -> None:
+        """Time backends in turn.  What each had before, in turn with fewer, is replaced when it has two samples."""
+        if cell.section != "image":  # the second call is a warm-up too, and tells how many calls make a sample
+            seconds = [_seconds(backend, cell, 1, table.timings[name]) for name, backend in runnable]
+            table.calls = calls_in_sample(min([s for s in seconds if s is not None], default=1.0))
+        samples: dict[str, list[float]] = {name: [] for name, _ in runnable}
+        for number in range(most if runnable else 0):
+            start = time.monotonic()
+            for name, backend in alternating(runnable, number):
+                timing = table.timings[name]
+                sample = _seconds(backend, cell, table.calls, timing)
+                samples[name] += [] if sample is None else [sample]
+                if timing.unable is None and len(samples[name]) >= min(2, len(timing.samples)):
+                    timing.samples = list(samples[name])
             self.on_change(table)
-            log.info("%s: %s the first time, error %.1e", backend.name, duration(timing.first_s), timing.error)
-            runnable.append((backend.name, backend))
-            if backend.name == self.repeated:
-                table.timings[backend.name + AGAIN] = Timing()
-        again = [(name + AGAIN, backend) for name, backend in runnable if name == self.repeated]
-        return [*runnable, *again]
+            if number >= 1 and 2 * time.monotonic() - start > deadline:
+                break
 
 
 def _words(cell: Cell) -> str:

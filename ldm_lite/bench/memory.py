@@ -48,10 +48,13 @@ def make_image(options: BenchOptions, mode: str) -> MemoryResult:
     options = resolved(options)
     [runtime], _ = flags.parse(mode.split(), "bench", "", (RuntimeOptions,))
     flagged = {name: getattr(runtime, name) for name in given(runtime)}
-    # On a CPU the memory of weights that are drawn ahead would count.
-    checkpoint = open_model(options.size, options.ckpt, ahead=options.device != "cpu")
+    # Memory of weights that are drawn ahead would count.
+    checkpoint = open_model(options.size, options.ckpt, options.device, ahead=False)
     pipe = ldm_lite.load(checkpoint, device=options.device, dtype=options.dtypes[0], **flagged)
     on_cuda, times = pipe.device.type == "cuda", list[float]()
+    if on_cuda:  # the drawing, in float32, does not
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(pipe.device)
 
     def note_time() -> None:
         if on_cuda:
@@ -78,8 +81,11 @@ def make_image(options: BenchOptions, mode: str) -> MemoryResult:
     )
 
 
-def table(options: BenchOptions, modes: tuple[str, ...] = MODES) -> Iterator[str]:
-    """Measure the modes, and yield a table in Markdown line by line."""
+def table(options: BenchOptions, modes: tuple[str, ...] | None = None) -> Iterator[str]:
+    """Measure the modes, those of the options if none are given, and yield a table in Markdown line by line."""
+    if modes is None:
+        kinds = {"plain": MODES[:1], "lowest": MODES[-1:], "others": MODES[1:-1]}
+        modes = tuple(mode for kind in options.modes for mode in kinds[kind])
     asked, options = options, resolved(options)
     about = describe_run(asked, options)
     yield f"{about['command']}: {about['model']}, {options.dtypes[0]}, {about['device']}, {about['versions']}\n"

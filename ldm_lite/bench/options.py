@@ -50,8 +50,16 @@ class BenchOptions(CheckedOptions):
     scale: float = option(7.5, "classifier-free guidance", within=SCALES)
     seed: int = option(1, "seed of all inputs", within=SEEDS)
     memory: bool = option(False, "measure the options that save memory instead")
+    modes: tuple[str, ...] = option(
+        "plain,lowest,others", "of memory, separated by commas", parse=words, choices=("plain", "lowest", "others")
+    )
     rounds: int = option(10, "rounds of timing in a cell, at most", within=(1, MOST))
     minutes: float = option(9.0, "stop after this many minutes; what was measured is kept", within=(0, MOST))
+    first_minutes: float = option(
+        60.0,
+        "the most minutes of a first call, with compilation: it is cut then, and the others go on",
+        within=(0, MOST),
+    )
     threads: int | None = option(None, "CPU threads (default: torch's choice)", within=(1, 4096))
     out: str = option("outputs/bench", "folder for results.json, results.md and results.png", metavar="DIR")
     resume: bool = option(False, "keep the results that the folder holds; measure the missing cells and configurations")

@@ -38,9 +38,11 @@ CONFIGURATIONS = {
     "math": Configuration("ours, math attention", "math"),
     "efficient": Configuration("ours, memory-efficient attention", "efficient"),
     "compiled": Configuration("ours, memory-efficient attention, compiled", "efficient", "step"),
-    "compiled-sdpa": Configuration("ours, compiled", "sdpa", "step"),
-    "graph": Configuration("ours, as by default on CUDA: a CUDA graph of plain steps", "sdpa", "graph"),
-    "max": Configuration("ours, everything", "fastest", "max"),
+    "compiled-sdpa": Configuration("ours, compiled, attention of PyTorch's choice", "sdpa", "step"),
+    "graph": Configuration(
+        "ours, as by default on CUDA: a CUDA graph of plain steps, attention of PyTorch's choice", "sdpa", "graph"
+    ),
+    "max": Configuration("ours, everything, the fastest attention", "fastest", "max"),
 }
 REFERENCE = Configuration("reference", "sdpa", original=True)  # in float32
 
@@ -72,18 +74,18 @@ class OurWorkload:
 
     def __init__(self, row: Configuration, options: BenchOptions, dtype: str) -> None:
         """Load the model; dtype is a short name.  Raises ValueError for an attention that the device lacks."""
-        self.options = options
+        self.options, self.title = options, row.title
         device, in_half = torch.device(options.device), row.original and dtype != "fp32"
         self.autocast = torch.autocast(device.type, DTYPES[dtype] if in_half else None, enabled=in_half)
         fused = row.attention == "efficient" and device.type != "cuda"
         self.pipe = ldm_lite.load(
-            open_model(options.size, options.ckpt),
+            open_model(options.size, options.ckpt, options.device),
             device=device,
             dtype="fp32" if in_half else dtype,
             attention=None if fused or row.original else row.attention,  # None: the fastest here
             compile=row.compile,
             kernels="plain" if row.original else row.kernels,
-            matmul_precision="highest",
+            matmul_precision="highest" if device.type == "cuda" else None,
         )
         if row.original:
             networks: dict[str, Any] = {role: plain_copy(network) for role, network in self.pipe.networks.items()}
@@ -108,6 +110,8 @@ class OurWorkload:
         plan, latents = self._denoise(tensors, 1, CHECK_SCALE)
         if (failure := getattr(self.pipe.run_row, "failure", None)) is not None:
             raise ValueError(f"could not be compiled: {failure}")
+        functions = {layer.attention for layer in attention.layers(self.pipe.unet).values()}
+        print(f"{self.title}: attention {', '.join(sorted(map(attention.name_of, functions)))}")
         row, x, (p, q) = plan.mix[0, 0], tensors.noise * plan.initial, plan.h_of_out[0]
         kept = (latents - float(row @ X) * x) / float(row @ H)  # H = p x + q prediction
         return (kept - float(p) * x) / float(q)

@@ -36,6 +36,7 @@ class Timing:
     peak: int | None = None  # bytes without the weights, on CUDA
     samples: list[float] = field(default_factory=list)  # seconds per call
     unable: str | None = None  # why it could not run
+    cut: str | None = None  # why it was not timed, which a run that goes on does
 
     @property
     def seconds(self) -> float | None:
@@ -158,8 +159,9 @@ def markdown(report: Report) -> str:
 def _row(report: Report, table: Table, name: str) -> str:
     timing, base = table.timings[name], table.timings.get(next(iter(report.titles)))
     head = f"| {table.cell.batch} | {report.titles.get(name, name)} |"
+    first_s = "" if timing.first_s is None else duration(timing.first_s)
     if timing.unable is not None or timing.seconds is None:
-        return f"{head} {timing.unable or '-'} |" + " |" * 8
+        return f"{head} {timing.unable or timing.cut or '-'} |" + " |" * 7 + f" {first_s} |"
     speed_up = ""  # only over and of results that pass
     if base is not None and base.seconds is not None and timing.passes is not False and base.passes is not False:
         ratio = base.seconds / timing.seconds
@@ -176,7 +178,7 @@ def _row(report: Report, table: Table, name: str) -> str:
         f"{rate / top:.0%}" if top else "",
         error if timing.passes is not False else f"**fails: {error}**",
         "" if timing.peak is None else f"{timing.peak / 2**20:,.0f} MiB",
-        "" if timing.first_s is None else duration(timing.first_s),
+        first_s,
     ]
     return f"{head} {' | '.join(cells)} |"
 

@@ -16,6 +16,7 @@ from ldm_lite.bench.work import CHECK_SCALE, BenchInputs, Unavailable, inputs
 from ldm_lite.checkpoint.reader import parts_of, prefix
 from ldm_lite.core.pipeline import DTYPES
 from ldm_lite.core.tasks import noise_of
+from ldm_lite.runtime.precision import set_matmul_precision
 
 PRECISIONS = {"fp32": "f32", "bf16": "bf16"}  # OpenVINO's names
 # What a network, by its role, is called with: latents, timestep and context; unscaled latents; token ids.
@@ -34,7 +35,8 @@ def versions(name: str, options: BenchOptions) -> str:
         raise Unavailable(f"is not installed ({error.name}): pip install {' '.join(PEERS[name])}") from error
     if name == "openvino" and options.device != "cpu":
         raise Unavailable("is for CPUs")
-    return ", ".join(f"{module} {number}" for module, number in numbers.items()).removeprefix(f"{name} ")
+    text = ", ".join(f"{module} {number}" for module, number in numbers.items()).removeprefix(f"{name} ")
+    return text if name == "openvino" else f"{text}, attention of PyTorch's choice"
 
 
 class PeerWorkload:
@@ -44,7 +46,9 @@ class PeerWorkload:
         """dtype is a short name.  Raises Unavailable if the peer does not run in it here."""
         if name == "openvino" and dtype not in PRECISIONS:
             raise Unavailable(f"runs in {' or '.join(PRECISIONS)} here")
-        checkpoint = open_model(options.size, options.ckpt)
+        checkpoint = open_model(options.size, options.ckpt, options.device)
+        if options.device.startswith("cuda"):
+            set_matmul_precision("highest")  # as for our rows
         self._parts, self.family = parts_of(checkpoint), family_of(checkpoint)
         self.name, self.options, self.device = name, options, torch.device(options.device)
         self.dtype = torch.float32 if name == "openvino" else DTYPES[dtype]  # it rounds weights itself
@@ -64,7 +68,11 @@ class PeerWorkload:
             if compiled:
                 network = network.to(memory_format=torch.channels_last)
             if compiled and role == "unet":
-                # As in diffusers' documentation, but for one size: else its second batch gets a graph for all sizes.
+                # As in diffusers' guide to speed, without its coordinate descent, which takes minutes and ours lacks;
+                # and for one size, as ours: else its second batch gets a graph for all sizes.
+                network.fuse_qkv_projections()
+                inductor: Any = importlib.import_module("torch._inductor.config")
+                inductor.conv_1x1_as_mm, inductor.epilogue_fusion = True, False
                 network = torch.compile(network, mode="max-autotune", fullgraph=True, dynamic=False)
             self._networks[role] = network
         return self._networks[role]

@@ -51,6 +51,21 @@ class InProcessBackend:
                 self._dtype, self._workload = "", None  # frees the other precision's
                 self._dtype, self._workload = dtype, self._make(dtype)
 
+    @property
+    def compiles(self) -> bool:
+        """Whether the first call of a cell takes long."""
+        return takes_long(self.name)
+
+    def begin(self, cell: Cell) -> None:
+        """Do nothing: `first` runs the cell."""
+
+    def is_ready(self, seconds: float) -> bool:
+        """Whether `first` would not wait."""
+        return True
+
+    def stop(self) -> None:
+        """Do nothing."""
+
     def first(self, cell: Cell) -> FirstCall:
         """Run a cell once."""
         results: list[Tensor] = []
@@ -131,7 +146,7 @@ class SubprocessBackend:
     ) -> None:
         """name is a configuration or a peer.  At the deadline, of time.monotonic, the process is ended.
 
-        With loads, a dtype, it does not wait for the process, which loads its networks in it: wait_until_ready does.
+        With loads, a dtype, it does not wait for the process, which loads its networks in it: what follows does.
         Raises Unavailable if it cannot run here, or in time.
         """
         self.name, self._deadline = name, deadline
@@ -140,16 +155,27 @@ class SubprocessBackend:
         self._process = context.Process(target=_serve, args=(name, options, theirs, make))
         self._process.start()
         theirs.close()
+        self.description = ""  # until the process has begun
+        self._asked = ["description"]  # what the process was asked for, or tells by itself, and has not answered
+        self._last: Any = None  # its last answer
+        self._begun: Cell | None = None  # whose first call was begun, and not waited for
         if loads is None:
-            self.description: str = self._answer()
+            self.wait_until_ready()
         else:
-            self._connection.send(("load", loads))
+            self._ask("load", loads)
+
+    @property
+    def compiles(self) -> bool:
+        """Whether the first call of a cell takes long."""
+        return takes_long(self.name)
 
     def wait_until_ready(self) -> None:
         """Wait for the process to begin and to load.  Raises Unavailable if it cannot run here, or in time."""
-        self.description = self._answer()
-        with contextlib.suppress(Unavailable):  # the first call of a cell tries again, and tells why
+        try:
             self._answer()
+        except Unavailable:
+            if not self.description:
+                raise  # else the first call of a cell tries again, and tells why
 
     def __enter__(self) -> "SubprocessBackend":
         return self
@@ -160,28 +186,78 @@ class SubprocessBackend:
             self._process.join(10)
         self._process.kill()
 
-    def _answer(self, *question: object) -> Any:
-        try:
-            if question and time.monotonic() < self._deadline:
+    def begin(self, cell: Cell) -> None:
+        """Have the process run a cell the first time, and do not wait for it."""
+        self._begun = cell
+        self._ask("first", cell)
+
+    def is_ready(self, seconds: float) -> bool:
+        """Whether `first` would not wait; wait for that for so many seconds at most."""
+        until = time.monotonic() + seconds
+        while self._asked:
+            if not self._connection.poll(max(0.0, until - time.monotonic())):
+                return False
+            self._receive()
+        return True
+
+    def stop(self) -> None:
+        """End the process: what it is asked for from now on raises OutOfTime."""
+        self._deadline = -math.inf
+        self._process.kill()
+
+    def _ask(self, *question: object) -> None:
+        if time.monotonic() < self._deadline:
+            with contextlib.suppress(OSError):  # it has ended: _receive tells
                 self._connection.send(question)
-            left = max(0.0, self._deadline - time.monotonic())
-            if left == 0 or not self._connection.poll(None if left == math.inf else left):
-                self._process.kill()
-                raise OutOfTime("stopped for lack of time: the `minutes` are over")
-            answer = self._connection.recv()
+            self._asked.append(str(question[0]))
+
+    def _receive(self) -> None:
+        """Receive an answer, waiting for it."""
+        try:
+            self._last = self._connection.recv()
         except (EOFError, OSError):
             self._process.join(10)
-            answer = Unavailable(f"its process ended (status {self._process.exitcode})")
-        if isinstance(answer, Unavailable):
-            raise answer
-        return answer
+            if self.description or not isinstance(self._last, Unavailable):  # which told why it cannot begin
+                self._last = Unavailable(f"its process ended (status {self._process.exitcode})")
+            self._asked = []
+            return
+        if self._asked.pop(0) == "description" and not isinstance(self._last, Unavailable):
+            self.description = self._last
+
+    def _answer(self) -> Any:
+        """Return the answer to the last question, once all have come."""
+        while self._asked or time.monotonic() >= self._deadline:
+            left = max(0.0, self._deadline - time.monotonic())
+            if left == 0 or not self._connection.poll(None if left == math.inf else left):
+                self.stop()
+                raise OutOfTime("stopped for lack of time: the `minutes` are over")
+            self._receive()
+        if isinstance(self._last, Unavailable):
+            raise self._last
+        return self._last
 
     def first(self, cell: Cell) -> FirstCall:
-        result, seconds, peak = self._answer("first", cell)
+        """Return the result and the cost of running a cell once."""
+        if self._begun != cell:
+            self.begin(cell)
+        self._begun = None
+        result, seconds, peak = self._answer()
         return FirstCall(torch.from_numpy(result), seconds, peak)
 
     def seconds(self, cell: Cell, calls: int) -> float:
-        return float(self._answer("seconds", cell, calls))
+        """Run the cell of the last `first` some times in a row, and return the seconds per call."""
+        self._ask("seconds", cell, calls)
+        return float(self._answer())
+
+
+def takes_long(name: str) -> bool:
+    """Whether the first call of a configuration, or of a peer, compiles."""
+    from ldm_lite.bench import ours
+
+    if name in PEERS:
+        return name.endswith("compiled")
+    row = ours.CONFIGURATIONS.get(name.partition("+")[0])
+    return row is not None and row.compile not in ("off", "graph")
 
 
 def _serve(name: str, options: BenchOptions, connection: Connection, make: Make) -> None:

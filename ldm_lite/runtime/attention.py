@@ -107,6 +107,13 @@ def is_stateless(function: AttentionFn) -> bool:
     return getattr(function, "func", function) in _FUNCTIONS.values()  # the function of a partial one: "sliced:4"
 
 
+def name_of(function: AttentionFn) -> str:
+    """Return the name of an attention, "sliced" for "sliced:4"; of one without a name, that of its code."""
+    inner = getattr(function, "func", function)
+    names = (name for name, known in _FUNCTIONS.items() if known is inner)
+    return next(names, getattr(inner, "__name__", type(inner).__name__))
+
+
 def register(name: str, function: AttentionFn) -> None:
     """Register a function of q, k and v under a name that every `attention` option accepts.
 

@@ -2,10 +2,12 @@
 
 import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
+from ldm_lite.bench import benchmark
 from ldm_lite.bench.benchmark import Comparison, gate
 from ldm_lite.bench.measure import alternating, calls_in_sample, spread
 from ldm_lite.bench.report import AGAIN, Table, Timing
@@ -21,6 +23,17 @@ class Fake:
 
     def __init__(self, name: str, turns: list[str], seconds: float = 1.0, error: float = 0.0) -> None:
         self.name, self.turns, self._seconds, self.error = name, turns, seconds, error
+
+    compiles = False
+
+    def begin(self, cell: Cell) -> None:
+        pass
+
+    def is_ready(self, seconds: float) -> bool:
+        return True
+
+    def stop(self) -> None:
+        pass
 
     def first(self, cell: Cell) -> FirstCall:
         return FirstCall(TRUTH * (1 + self.error), 3.0, 2**20)
@@ -118,12 +131,84 @@ def test_what_was_stopped_keeps_what_was_measured() -> None:
 
     comparison = compare(Stops("a", []), Stops("late", []), rounds=5)
     table = comparison.measure(STEP, time.monotonic())
-    assert list(table.timings) == ["a"]
+    assert table.timings["late"].cut == "--minutes are over"
     assert table.timings["a"].samples
     assert table.timings["a"].unable is None
     assert [backend.name for backend in replace(comparison, earlier={STEP: table})._missing(STEP)][-1] == "late"
     *_, note = compare(Stops("a", []), Stops("late", []), Fake("b", []), Broken("broken", []), rounds=5).run([STEP])
     assert note == "left out for lack of time: late in step in fp32 at batch 1 (--minutes)"
+
+
+class Clock:
+    """The time of a comparison, which passes while it waits and times."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr(benchmark.time, "monotonic", lambda: self.now)
+
+
+class Slow(Fake):
+    """A backend whose first call takes some seconds of a clock; None: it never ends."""
+
+    def __init__(self, name: str, clock: Clock, ready_s: float | None, compiles: bool = True, **how: Any) -> None:
+        super().__init__(name, [], **how)
+        self.clock, self.ready_s, self.compiles, self.begun, self.stopped = clock, ready_s, compiles, 0.0, False
+
+    def begin(self, cell: Cell) -> None:
+        self.begun = self.clock.now
+
+    def is_ready(self, seconds: float) -> bool:
+        self.clock.now += seconds
+        return self.ready_s is not None and self.clock.now >= self.begun + self.ready_s
+
+    def stop(self) -> None:
+        self.stopped = True
+
+    def seconds(self, cell: Cell, calls: int) -> float:
+        assert not self.stopped
+        self.clock.now += 0.2
+        return super().seconds(cell, calls)
+
+
+def test_each_is_timed_as_soon_as_it_is_ready_and_all_in_turn_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What compiles begins when the others are timed; who never ends, or fails, takes nothing from their rows."""
+    clock = Clock(monkeypatch)
+    seen: list[tuple[float, dict[str, int]]] = []
+
+    def note(table: Table) -> None:
+        seen.append((clock.now, {name: len(timing.samples) for name, timing in table.timings.items()}))
+
+    class Fails(Slow):
+        def first(self, cell: Cell) -> FirstCall:
+            raise Unavailable("out of memory")
+
+    quick, peer = Slow("graph", clock, 2, compiles=False), Slow("diffusers", clock, 4, compiles=False)
+    step, endless, fails = Slow("compiled", clock, 60), Slow("max", clock, None), Fails("fails", clock, 20)
+    backends = [quick, endless, step, peer, fails]
+    comparison = replace(compare(*backends, rounds=4, minutes=4), on_change=note, most_first_s=120, deadline=240)
+    table = comparison.measure(STEP, 240)
+    assert {name: len(timing.samples) for name, timing in table.timings.items()} == {
+        "graph": 4, "diffusers": 4, "compiled": 4, "max": 0, "fails": 0,
+    }  # fmt: skip
+    assert table.timings["max"].cut == "not ready after 120 s"
+    assert endless.stopped
+    assert table.timings["fails"].unable == "out of memory"
+    assert table.timings["compiled"].first_s == 3.0
+    assert 120 < clock.now < 140
+    when = {
+        name: next(now for now, counts in seen if counts.get(name) == 2) for name in ("graph", "diffusers", "compiled")
+    }
+    assert when["graph"] < 4 < when["diffusers"] <= step.begun < 10 < 60 < when["compiled"] < 70
+    assert [backend.name for backend in replace(comparison, earlier={STEP: table})._missing(STEP)] == ["max"]
+
+
+def test_before_the_minutes_are_over_the_last_rounds_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    quick, endless = Slow("graph", clock, 2, compiles=False), Slow("max", clock, None)
+    comparison = replace(compare(quick, endless, rounds=10), deadline=100)
+    *_, note = comparison.run([STEP])
+    assert note == "left out for lack of time: max in step in fp32 at batch 1 (--minutes)"
+    assert 92 < clock.now < 96
 
 
 def test_what_does_not_fit_into_the_time_is_a_note() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config as inductor
 
 from ldm_lite.bench.options import PEERS, BenchOptions
 from ldm_lite.bench.theirs import PeerWorkload
@@ -64,6 +65,20 @@ def test_at_the_deadline_what_runs_is_stopped() -> None:
         assert time.monotonic() - start < 30
     with pytest.raises(OutOfTime):
         SubprocessBackend("fake", OPTIONS, make_endless, deadline=time.monotonic() + 0.01)
+
+
+@pytest.mark.slow
+def test_a_first_call_is_begun_without_waiting_and_can_be_stopped() -> None:
+    with SubprocessBackend("fake", OPTIONS, make_endless) as backend:
+        backend.begin(CELL)
+        while not backend.is_ready(0.1):
+            pass
+        assert backend.first(CELL).seconds == 2.0
+        backend._ask("seconds", CELL, 1)
+        assert not backend.is_ready(0.1)
+        backend.stop()
+        with pytest.raises(OutOfTime):
+            backend.first(CELL)
 
 
 def test_an_error_of_a_kernel_is_that_backends() -> None:
@@ -121,7 +136,7 @@ def test_a_peers_scheduler_never_waits_for_the_device(monkeypatch: pytest.Monkey
     assert workload.denoise("plms", 3, noise, both).shape == noise.shape
 
 
-def test_the_compiled_peer_is_compiled_for_one_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_compiled_peer_is_what_its_guide_to_speed_says_for_one_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """As ours is: otherwise its second batch runs a graph for all sizes."""
     asked: list[dict[str, Any]] = []
 
@@ -130,10 +145,20 @@ def test_the_compiled_peer_is_compiled_for_one_size(monkeypatch: pytest.MonkeyPa
         return network
 
     monkeypatch.setattr(torch, "compile", compile)
-    _with_peers(monkeypatch, NETWORKS=dict.fromkeys(("unet", "vae"), lambda family, weights: torch.nn.Identity()))
+    fused: list[torch.nn.Module] = []
+
+    class Network(torch.nn.Identity):
+        def fuse_qkv_projections(self) -> None:
+            fused.append(self)
+
+    for name in ("conv_1x1_as_mm", "epilogue_fusion"):  # of this process
+        monkeypatch.setattr(inductor, name, getattr(inductor, name))
+    _with_peers(monkeypatch, NETWORKS=dict.fromkeys(("unet", "vae"), lambda family, weights: Network()))
     peer = PeerWorkload("diffusers-compiled", OPTIONS, "fp32")
     assert peer.network("vae") is not peer.network("unet") is peer.network("unet")
-    assert [options["dynamic"] for options in asked] == [False]
+    assert [(options["dynamic"], options["mode"]) for options in asked] == [(False, "max-autotune")]
+    assert fused == [peer.network("unet")]
+    assert (inductor.conv_1x1_as_mm, inductor.epilogue_fusion) == (True, False)
 
 
 def _with_peers(monkeypatch: pytest.MonkeyPatch, **values: Any) -> None:
