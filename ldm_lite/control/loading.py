@@ -6,6 +6,7 @@ import os
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from PIL import Image
@@ -64,9 +65,9 @@ def load_controls(
         return []
     if not isinstance(model.unet, LDMUNet | Flux):
         raise ValueError(f"{model.family.title} has no UNet that a control could act on")
-    for control in controls:
-        if model.unet not in control.networks:
-            control.networks[model.unet] = _read(model, control.source)
+    new = [control for control in controls if model.unet not in control.networks]
+    for control, network in zip(new, _read_once(model, [control.source for control in new]), strict=True):
+        control.networks[model.unet] = network
     networks = [control.networks[model.unet] for control in controls]  # each with whether it pools
     vision = _load_vision(model, clip_vision, [network for network, _ in networks])
     return [
@@ -165,8 +166,39 @@ WIDTHS = {  # of image encoders, by whether the pooled output is read
 }
 
 
-def _read(model: CheckpointModel, source: str | os.PathLike[str]) -> tuple[ControlNetwork, bool]:
-    """Read a network, ready to run with the model, and whether its configuration asks for pooling."""
+# The ControlNets of the last job of each UNet, by file: the next job, if it names them too, runs the CUDA graphs of
+# the same weights.
+_LAST_READ: WeakKeyDictionary[nn.Module, dict[object, tuple[ControlNet, bool]]] = WeakKeyDictionary()
+
+
+def _version(model: CheckpointModel, source: str | os.PathLike[str]) -> object:
+    """Return what tells whether a file, and where its network goes, is the same as before; None if it may not be."""
+    try:
+        stat = os.stat(source)
+    except OSError:
+        return None  # of the hub
+    is_file = os.path.isfile(source) and model.offloader is None
+    return (os.path.realpath(source), stat.st_mtime_ns, stat.st_size, model.device, model.dtype) if is_file else None
+
+
+def _read_once(model: CheckpointModel, sources: Sequence[str | os.PathLike[str]]) -> list[tuple[ControlNetwork, bool]]:
+    """Read the networks of a job, but for ControlNets that the job before it read from the same files."""
+    before, read, networks = _LAST_READ.get(model.unet, {}), dict[object, tuple[ControlNet, bool]](), []
+    for source in sources:
+        version = _version(model, source)
+        if version in before:
+            prepare_like(before[version][0], model.unet, model.device)  # whose attention may be another by now
+        network, pools, is_whole = (*before[version], True) if version in before else _read(model, source)
+        networks.append((network, pools))
+        if isinstance(network, ControlNet) and is_whole and version is not None:
+            read[version] = network, pools
+    _LAST_READ[model.unet] = read
+    return networks
+
+
+def _read(model: CheckpointModel, source: str | os.PathLike[str]) -> tuple[ControlNetwork, bool, bool]:
+    """Read a network, ready to run with the model; tell whether its configuration asks for pooling, and whether its
+    file holds all of it, and not differences from the UNet's weights."""
     components = parts_of(open_source(source))
     role = next((role for role in ROLES if role in components), None)
     if role is None:
@@ -204,7 +236,7 @@ def _read(model: CheckpointModel, source: str | os.PathLike[str]) -> tuple[Contr
     pools = tensors.metadata.get("global_pool_conditions") == "True"  # in a diffusers folder
     if pools:
         log.info("%s: averages over the image, as its configuration says", source)
-    return network, pools
+    return network, pools, not differs
 
 
 ROLES = ("control", "adapter", "style", "ip_adapter", "redux")  # components that are a control

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from ldm_lite.core.denoise import Guided, run_row, weighted
 from ldm_lite.runtime import joined
-from ldm_lite.runtime.cuda_graphs import UNDER_WAY, Graphs, Step, as_under_way, is_stateful, tensors_in
+from ldm_lite.runtime.cuda_graphs import UNDER_WAY, Graphs, Step, as_under_way, is_stateful, mapped, tensors_in
 from ldm_lite.runtime.timing import cache_folder
 
 log = logging.getLogger("ldm_lite")
@@ -120,16 +120,23 @@ class CompiledStep:
                 self._has_warned = True
             return self._plain(model, *args)
         try:
-            return self._prepared(model, *args)(model, *args)
+            return self._run(model, *args)
         except Exception as error:  # compilers raise anything
             if isinstance(error, torch.OutOfMemoryError) and self.tier != "graph":  # which takes memory of its own
                 raise
             return self._plain_after(error, model, *args)
 
+    def _run(self, model: Any, *args: Any) -> Any:
+        """Run the compiled step; outside of inference mode, whose tensors would need code of their own."""
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False), torch.no_grad():
+                return self._run(model, *mapped(args, lambda x: _another(x) if x.is_inference() else x))
+        return self._prepared(model, *args)(model, *args)
+
     def _prepared(self, model: Any, *args: Any) -> Step:
         """Return the compiled step.  One thread compiles, the others wait."""
         with self._lock:
-            if isinstance(model, nn.Module):
+            if isinstance(model, nn.Module) and self.tier != "graph":  # a graph is for the addresses of all weights
                 self._check_joined(model)
             if self._step is None:
                 self._step = self._graphs if self.tier == "graph" else self._compile(model, *args)
@@ -153,7 +160,7 @@ class CompiledStep:
             self._compile_blocks(model)
             step = self._plain
         elif self.tier == "max":
-            step = torch.compile(self._plain, fullgraph=True, dynamic=False, **how)
+            step = _laid_out(torch.compile(self._plain, fullgraph=True, dynamic=False, **how))
         else:
             step = _for_all_sizes(self._plain, **how)
         if device.type == "cuda":
@@ -276,6 +283,8 @@ def _for_all_sizes(plain: Step, **how: Any) -> Step:
     def step(model: Any, registers: Tensor, row: Any, noise: Tensor, guided: Guided, *others: Any) -> Any:
         if all(side % FOLD == 0 and side > FOLD for side in registers.shape[-2:]):
             registers, noise, guided = _with_maps(_folded, registers, noise, guided)
+        else:
+            registers, noise = _another(registers), _another(noise)
         _mark_sizes(registers, noise, guided, others[2] if len(others) > 2 else None)
         return compiled(model, registers, row, noise, guided, *others)
 
@@ -292,7 +301,7 @@ def _with_maps(
 
 
 def _folded(x: Tensor) -> Tensor:
-    return x.view(*x.shape[:-2], x.shape[-2] // FOLD, FOLD, -1, FOLD)
+    return _another(x, *x.shape[:-2], x.shape[-2] // FOLD, FOLD, x.shape[-1] // FOLD, FOLD)
 
 
 def _unfolded(x: Tensor) -> Tensor:
@@ -315,6 +324,24 @@ def _mark_sizes(registers: Tensor, noise: Tensor, guided: Guided, arguments: Any
         for axis in axes:
             if tensor.shape[axis] > 1:
                 torch._dynamo.maybe_mark_dynamic(tensor, axis % tensor.ndim)
+
+
+# Compiled code is for certain strides, also of what a view is a view of, and for tensors outside of inference mode.
+
+
+def _laid_out(step: Step) -> Step:
+    """Return a step for latents and noise in any layout, such as the channels last of an encoded image."""
+    return lambda model, registers, row, noise, *others: step(model, _another(registers), row, _another(noise), *others)
+
+
+def _another(x: Tensor, *shape: int) -> Tensor:
+    """Return a tensor, without gaps, with the numbers of x in the same memory, which is no view; or x if it trains."""
+    x = x.contiguous()
+    if x.requires_grad:
+        return x.view(shape or x.shape)
+    size = torch.Size(shape) or x.shape
+    memory = torch.empty(0, dtype=x.dtype, device=x.device)
+    return memory.set_(x.untyped_storage(), x.storage_offset(), size)  # type: ignore[call-overload]
 
 
 # ---- settings of the compiler ---------------------------------------------------------------------------------------

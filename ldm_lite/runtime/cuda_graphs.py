@@ -14,7 +14,9 @@ import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -56,7 +58,8 @@ class Graphs:
         The first plain_calls of each shape run without a graph.
         """
         self._step, self._measured, self._plain_calls = step, measured, plain_calls
-        self._calls: Counter[Any] = Counter()  # of shapes that have no graph yet
+        self._codes: WeakKeyDictionary[nn.Module, Code] = WeakKeyDictionary()
+        self._calls: Counter[int] = Counter()  # of what has no graph yet, by hash
         # By the first weight of a network.
         self._graphs: MutableMapping[Tensor, OrderedDict[Any, Captured]] = WeakTensorKeyDictionary()
         self._lock = threading.Lock()  # two threads must not fill the same buffers
@@ -76,35 +79,51 @@ class Graphs:
 
     def __call__(self, model: Any, *args: Any) -> Any:
         """Replay the graph for these arguments, which is captured if there is none, or run the step without one."""
-        tensors = list(tensors_in(args))
-        device = tensors[0].device
+        leaves = list(leaves_of(args))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        in_autocast = tensors[0].is_cuda and torch.is_autocast_enabled("cuda")
         # A function may read tensors that are not among the arguments.
-        code = code_of(model) if isinstance(model, nn.Module) else None
-        if code is None or is_stateful(args) or (device.type == "cuda" and torch.is_autocast_enabled("cuda")):
-            return self._step(model, *args)
-        functions, weights = code
-        # A graph is fixed to the address of the weights, and to which arguments are None.
-        kinds = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves_of(args))
-        key = self._step, device, weights[0].data_ptr(), kinds, functions, tuple(map(id, weights))
-        with self._lock, torch.cuda.device_of(tensors[0]):  # type: ignore[no-untyped-call]  # streams are its own
-            graphs = self._graphs.setdefault(weights[0], OrderedDict())
-            if key not in graphs or graphs[key].is_stale:
-                self._calls[hash(key)] += 1
-                if self._calls[hash(key)] <= self._plain_calls:
-                    return self._step(model, *args)
-                for stale in [stale for stale, captured in graphs.items() if captured.is_stale]:
-                    del graphs[stale]
-                graphs[key] = self._capture(model, args)
-                graphs[key].watch(weights)
-                if len(graphs) > MOST_GRAPHS:
-                    graphs.popitem(last=False)
+        if isinstance(model, nn.Module) and not in_autocast and not any(map(_is_stateful, leaves)):
+            with self._lock, torch.cuda.device_of(tensors[0]):  # type: ignore[no-untyped-call]  # streams are its own
+                captured = self._captured_for(model, args, leaves)
+                if captured is not None:
+                    return self._replayed(captured, tensors)
+        return self._step(model, *args)
+
+    def _captured_for(self, model: nn.Module, args: tuple[Any, ...], leaves: list[Any]) -> "Captured | None":
+        """Return the graph for a model and arguments, captured if need be; None if the step is to run without one."""
+        code = self._codes.get(model)
+        if code is None or not code.is_current(model):
+            code = self._codes[model] = Code(model)
+        if not code.weights or (first := code.weights[0]()) is None:
+            return None
+        kinds = tuple((leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+        key = self._step, kinds, code.key
+        graphs = self._graphs.setdefault(first, OrderedDict())
+        captured = graphs.get(key)
+        if captured is None or captured.is_stale:
+            self._calls[hash(key)] += 1
+            if self._calls[hash(key)] <= self._plain_calls:
+                return None
+            for stale in [stale for stale, kept in graphs.items() if kept.is_stale]:
+                del graphs[stale]
+            captured = graphs[key] = self._capture(model, args)
+            captured.watch(code.weights)
+            if len(graphs) > MOST_GRAPHS:
+                graphs.popitem(last=False)
+        if next(reversed(graphs.values())) is not captured:
             graphs.move_to_end(key)
-            if device not in self._copied:
-                self._copied[device] = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            torch.cuda.current_stream().wait_event(self._copied[device])  # of a thread with a stream of its own
-            out = graphs[key].replay(tensors)
-            self._copied[device].record()
-            return out
+        return captured
+
+    def _replayed(self, captured: "Captured", tensors: list[Tensor]) -> Any:
+        """Replay a graph after the last result was copied, perhaps in a thread with a stream of its own."""
+        device = tensors[0].device
+        if device not in self._copied:
+            self._copied[device] = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        torch.cuda.current_stream().wait_event(self._copied[device])
+        out = captured.replay(tensors)
+        self._copied[device].record()
+        return out
 
     @as_under_way("capturing")
     def _capture(self, model: nn.Module, args: tuple[Any, ...]) -> "Captured":
@@ -179,23 +198,26 @@ class Captured:
         self._last_inputs: list[tuple[Any, int]] = [(lambda: None, 0)] * len(self._buffers)
         self.is_stale = False  # one of the weights is gone
 
-    def watch(self, weights: Sequence[Tensor]) -> None:
-        """Become stale when one of the weights is deleted, whose id another one may have then."""
+    def watch(self, weights: Sequence[Any]) -> None:
+        """Become stale when one of the weights, given by references, is deleted, whose id another one may have then."""
 
         def forget(_: object) -> None:
             self.is_stale = True
 
-        self._weights = [weakref.ref(weight, forget) for weight in weights]
+        self._weights = [weakref.ref(weight(), forget) for weight in weights]
 
     def replay(self, values: list[Tensor]) -> Any:
         """Replay for these values; tensors that have not changed since the last call are not copied again."""
-        for i, (buffer, value) in enumerate(zip(self._buffers, values, strict=True)):
-            last, version = self._last_inputs[i]
+        changed = list[int]()
+        for place, value in enumerate(values):
+            last, version = self._last_inputs[place]
             if value.is_inference():  # such tensors have no version
-                buffer.copy_(value)
+                changed.append(place)
             elif last() is not value or version != value._version:
-                buffer.copy_(value)
-                self._last_inputs[i] = TensorWeakRef(value), value._version
+                changed.append(place)
+                self._last_inputs[place] = TensorWeakRef(value), value._version
+        if changed:
+            torch._foreach_copy_([self._buffers[place] for place in changed], [values[place] for place in changed])
         self.graph.replay()
         return mapped(self.out, lambda x: x.clone())  # the next replay overwrites it
 
@@ -203,37 +225,71 @@ class Captured:
 # ---- what a graph may repeat ----------------------------------------------------------------------------------------
 
 
-def code_of(network: nn.Module) -> tuple[tuple[object, ...], list[Tensor]] | None:
-    """Return what a network runs beside its classes' code, the kernels and attention functions of its modules, and its
-    weights.
+class Code:
+    """What a network runs beside the code of its classes: kernels and attention of its modules, and its weights.
 
-    None if it does anything that a graph would not repeat: hooks, other forwards, custom attention, and weights in
-    blocks, to which LoRAs are added in Python.
+    Read once from all modules, which takes a millisecond of Python; is_current compares it with theirs in much less.
+    It keeps no network alive: of the network itself it has nothing.
     """
-    code: list[object] = [type(network)]
-    weights: list[Tensor] = []
-    modules: list[Any] = [network]
-    for place, module in enumerate(modules):
-        attributes = vars(module)
-        weights += [weight for weight in attributes["_parameters"].values() if weight is not None]
-        if attributes["_forward_hooks"] or attributes["_forward_pre_hooks"]:
-            return None
-        if type(module) is BlockLinear and not module.compiled:
-            return None
-        function, forward = attributes.get("attention"), attributes.get("forward")
-        if function is not None and not attention.is_stateless(function):
-            return None
-        if forward is not None and not is_layer_unmodified(module):
-            return None
-        if function is not None or forward is not None:
-            code.append((place, type(module), function, patch_of(module)))
-        modules += [part for part in attributes["_modules"].values() if part is not None]
-    return tuple(code), weights
+
+    def __init__(self, network: nn.Module) -> None:
+        """Read a network.
+
+        There are no weights if it does anything that a graph would not repeat: hooks, other forwards, custom attention,
+        and weights in blocks, to which LoRAs are added in Python.
+        """
+        modules = list(network.modules())
+        self._parts = [vars(module) for module in modules[1:]]
+        self._hooks = [part[name] for part in self._parts for name in ("_forward_hooks", "_forward_pre_hooks")]
+        self._settings = [
+            (part, name) for part in self._parts for name in ("forward", "attention", "compiled") if name in part
+        ]
+        self._seen = self._look(network)
+        functions = [
+            (place, type(module), vars(module).get("attention"), patch_of(module))
+            for place, module in enumerate(modules)
+            if "attention" in vars(module) or "forward" in vars(module)
+        ]
+        self.key = tuple(functions), hash((*map(type, modules), *self._seen[-2], *self._seen[-1]))
+        self.weights: list[Any] = []  # references
+        if all(map(_is_repeatable, modules)):
+            weights = (weight for module in modules for weight in module._parameters.values() if weight is not None)
+            self.weights = [weakref.ref(weight) for weight in weights]
+
+    def is_current(self, network: nn.Module) -> bool:
+        """Whether nothing was changed since: hooks, forwards, attention, modules, weights and their addresses."""
+        return self._seen == self._look(network)
+
+    def _look(self, network: nn.Module) -> tuple[Any, ...]:
+        """Return what tells changes of the modules: loops in C, since this runs before every step."""
+        parts = [*self._parts, vars(network)]
+        weights = list(chain.from_iterable(part["_parameters"].values() for part in parts))
+        return (
+            any(self._hooks) or bool(network._forward_hooks or network._forward_pre_hooks),
+            list(map(len, parts)),  # a forward or an attention that is new
+            [id(part.get(name)) for part, name in self._settings],
+            list(map(id, chain.from_iterable(part["_modules"].values() for part in parts))),
+            list(map(id, weights)),
+            [weight.data_ptr() for weight in weights if weight is not None],
+        )
+
+
+def _is_repeatable(module: nn.Module) -> bool:
+    """Whether a graph repeats all that a module does."""
+    attributes = vars(module)
+    function = attributes.get("attention")
+    if function is not None and not attention.is_stateless(function):
+        return False
+    return is_layer_unmodified(module) and not (type(module) is BlockLinear and not module.compiled)
 
 
 def is_stateful(args: Any) -> bool:
     """Whether a function among the arguments of a step may depend on more than its own: Python calls it every time."""
-    return any(callable(leaf) and leaf not in STATELESS for leaf in leaves_of(args) if not isinstance(leaf, Tensor))
+    return any(map(_is_stateful, leaves_of(args)))
+
+
+def _is_stateful(leaf: Any) -> bool:
+    return not isinstance(leaf, Tensor) and callable(leaf) and leaf not in STATELESS
 
 
 # ---- nested tuples and mappings of tensors and other values, as the arguments of a step are -------------------------

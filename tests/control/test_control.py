@@ -1,7 +1,10 @@
 """ControlNets and T2I-Adapters in a pipeline: their files, what users write, and whole runs against diffusers."""
 
+import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,12 +20,13 @@ from torch._dynamo.testing import CompileCounter
 
 import ldm_lite
 from ldm_lite import Control, Pipeline
+from ldm_lite.control import loading
 from ldm_lite.control.apply import ActiveControls
 from ldm_lite.control.control import parse
 from ldm_lite.control.loading import load_controls
 from ldm_lite.models.controlnet import ControlNet
 from ldm_lite.models.t2i_adapter import T2IAdapter
-from ldm_lite.runtime.attention import layers, vanilla
+from ldm_lite.runtime.attention import layers, use, vanilla
 from ldm_lite.runtime.compile import CompiledStep
 from ldm_lite.txt2img import main
 
@@ -323,3 +327,41 @@ def test_the_function_and_the_command_take_controls(
     status = main([*arguments, "--control", spec(folder, ":0.7"), "--preprocess", "canny"])
     assert status == 0, capsys.readouterr().err
     assert np.array_equal(np.asarray(Image.open(tmp_path / "a.png")), result.array)
+
+
+def test_a_file_is_read_once_for_jobs_that_follow_each_other(
+    pipe: Pipeline, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So a CUDA graph, which is for addresses of weights, serves them all; a changed file is read again."""
+    files, read = list[str](), loading._read
+
+    def noted(model: Any, source: Any) -> Any:
+        files.append(Path(source).name)
+        return read(model, source)
+
+    monkeypatch.setattr(loading, "_read", noted)
+    net, other = folder / "once.safetensors", folder / "other.safetensors"
+    for path in (net, other):
+        shutil.copy(folder / "net.safetensors", path)
+
+    def run(*paths: Path) -> Any:
+        return load_controls(pipe, parse(tuple(f"{path}:{folder / 'photo.png'}" for path in paths)))[0].network
+
+    first = run(net)
+    assert run(net) is run(net, other) is first
+    assert files == ["once.safetensors", "other.safetensors"]
+    os.utime(net, (1, 1))
+    assert run(net) is not first
+    assert run(other) is not run(net)
+    assert files == [
+        "once.safetensors",
+        "other.safetensors",
+        "once.safetensors",
+        "other.safetensors",
+        "once.safetensors",
+    ]
+    use(pipe.unet, "vanilla")
+    try:
+        assert {layer.attention for layer in layers(run(net)).values()} == {vanilla}
+    finally:
+        use(pipe.unet, "sdpa")

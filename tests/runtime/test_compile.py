@@ -5,16 +5,20 @@ import copy
 import gc
 import logging
 import threading
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import toy
+from PIL import Image
 from pretended_cuda import PretendedCuda
 from random_checkpoint import SMALL
+from safetensors.torch import save_file
 from steps import guidance
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
@@ -33,10 +37,10 @@ from ldm_lite.diffusion.schedule import NoiseSchedule, scaled_linear_betas
 from ldm_lite.features.apg import read_projection
 from ldm_lite.models.controlnet import ControlInput, ControlInputs, ControlledUNet, ControlNet
 from ldm_lite.models.unet import LDMUNet, LDMUNetSpec
-from ldm_lite.runtime import attention, cpu, cuda_graphs, setup
+from ldm_lite.runtime import attention, cpu, cuda_graphs, joined, setup
 from ldm_lite.runtime import compile as tiers
 from ldm_lite.runtime.compile import TIERS, CompiledStep, compiled_step, regions
-from ldm_lite.runtime.patching import patch, unpatch
+from ldm_lite.runtime.patching import kernel, patch, unpatch
 from ldm_lite.runtime.shortened import Run, Shortcuts
 
 CPU = torch.device("cpu")
@@ -229,27 +233,75 @@ def test_captured_steps_are_those_of_one_network_and_go_with_it(monkeypatch: pyt
     assert len(graphs._graphs) == 0
 
 
-class Copied(Tensor):
-    """A buffer that counts what is copied into it."""
+@pytest.mark.slow
+def test_a_session_of_many_jobs_compiles_six_times(small_path: Path, tmp_path: Path) -> None:
+    """Once for a batch of one, and once for all larger ones; for one branch, rescaled guidance, and controls; sizes,
+    prompts, samplers, LoRAs, the layout of an encoded image and inference mode need no code of their own."""
+    pipe = ldm_lite.load(small_path, device="cpu", kernels="plain")
+    counter, photo = CompileCounter(), toy.photo(128, 128)
+    fast = replace(pipe, run_row=CompiledStep("step", pipe.unet, counter))  # type: ignore[arg-type]
+    tensors = {}
+    for name, layer in pipe.unet.named_modules():
+        if name.endswith(("attn2.to_q", "attn2.to_v")):
+            (rows, columns), key = layer.weight.shape, "lora_unet_" + name.replace(".", "_")
+            tensors[f"{key}.lora_up.weight"] = toy.normal(1, rows, 2)
+            tensors[f"{key}.lora_down.weight"] = toy.normal(2, 2, columns)
+    save_file(tensors, tmp_path / "lora.safetensors")
+    net = {f"control_model.{key}": value for key, value in toy.control(SMALL.unet).items()}
+    save_file(net, tmp_path / "net.safetensors")
+    Image.fromarray(photo).save(tmp_path / "photo.png")
+    control = [f"{tmp_path / 'net.safetensors'}:{tmp_path / 'photo.png'}:0.7"]
+    counts = {}
 
-    copies = 0
+    def run(title: str, task: str = "txt2img", *images: Any, **options: Any) -> None:
+        before = counter.frame_count
+        getattr(fast, task)("a", *images, **{"steps": 4, "width": 128, "height": 128} | options)
+        counts[title] = counter.frame_count - before
 
-    def copy_(self, *args: Any) -> Tensor:  # type: ignore[override]
-        self.copies += 1
-        return super().copy_(*args)
+    run("one image")
+    run("another sampler", steps=5, sampler="euler_a")
+    run("batch 4", batch_size=4)
+    run("batch 2", batch_size=2)
+    run("another size", width=192)
+    run("another size, batch 4", width=192, batch_size=4)
+    run("one branch", scale=1.0)
+    run("rescaled", guidance_rescale=0.7)
+    run("scheduled", guidance_schedule="cosine")
+    run("img2img", "img2img", photo)
+    run("inpaint", "inpaint", photo, np.full(photo.shape[:2], 255, np.uint8))
+    with fast.lora(tmp_path / "lora.safetensors", 0.8):
+        run("LoRA")
+    run("control", control=control)
+    run("control again", control=control)
+    run("control, batch 4", control=control, batch_size=4)
+    with torch.inference_mode():
+        run("inference mode")
+        run("inference mode, batch 4", batch_size=4)
+    run("the first again")
+    assert fast.run_row.failure is None  # type: ignore[attr-defined]
+    assert sum(counts.values()) <= 6, counts
 
 
-def test_only_what_has_changed_is_copied_into_a_captured_steps_buffers() -> None:
+def test_only_what_has_changed_is_copied_into_a_captured_steps_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts, copy_all = [0, 0], torch._foreach_copy_
+
+    def counted(into: list[Tensor], values: list[Tensor]) -> None:
+        for buffer in into:
+            counts[next(i for i, other in enumerate(buffers) if other is buffer)] += 1
+        copy_all(into, values)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", counted)
+
     class Sum:
         def replay(self) -> None:
             torch.add(*buffers, out=out)
 
     values = [torch.zeros(2), torch.zeros(2)]
-    buffers, out = tuple(value.clone().as_subclass(Copied) for value in values), torch.zeros(2)
+    buffers, out = tuple(value.clone() for value in values), torch.zeros(2)
     captured = cuda_graphs.Captured(Sum(), buffers, out)
 
     def run() -> tuple[float, int, int]:
-        return float(captured.replay(values)[0]), *(buffer.copies for buffer in buffers)  # type: ignore[return-value]
+        return float(captured.replay(values)[0]), counts[0], counts[1]
 
     assert [run(), run()] == [(0, 1, 1), (0, 1, 1)]
     values[0] += 1  # the same tensor with another value
@@ -534,6 +586,51 @@ def test_python_code_in_a_network_keeps_it_out_of_graphs(change: str, monkeypatc
     attention.use(unet, "vanilla")
     graphs(unet, *given)
     assert cuda.log.count("capture") == 2, "other kernels"
+
+
+def test_weights_in_other_memory_are_captured_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph reads them at their address; joined ones come apart."""
+    cuda, unet = PretendedCuda(monkeypatch), toy.network(ATTENDING).requires_grad_(False)
+    joined.use(unet)
+    step, given = CompiledStep("graph", unet, "eager"), arguments(0, 2, 8, 8)
+    [layer, *_] = joined.joined_layers(unet)
+    for weight in (layer.to_q.weight, unet.out[2].weight):
+        for _ in range(4):
+            step(unet, *given)
+        weight.data = weight.data * 2
+        for _ in range(4):
+            assert torch.equal(step(unet, *given), run_row(unet, *given))  # type: ignore[arg-type]
+    assert cuda.log.count("capture") == 3
+    assert not joined.is_joined(layer)
+
+
+@pytest.mark.parametrize("change", ["module", "weight", "module without weights"])
+def test_replaced_parts_are_captured_anew(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, unet = PretendedCuda(monkeypatch), toy.network(ATTENDING).requires_grad_(False)
+    graphs, given = cuda_graphs.Graphs(run_row), arguments(0, 2, 8, 8)
+    before = graphs(unet, *given)
+    if change == "module":
+        unet.out[2] = copy.deepcopy(unet.out[2])
+        unet.out[2].weight.mul_(2)
+    elif change == "weight":
+        unet.out[2].weight = nn.Parameter(unet.out[2].weight * 2, requires_grad=False)
+    else:
+        unet.out[1] = nn.Tanh()
+    assert torch.equal(graphs(unet, *given), run_row(unet, *given))  # type: ignore[arg-type]
+    assert not torch.equal(graphs(unet, *given), before)
+    assert cuda.log.count("capture") == 2
+
+
+def test_what_is_looked_at_before_a_replay_keeps_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    PretendedCuda(monkeypatch)
+    graphs, unet = cuda_graphs.Graphs(run_row), toy.network(ATTENDING).requires_grad_(False)
+    patch(unet, kernel(lambda module, *args, **named: type(module).forward(module, *args, **named)))
+    graphs(unet, *arguments(0, 2, 8, 8))
+    reference = weakref.ref(unet)
+    del unet
+    gc.collect()
+    assert reference() is None
+    assert len(graphs._codes) == len(graphs._graphs) == 0
 
 
 def test_guidance_of_ones_own_is_called_in_every_step(monkeypatch: pytest.MonkeyPatch, tiny: nn.Module) -> None:
