@@ -80,8 +80,8 @@ def hostile() -> list[tuple[str, Any]]:
 class Server:
     """The server's process."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, *flags: str) -> None:
+        self.folder, self.flags = folder, flags
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
         self.start()
@@ -91,7 +91,7 @@ class Server:
         command = [sys.executable, "-m", "ldm_lite.serve", "--port", str(self.port), "--device", "cpu"]
         root = str(Path(__file__).resolve().parent.parent)
         environment = os.environ | {"TMPDIR": str(self.folder), "PYTHONPATH": root, "PYTHONDONTWRITEBYTECODE": "1"}
-        command += ["--max-queue", "1000", "--max-connections", "2000"]
+        command += self.flags
         # Its log has a line for each request.
         self.process = subprocess.Popen(command, cwd=self.folder, env=environment, stderr=subprocess.DEVNULL)
         while self.ask("/healthz", None)[0] != 200:
@@ -99,10 +99,10 @@ class Server:
                 raise SystemExit("the server has not started")
             time.sleep(0.1)
 
-    def ask(self, path: str, content: Any) -> tuple[int, Any]:
-        """The status and the answer; status 0 if there is no server."""
+    def ask(self, path: str, content: Any, address: str = "127.0.0.1") -> tuple[int, Any]:
+        """The status and the answer to a request from an address; status 0 if there is no server."""
         body = content if content is None or isinstance(content, bytes) else json.dumps(content)
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=600)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=600, source_address=(address, 0))
         try:
             connection.request("GET" if body is None else "POST", path, body)
             response = connection.getresponse()
@@ -243,7 +243,7 @@ class Load:
 def measure(clients: int, seconds: float, steps: int, kill: bool) -> tuple[dict[str, Any], Load]:
     """Start a server, load it, then ask with one client alone; return what was measured."""
     with tempfile.TemporaryDirectory() as folder:
-        server = Server(Path(folder))
+        server = Server(Path(folder), "--max-queue", "1000", "--max-connections", "2000")
         try:
             load = Load(server, steps)
             together = load.run(clients, seconds, kill, attackers=max(1, clients // 10))

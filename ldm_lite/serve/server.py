@@ -33,7 +33,7 @@ LEAST_PIECE = 64
 MOST_AHEAD = 2**19  # bytes that are sent before the answer to an earlier request
 FILES = 512  # besides connections: of models, threads and libraries
 LOOK = 1.0  # seconds between two looks at a connection
-TRIM = 5.0  # seconds after which freed memory goes back to the system
+TRIM = 2.0  # seconds after which freed memory goes back to the system
 
 
 class _Reading(h11.Connection):
