@@ -172,10 +172,13 @@ class Reader:
         except ClientDisconnect:
             raise Refused(CLOSED, "the client has disconnected") from None
         account.hold("body", copies * len(body))
-        return await self.in_thread(parse, body)
+        return await self.in_thread(request, parse, body)
 
-    async def in_thread(self, function: Callable[..., T], *args: Any) -> T:
-        """Call a function that reads what a client has sent, in one of the threads.  Raises Refused (503)."""
+    async def in_thread(self, request: Request, function: Callable[..., T], *args: Any) -> T:
+        """Call a function that reads what a client has sent, in one of the threads, if it still waits then.
+
+        Raises Refused (503, CLOSED).
+        """
         turn, account = self._turns.setdefault(CLIENT.get(), asyncio.Semaphore(READERS // 2)), ledger.account()
 
         def call() -> T:
@@ -186,6 +189,8 @@ class Reader:
             async with asyncio.timeout(READING), contextlib.AsyncExitStack() as places:
                 await places.enter_async_context(turn)
                 await places.enter_async_context(self._free)
+                if await request.is_disconnected():
+                    raise Refused(CLOSED, "the client has disconnected")
                 context = contextvars.copy_context()
                 done = asyncio.get_running_loop().run_in_executor(self._threads, context.run, call)
                 places.pop_all()  # the thread has them until it ends, though nobody may wait for it any more
@@ -216,7 +221,7 @@ def _give_up(done: "asyncio.Future[Any]") -> None:
 async def reading(request: Request, function: Callable[..., T], *args: Any) -> T:
     """Call a function that reads what a client has sent, or queues it, in one of the threads for that."""
     reader: Reader = request.app.state.reader
-    return await reader.in_thread(function, *args)
+    return await reader.in_thread(request, function, *args)
 
 
 async def read_json(request: Request, kind: type[BodyKind]) -> BodyKind:

@@ -2,6 +2,7 @@
 
 import ctypes
 import logging
+import os
 import socket
 import sys
 import threading
@@ -17,7 +18,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol  # unlike httptools it l
 
 from ldm_lite.cli.console import as_flags, printable
 from ldm_lite.cli.options import LoadOptions
-from ldm_lite.serve.app import make_app
+from ldm_lite.serve.app import PUBLIC_ROUTES, make_app
 from ldm_lite.serve.http import Refused, answer
 from ldm_lite.serve.library import Library
 from ldm_lite.serve.options import ServeOptions
@@ -32,8 +33,15 @@ MOST_PIECES = 2**10  # of a body, besides one for LEAST_PIECE bytes: a piece tak
 LEAST_PIECE = 64
 MOST_AHEAD = 2**19  # bytes that are sent before the answer to an earlier request
 FILES = 512  # besides connections: of models, threads and libraries
+FEWEST_FILES = 32  # of these, if the system allows no more
+MOST_FEW = 8  # connections, whatever the system allows
+KEPT = 8  # connections for the routes that need no key, besides the others
 LOOK = 1.0  # seconds between two looks at a connection
 TRIM = 2.0  # seconds after which freed memory goes back to the system
+
+
+class _TooMany(h11.RemoteProtocolError):
+    """A request on a connection that is kept for others."""
 
 
 class _Reading(h11.Connection):
@@ -41,6 +49,7 @@ class _Reading(h11.Connection):
 
     pieces = size = 0  # of the body
     sent = 0  # bytes of answers
+    is_kept = False  # for the routes that need no key
 
     def send(self, event: Any) -> Any:
         """Return what is to be sent for a part of an answer."""
@@ -53,6 +62,8 @@ class _Reading(h11.Connection):
         event = super().next_event()
         if isinstance(event, h11.Request):
             self.pieces = self.size = 0
+            if self.is_kept and not PUBLIC_ROUTES.fullmatch(event.target.decode().partition("?")[0]):
+                raise _TooMany("too many connections are open: try again later")
             if {b"content-length", b"transfer-encoding"} <= {name for name, _ in event.headers}:
                 raise h11.RemoteProtocolError("Content-Length and Transfer-Encoding together")  # a smuggled request
         elif isinstance(event, h11.Data):
@@ -81,7 +92,12 @@ class _Connection(H11Protocol):
         for group, most in ((same, self.most // 2), (rivals, self.most)):
             if len(group) >= most:
                 idle = [rival for rival in group if not rival.is_busy]
-                min(idle, key=lambda rival: rival.since, default=self).transport.abort()
+                if idle:
+                    min(idle, key=lambda rival: rival.since).transport.abort()
+                elif len(rivals) < self.most + KEPT:
+                    self.conn.is_kept = True
+                else:
+                    self.transport.abort()
         self._look()
 
     @property
@@ -119,7 +135,10 @@ class _Connection(H11Protocol):
             self.transport.abort()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is no HTTP."""
+        """Answer what is no HTTP, and what comes on a connection that is kept for others."""
+        if isinstance(error := sys.exception(), _TooMany):
+            self._refuse(503, str(error))
+            return
         self._refuse(400, f"the request is not valid HTTP/1.1: {sys.exception()}".partition(": bytearray")[0])
 
     def shutdown(self) -> None:
@@ -148,11 +167,12 @@ class _Connection(H11Protocol):
         super().on_response_complete()
 
 
-def config(app: ASGIApp, options: ServeOptions) -> uvicorn.Config:
-    """Return how uvicorn runs an application."""
-    limits = {"most": options.max_connections, "proxy": options.proxy or ""}
+def config(app: ASGIApp, options: ServeOptions, most: int | None = None, backlog: int = FILES) -> uvicorn.Config:
+    """Return how uvicorn runs an application, with `most` connections, of which it accepts `backlog` at a time."""
+    limits = {"most": most or options.max_connections, "proxy": options.proxy or ""}
     return uvicorn.Config(
         app,
+        backlog=backlog,
         http=type("Connection", (_Connection,), limits),
         ws="none",
         log_level="warning",
@@ -204,19 +224,26 @@ def _trim() -> None:
         trim(0)
 
 
-def allow_files(connections: int) -> None:
+def allow_files(connections: int) -> tuple[int, int]:
     """Let the process have as many files open as so many connections need, as far as the system lets it.
 
-    Many start with 1024; beyond them new connections are reset, and no model can be opened.
+    Many start with 1024; beyond them new connections are reset, and no model can be opened.  Returns how many
+    connections that makes, and how many of them may be accepted at a time.
     """
     try:
         import resource
     except ModuleNotFoundError:  # Windows has no such limit
-        return
+        return connections, FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = connections + FILES if hard == resource.RLIM_INFINITY else min(connections + FILES, hard)
     if soft not in (resource.RLIM_INFINITY, hard) and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        soft = wanted
+    if soft == resource.RLIM_INFINITY:
+        return connections, FILES
+    used = len(os.listdir("/dev/fd")) + KEPT
+    connections = max(MOST_FEW, min(connections, soft - used - FEWEST_FILES))
+    return connections, max(MOST_FEW, min(FILES, (soft - used - connections) // 2))
 
 
 def serve(options: ServeOptions, load: LoadOptions, key: str | None) -> None:
@@ -232,9 +259,11 @@ def serve(options: ServeOptions, load: LoadOptions, key: str | None) -> None:
     except OSError as error:
         place, why = f"{options.host}:{options.port}", error.strerror or error
         raise OSError(f"cannot listen on {place}: {why}; `port=0` takes a free one") from error
-    allow_files(options.max_connections)
     with listening:
         engine = Engine(Library(load, options), options).start()
+        connections, backlog = allow_files(options.max_connections)  # once the model's files have been read
+        if connections < options.max_connections:
+            log.warning("the system allows %d connections, fewer than `max_connections`: see `ulimit -n`", connections)
         host, port = listening.getsockname()[:2]
         place = f"[{host}]" if ":" in host else host
         log.info("http://%s:%d (API: /docs; Ctrl-C stops it)", place, port)
@@ -242,4 +271,5 @@ def serve(options: ServeOptions, load: LoadOptions, key: str | None) -> None:
             log.warning("anyone who reaches %s can use the server: `api_key=KEY` limits that", place)
         log_lines()
         threading.Thread(target=_trim, daemon=True).start()
-        _Server(config(make_app(engine, options, key), options), engine).run(sockets=[listening])
+        run = config(make_app(engine, options, key), options, connections, backlog)
+        _Server(run, engine).run(sockets=[listening])

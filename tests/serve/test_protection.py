@@ -5,11 +5,15 @@ import io
 import itertools
 import json
 import logging
+import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
+from http.client import HTTPConnection
 from typing import Any
 
 import pytest
@@ -303,6 +307,30 @@ def test_a_thread_is_its_clients_until_it_ends(running: Running, monkeypatch: py
     wait_for(lambda: running.refused("/sdapi/v1/png-info", {"image": ""})[1] == "the end", "a thread that is free")
 
 
+def test_what_nobody_waits_for_any_more_is_not_read(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A flood of requests that were given up at once was read, and kept everybody else waiting."""
+    read, go, first = list[int](), threading.Event(), threading.Event()
+
+    def submit(*args: Any) -> Any:
+        read.append(1)
+        first.set()
+        assert go.wait(60)
+        raise ValueError("the end")
+
+    monkeypatch.setattr(running.engine, "submit", submit)
+    body = json.dumps(SMALL)
+    clients = [HTTPConnection("127.0.0.1", running.port, timeout=20) for _ in range(20)]
+    for client in clients:
+        client.request("POST", TXT2IMG, body)
+    assert first.wait(20)
+    for client in clients:
+        client.close()
+    wait_for(lambda: not running.server.server_state.connections, "the end of all connections")
+    go.set()
+    wait_for(lambda: not running.server.server_state.tasks, "the end of all requests")
+    assert len(read) <= http.READERS
+
+
 def test_many_controlnets_are_refused_before_their_images_are_read(running: Running) -> None:
     units = [{"image": "no image"}] * 11
     status, message = running.refused(TXT2IMG, SMALL | {"alwayson_scripts": {"controlnet": {"args": units}}})
@@ -550,12 +578,90 @@ def test_connections_have_a_limit_and_those_that_ask_nothing_make_room(start: Ca
 
 
 def test_as_many_files_may_be_open_as_connections(monkeypatch: pytest.MonkeyPatch) -> None:
-    resource, limits = pytest.importorskip("resource"), list[tuple[int, int]]()
+    resource, limits, connections = pytest.importorskip("resource"), list[tuple[int, int]](), list[tuple[int, int]]()
     monkeypatch.setattr(resource, "setrlimit", lambda kind, given: limits.append(given))
-    for hard in (4096, 1000, resource.RLIM_INFINITY):
-        monkeypatch.setattr(resource, "getrlimit", lambda kind, hard=hard: (256, hard))
-        server.allow_files(1024)
+    monkeypatch.setattr(os, "listdir", lambda path: ["file"] * 12)
+    for hard in (4096, 1000, resource.RLIM_INFINITY, 64):
+        monkeypatch.setattr(resource, "getrlimit", lambda kind, hard=hard: (min(hard % 2**62, 256), hard))
+        connections.append(server.allow_files(1024))
     assert limits == [(1024 + server.FILES, 4096), (1000, 1000), (1024 + server.FILES, resource.RLIM_INFINITY)]
+    assert [most for most, _ in connections] == [1024, 948, 1024, 12]
+    for (most, backlog), limit in zip(connections, (1536, 1000, 2**62, 64), strict=True):
+        assert most + backlog + 12 + server.KEPT <= limit
+
+
+def test_health_is_answered_while_every_connection_is_busy(start: Callable[..., Running]) -> None:
+    """Of a client, too; other requests get 503."""
+    server, body = start(max_connections=8), json.dumps(SMALL | {"steps": 150, "batch_size": 3})
+    streams = [HTTPConnection("127.0.0.1", server.port, timeout=20) for _ in range(4)]
+    responses = []
+    for stream in streams:
+        stream.request("POST", "/api/images", body)
+        responses.append(stream.getresponse())
+        assert responses[-1].status == 200
+    for _ in range(20):
+        assert server.ask("/healthz")[0] == 200
+    status, message = server.refused(TXT2IMG, SMALL)
+    assert (status, message) == (503, "too many connections are open: try again later")
+    for stream in (*responses, *streams):
+        stream.close()
+    wait_for(lambda: server.ask("/sdapi/v1/progress")[0] == 200, "a connection that is free")
+
+
+def test_two_lengths_end_a_connection(running: Running) -> None:
+    """Proxies do not agree on which of them counts: the rest would be another client's request."""
+    head = f"POST {TXT2IMG} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n"
+    answer = talk(running.port, head.encode() + b"0\r\n\r\nGET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert answer.count(b"HTTP/1.1 ") == 1
+    assert b"Content-Length and Transfer-Encoding together" in answer
+
+
+@pytest.mark.slow
+def test_health_is_answered_though_few_files_may_be_open(small_path: Any) -> None:
+    resource = pytest.importorskip("resource")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [
+        sys.executable,
+        "-m",
+        "ldm_lite.serve",
+        "--port",
+        str(port),
+        "--ckpt",
+        str(small_path),
+        "--device",
+        "cpu",
+    ]
+    limit = lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))  # noqa: E731
+    process = subprocess.Popen(command, preexec_fn=limit, stderr=subprocess.DEVNULL)
+
+    def health() -> int:
+        connection = HTTPConnection("127.0.0.1", port, timeout=5)
+        try:
+            connection.request("GET", "/healthz")
+            return connection.getresponse().status
+        except OSError:
+            return 0
+        finally:
+            connection.close()
+
+    opened = []
+    try:
+        wait_for(lambda: health() == 200, "a server that has started")
+        for number in range(200):
+            opened.append(socket.socket())
+            opened[-1].bind((f"127.0.0.{2 + number}", 0))
+            opened[-1].connect(("127.0.0.1", port))
+            opened[-1].sendall(b"GET / HTTP/1.1\r\nX: ")
+        start = time.monotonic()
+        assert health() == 200
+        assert time.monotonic() - start < 5
+    finally:
+        for each in opened:
+            each.close()
+        process.terminate()
+        process.wait()
 
 
 def test_heads_have_a_limit(running: Running) -> None:
