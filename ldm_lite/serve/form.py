@@ -19,6 +19,7 @@ from ldm_lite.diffusion.names import SAMPLERS, label
 from ldm_lite.diffusion.schedule import SPACINGS, number
 from ldm_lite.serve.http import Refused, open_base64, refusal
 from ldm_lite.serve.library import Loras
+from ldm_lite.serve.options import LimitOptions
 from ldm_lite.serve.queue import Engine
 from ldm_lite.tasks import xy
 from ldm_lite.tasks.picture_text import options_of
@@ -43,6 +44,15 @@ NOT_FOR = {
     "inpaint": HIRES | EMBEDDING,
     "upscale": HIRES | {"width", "height", "fixed_code"},
 }
+SERVER_LIMITS = {"steps": "max_steps", "batch_size": "max_images"}  # limits of the server -> of the fields
+EXAMPLES = [  # of prompts for the bundled model
+    "a red apple on a blue background",
+    "a rocket, 3d",
+    "a cat and a dog on a yellow background",
+    "three strawberries",
+    "a panda on a pink background, 3d",
+    "a purple sailboat on a lime background",
+]
 BESIDE = ("task", "model", "loras", "init_img", "reference", "mask", "control", "x", "y")  # besides those fields
 MOST_REPLACED = 2**17  # characters that take the place of others in the prompts of a cell
 MODEL, LORA_WEIGHT = "model", "lora_weight"  # axes of a plot that are no options of a task
@@ -69,6 +79,14 @@ def fields() -> dict[str, Field]:
     return by_name
 
 
+def _within(option: dataclasses.Field[Any], limits: LimitOptions) -> list[str] | None:
+    """The least and the greatest value of an option, for this server."""
+    within = option.metadata["within"]
+    if option.name in SERVER_LIMITS:
+        within = within[0], min(within[1], getattr(limits, SERVER_LIMITS[option.name]))
+    return [as_text(limit) for limit in within or () if abs(limit) < 1e9] or None
+
+
 def described(engine: Engine) -> dict[str, Any]:
     """What a form needs: the fields as they are declared, and the names that the folders hold now."""
     library = engine.library
@@ -90,7 +108,7 @@ def described(engine: Engine) -> dict[str, Any]:
                 "help": field.metadata["help"],
                 "kind": _kind(field),
                 "default": as_text(field.default),
-                "within": [as_text(limit) for limit in field.metadata["within"] or () if abs(limit) < 1e9] or None,
+                "within": _within(field, engine.limits),
                 "choices": {"": "auto", **suggested[name]} if name in suggested else choices or None,
                 "is_open": name in suggested,
                 "tasks": tasks,
@@ -98,13 +116,17 @@ def described(engine: Engine) -> dict[str, Any]:
             }
         )
     facts = library.facts(None)
-    usual = {"steps": str(facts.steps), "width": str(facts.side), "height": str(facts.side)}
+    usual = {"steps": facts.steps, "scale": facts.scale, "width": facts.side, "height": facts.side}
+    usual["strength"] = 1.0 if facts.tasks[0] == "img2img" else 0.75
     return {
         "models": library.names,
         **names,
         "fields": about,
         "axes": {task: axes(task) for task in TASKS},
-        "usual": usual,  # of the first model
+        # of the first model
+        "usual": {name: as_text(value) for name, value in usual.items()} | {"sampler": label(facts.sampler)},
+        "examples": EXAMPLES if library.is_bundled else [],
+        "max_pixels": engine.limits.max_pixels,
     }
 
 

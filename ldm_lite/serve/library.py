@@ -37,6 +37,8 @@ class ModelFacts(NamedTuple):
 
     side: int  # pixels of its images
     steps: int
+    scale: float  # of guidance
+    sampler: str
     tasks: tuple[str, ...]
     widths: set[int]  # of its text encoders, which embeddings fit
     inputs: toolkit.ModelInputs  # what its network reads
@@ -88,6 +90,11 @@ class Library:
             return self.facts(name).inputs
         path = self.file("models", name)
         return _inputs(dataclasses.replace(self._load, ckpt=path), path.stat().st_mtime_ns)
+
+    @property
+    def is_bundled(self) -> bool:
+        """Whether the default model is the one that comes with the package."""
+        return self._load.ckpt is None
 
     @property
     def names(self) -> list[str]:
@@ -245,7 +252,8 @@ class Library:
         encoders: tuple[Any, ...] = model.text_encoders
         widths = {encoder.spec.width for encoder in encoders if hasattr(encoder, "spec")}
         tasks, inputs = toolkit.tasks_of(model), toolkit.inputs_of(model)
-        self._facts[name] = ModelFacts(model.family.resolution, model.family.steps, tasks, widths, inputs)
+        usual = model.family.steps, model.family.scale, model.family.sampler
+        self._facts[name] = ModelFacts(model.family.resolution, *usual, tasks, widths, inputs)
         self._model = self.together or model
 
     @property

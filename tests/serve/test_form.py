@@ -163,7 +163,8 @@ def test_fields_are_described_as_the_options_are_declared(engine: Any) -> None:
     declared = {field.name: field for kind in (Txt2imgOptions, InpaintOptions) for field in dataclasses.fields(kind)}
     for name in ("steps", "sampler", "feather", "brownian", "regions"):
         assert fields[name]["help"] == declared[name].metadata["help"]
-    assert fields["steps"]["within"] == ["1", "1000"]
+    assert fields["steps"]["within"] == ["1", str(engine.limits.max_steps)]  # of the server
+    assert fields["batch_size"]["within"] == ["1", str(engine.limits.max_images)]
     assert fields["brownian"]["kind"] == "flag"
     assert fields["feather"]["tasks"] == ["inpaint"]
     assert list(fields["masked_content"]["choices"]) == ["original", "fill", "noise", "nothing"]

@@ -293,6 +293,49 @@ def test_errors_are_beside_the_field_that_caused_them(visit: Open) -> None:
     assert page.text_content("#e-init_img") == "give an image to start from"
 
 
+def test_a_file_that_is_no_picture_is_refused_at_once(visit: Open, tmp_path: Path) -> None:
+    page = visit()
+    choose_task(page, "img2img")
+    (tmp_path / "notes.png").write_bytes(b"no picture")
+    page.set_input_files("#f-init_img", tmp_path / "notes.png")
+    page.wait_for_selector("#e-init_img:not(:empty)")
+    assert "picture" in page.text_content("#e-init_img")
+    assert page.locator(".drop.full").count() == 0
+    Image.new("RGB", (32, 32), "red").save(tmp_path / "a.tiff")  # which this browser cannot show, and the server reads
+    page.set_input_files("#f-init_img", tmp_path / "a.tiff")
+    width = "document.querySelector('.drop.full img')?.naturalWidth"
+    wait_for(lambda: page.evaluate(width) == 32, "the picture as the server reads it")
+    assert page.text_content("#e-init_img") == ""
+
+
+def test_limits_defaults_sliders_and_shapes(visit: Open) -> None:
+    page = visit()
+    page.fill("#f-steps", "")
+    assert page.text_content("label[for=f-steps]") == "Steps1 \u2013 1000"  # of the server
+    assert page.text_content("label[for=f-batch_size]") == "Images1 \u2013 16"
+    facts = page.evaluate("fetch('api/form').then((answer) => answer.json())")["usual"]
+    for name in ("steps", "scale"):
+        assert page.get_attribute(f"#f-{name}", "placeholder") == f"auto {facts[name]}"
+        assert page.input_value(f"#s-{name}") == facts[name]
+    page.fill("#f-steps", "9")
+    assert page.input_value("#s-steps") == "9"
+    page.focus("#s-steps")
+    page.keyboard.press("ArrowRight")
+    assert page.input_value("#f-steps") == "10"
+    page.click(".chips >> text='3:2'")
+    width, height = (int(page.input_value(f"#f-{name}")) for name in ("width", "height"))
+    assert width > height > 0
+    page.click(".chips >> text='1:1'")
+    assert page.input_value("#f-width") == page.input_value("#f-height") == facts["width"]
+
+
+def test_examples_are_for_the_bundled_model(visit: Open) -> None:
+    page = visit()
+    assert page.evaluate("fetch('api/form').then((answer) => answer.json())")["examples"] == []
+    assert page.locator("#stage .chips button").count() == 0
+    assert not page.is_visible("#history")
+
+
 def paint(page: Any, pointer: str = "mouse") -> None:
     """A line down the left half of the picture."""
     page.locator("#source canvas").scroll_into_view_if_needed()

@@ -2,10 +2,12 @@
 import { $, $$, button, bytes, div, el, load, p, post, save } from "./kept.js";
 import { Painted, Picture } from "./picture.js";
 
-const BASICS = ["sampler", "spacing", "steps", "scale", "width", "height", "seed", "batch_size", "strength", "feather",
-  "noise_level"];
+const BASICS = ["steps", "scale", "width", "height", "seed", "batch_size", "sampler", "spacing"];
 const TITLES = { batch_size: "Images", spacing: "Schedule", lora_weight: "LoRA weight", hires: "Times larger" };
 const EMPTY = { seed: "random", batch_size: "1", hires: "off" }; // what stands in an empty field
+const BESIDE = ["strength", "feather", "noise_level"]; // the picture
+const SLIDERS = { steps: 60, scale: 15, strength: 1 }; // fields -> how far a hand goes, if the server lets it
+const SHAPES = [[1, 1], [3, 2], [2, 3], [16, 9], [9, 16]]; // of images
 const OTHER = "\u2026"; // the choice that makes a list a field for text
 const MOST_PROMPTS = 50;
 
@@ -35,7 +37,9 @@ export function make(description) {
   groups.forEach((part, group) => part.append(el("h2", { textContent: group })));
   $("#basics").append(field("model", "Model", list(...about.models.map((name) => option(name)))));
   $("#basics").append(...BASICS.map((name) => declared(byName.get(name))));
-  for (const described of about.fields.filter(({ name }) => !BASICS.includes(name))) {
+  source = new Painted($("#source"), "init_img", "Choose a picture to start from, drop or paste it", changed);
+  $("#source").append(div("grid", ...BESIDE.map((name) => declared(byName.get(name)))));
+  for (const described of about.fields.filter(({ name }) => ![...BASICS, ...BESIDE].includes(name))) {
     const { name, group } = described, isPrompt = name.endsWith("prompt") && group === first;
     const place = isPrompt ? $("#prompts") : group === second ? $("#second .grid") : groups.get(group);
     place.append(declared(described, place === groups.get(group)));
@@ -44,7 +48,7 @@ export function make(description) {
   $("#more .stack").append(...groups.values());
   const ariaLabel = "Exchange width and height", className = "swap quiet";
   input("width").closest(".field").append(button("\u21c4", exchange, { title: ariaLabel, ariaLabel, className }));
-  source = new Painted($("#source"), "init_img", "Choose a picture to start from, drop or paste it", changed);
+  makeChoices();
   makeLoras();
   makeControl();
   makeReferences();
@@ -77,11 +81,48 @@ function field(name, label, element, help = "", helpIsShown = false) {
 
 /** The field of an option. */
 function declared(described, helpIsShown = false) {
-  const { name, help, kind, tasks } = described, label = title(name.replace("hires_", ""));
+  const { name, help, kind, tasks, within } = described, label = title(name.replace("hires_", ""));
   const box = field(name, label, maker(described), plain(help), helpIsShown);
   box.classList.add(kind);
   box.dataset.tasks = tasks.join(" ");
+  if (name in SLIDERS || name === "batch_size") {
+    $("label", box).append(el("span", { textContent: within.join(" \u2013 "), className: "limits" }));
+  }
+  if (name in SLIDERS) { box.classList.add("slides"); $("label", box).after(slider(name, label, within)); }
   return box;
+}
+
+/** A slider for a field of a number, which shows the usual value as long as the field is empty. */
+function slider(name, label, [least, most]) {
+  const step = name === "steps" ? 1 : name === "strength" ? 0.05 : 0.5, max = Math.min(most, SLIDERS[name]);
+  const range = el("input", { type: "range", id: `s-${name}`, min: name === "scale" ? 1 : least, max, step });
+  range.ariaLabel = `${label}, slider`;
+  range.oninput = () => { input(name).value = range.value; clear(input(name)); };
+  return range;
+}
+
+/** Put the sliders where the fields are, or the usual values. */
+function slide() {
+  for (const name of Object.keys(SLIDERS)) $(`#s-${name}`).value = value(name) || usual(name) || 0.75;
+}
+
+/** What an empty field means; nothing if only the server knows it. */
+function usual(name) {
+  const isKnown = value("model") === about.models[0] && (task() === "txt2img" || !["width", "height"].includes(name));
+  return isKnown ? about.usual[name] : "";
+}
+
+/** Prompts and shapes to click. */
+function makeChoices() {
+  $("#stage .chips").append(...about.examples.map((prompt) => button(prompt, () => apply({ prompt }))));
+  const side = +about.usual.width, unit = side < 256 ? 16 : 64;
+  const sizes = SHAPES.map(([across, down]) => [across / down, down / across].map((ratio) =>
+    unit * Math.round(side * Math.sqrt(ratio) / unit)));
+  const shapes = sizes.map(([width, height], place) => button(SHAPES[place].join(":"),
+    () => apply({ width: String(width), height: String(height) }), { title: `${width} \u00d7 ${height}` }));
+  const row = div("chips whole", ...shapes.filter((_, place) => sizes[place][0] * sizes[place][1] <= about.max_pixels));
+  row.dataset.tasks = byName.get("width").tasks.join(" ");
+  input("height").closest(".field").after(row);
 }
 
 function maker({ name, kind, choices, is_open: isOpen, within, default: start }) {
@@ -95,7 +136,7 @@ function maker({ name, kind, choices, is_open: isOpen, within, default: start })
   }
   if (name === "prompt") return el("textarea", { rows: 3, placeholder: "What to make" });
   if (name === "negative_prompt") return el("textarea", { rows: 1, placeholder: "What to avoid" });
-  const placeholder = EMPTY[name] ?? (BASICS.includes(name) ? "auto" : ""), value = name === "seed" ? "" : start;
+  const placeholder = EMPTY[name] ?? ([...BASICS, ...BESIDE].includes(name) ? "auto" : ""), value = name === "seed" ? "" : start;
   const text = el("input", { type: "text", autocomplete: "off", spellcheck: false, value, placeholder });
   if (kind === "text") return text;
   const step = { width: 64, height: 64 }[name] ?? (kind === "integer" ? 1 : within?.[1] === "1" ? 0.05 : 0.5);
@@ -218,9 +259,11 @@ export function choose(name, axes = { x: value("x"), y: value("y") }) {
     set(letter, axes[letter] ?? "");
   }
   $$("#more section").forEach((part) => { part.hidden = !$(".field:not([hidden])", part); });
-  for (const [side, usual] of Object.entries(about.usual)) {
-    const isKnown = value("model") === about.models[0] && (name === "txt2img" || side === "steps");
-    input(side).placeholder = isKnown ? `auto (${usual})` : "auto";
+  for (const name of Object.keys(about.usual)) {
+    const element = input(name), number = usual(name);
+    const text = !number ? "auto" : name in SLIDERS ? `auto ${number}` : `auto (${number})`;
+    if (element.options) element.options[0].textContent = text;
+    else element.placeholder = text;
   }
   changed();
 }
@@ -285,6 +328,7 @@ let timer;
 function changed() {
   clearTimeout(timer);
   timer = setTimeout(keep, 200);
+  slide();
   for (const part of $$("#form > details:not(#history)")) {
     const changes = $$(".field:not([hidden])", part).filter(isChanged).length + $$(".lora, [data-name^=reference].full", part).length;
     $("summary", part).dataset.count = changes || "";
@@ -336,9 +380,13 @@ export function remember(body) {
 
 function showPrompts() {
   const prompts = load("prompts", []);
-  $("#history ol").replaceChildren(...prompts.map(([prompt, negative_prompt]) => {
+  const others = about.examples.filter((prompt) => !prompts.some(([earlier]) => earlier === prompt));
+  const all = [...prompts, ...others.map((prompt) => [prompt, ""])];
+  $("#history summary").textContent = prompts.length ? "Earlier prompts" : "Examples of prompts";
+  $("#forget").hidden = !prompts.length;
+  $("#history ol").replaceChildren(...all.map(([prompt, negative_prompt]) => {
     const text = prompt + (negative_prompt ? ` \u2212 ${negative_prompt}` : "");
     return el("li", {}, button(text, () => apply({ prompt, negative_prompt })));
   }));
-  $("#history").hidden = !prompts.length;
+  $("#history").hidden = !all.length;
 }

@@ -1,5 +1,5 @@
 // Pictures that a request takes along: chosen, dropped, pasted, kept by the browser; and the mask painted on one.
-import { $, $$, button, dataUrl, div, el, load, p, pictures, save } from "./kept.js";
+import { $, $$, button, bytes, dataUrl, div, el, load, p, pictures, post, save } from "./kept.js";
 
 const MOST_SIDE = 2048; // pixels of a mask
 const KEY_STEP = 0.25; // of the brush's width, that an arrow key moves it
@@ -20,13 +20,14 @@ export class Picture {
     place.append(this.zone, p("error", "", { id: `e-${name}` }));
     this.file.onchange = () => { this.set(this.file.files[0] ?? null); this.file.value = ""; };
     this.image.onload = () => this.shown?.();
-    this.image.onerror = () => { this.image.alt = "A picture that this browser cannot show"; };
+    this.image.onerror = () => this.ask();
     const kept = pictures("inputs", (store) => store.get(name));
     this.ready = kept.then((blob) => blob && !this.blob && this.show(blob));
   }
 
   set(blob) {
     pictures("inputs", (store) => (blob ? store.put(blob, this.name) : store.delete(this.name)));
+    $(`#e-${this.name}`).textContent = "";
     this.show(blob);
     this.changed();
     return this;
@@ -38,6 +39,19 @@ export class Picture {
     this.zone.classList.toggle("full", Boolean(blob));
     if (blob) this.image.src = URL.createObjectURL(blob);
     else this.image.removeAttribute("src");
+  }
+
+  /** Show what the server reads of a file that the browser cannot show, or that it is no picture. */
+  async ask() {
+    const { blob } = this;
+    try {
+      const image = await dataUrl(blob), answer = await (await post("api/hint", { image, preprocess: "none" })).json();
+      if (blob === this.blob) this.image.src = URL.createObjectURL(bytes(answer.image, "image/png"));
+    } catch (error) {
+      if (blob !== this.blob) return;
+      this.set(null);
+      $(`#e-${this.name}`).textContent = error.message;
+    }
   }
 
   /** The picture in base64; undefined if there is none. */
