@@ -1,6 +1,7 @@
-"""Measure batch jobs: images a second of one process and of Ray's workers, in turn, and memory over a long job.
+"""Measure batch jobs: images a second of processes and of Ray's workers, in turn, and memory over a long job.
 
-    python scripts/batch_scale.py                        # one process, Ray with 1 worker, with 2; three rounds
+    python scripts/batch_scale.py                        # one process and two, Ray with 1 worker and 2; three rounds
+    python scripts/batch_scale.py --engines "one process" "two processes"  # without Ray
     python scripts/batch_scale.py --memory --rows 10000  # the memory of one process, while it makes many images
 
 The bundled model on the CPU, one thread for each process.  A rate is that of the shards after the first, so that
@@ -17,10 +18,11 @@ import tempfile
 import time
 from pathlib import Path
 
-ENGINES = {
-    "one process": [],
-    "Ray, 1 worker": ["--engine", "ray", "--workers", "1"],
-    "Ray, 2 workers": ["--engine", "ray", "--workers", "2"],
+ENGINES = {  # the workers of each, and the arguments of each process
+    "one process": (1, [[]]),
+    "two processes": (2, [["--shard", "1/2"], ["--shard", "2/2"]]),
+    "Ray, 1 worker": (1, [["--engine", "ray", "--workers", "1"]]),
+    "Ray, 2 workers": (2, [["--engine", "ray", "--workers", "2"]]),
 }
 
 
@@ -35,31 +37,32 @@ def start(folder: Path, options: argparse.Namespace, more: list[str]) -> "subpro
     return subprocess.Popen(list(map(str, argv)), stderr=subprocess.PIPE, env={**os.environ, **threads})
 
 
-def rate(options: argparse.Namespace, more: list[str]) -> float:
+def rate(options: argparse.Namespace, engine: str) -> float:
     """Run a job, and return its images a second."""
+    first, processes = ENGINES[engine]  # the workers' first shards, whose time includes their start
     with tempfile.TemporaryDirectory() as name:
-        job = start(Path(name), options, more)
-        _, errors = job.communicate()
-        assert job.returncode == 0, errors.decode()
+        for job in [start(Path(name), options, more) for more in processes]:
+            _, errors = job.communicate()
+            assert job.returncode == 0, errors.decode()
         times = sorted(path.stat().st_mtime for path in (Path(name) / "out").glob("*.tar"))
-        first = int(more[-1]) if more else 1  # the workers' first shards, whose time includes their start
         return (len(times) - first) * options.shard_size / (times[-1] - times[first - 1])
 
 
 def speed(options: argparse.Namespace) -> None:
     """Print the rates of all engines, their medians, and what follows from them."""
-    rates: dict[str, list[float]] = {name: [] for name in ENGINES}
+    rates: dict[str, list[float]] = {name: [] for name in options.engines}
     for number in range(options.rounds):
-        order = list(ENGINES) if number % 2 == 0 else list(reversed(ENGINES))
-        for name in order:
-            rates[name].append(rate(options, ENGINES[name]))
+        for name in options.engines if number % 2 == 0 else reversed(options.engines):
+            rates[name].append(rate(options, name))
             print(f"{name}: {rates[name][-1]:.2f} images/s, load {os.getloadavg()[0]:.1f}", flush=True)
-    alone, one, two = (statistics.median(rates[name]) for name in ENGINES)
+    alone = statistics.median(rates["one process"])
     print("\n| engine | images/s, median | of linear |\n|---|---:|---:|")
-    for name, count, found in zip(ENGINES, (1, 1, 2), (alone, one, two), strict=True):
-        print(f"| {name} | {found:.2f} | {found / (count * alone):.2f} |")
-    costs = [1000 / a - 1000 / b for a, b in zip(rates["Ray, 1 worker"], rates["one process"], strict=True)]
-    print(f"\nRay costs {statistics.median(costs):.1f} ms an image (median of the rounds' differences)")
+    for name, engine_rates in rates.items():
+        median = statistics.median(engine_rates)
+        print(f"| {name} | {median:.2f} | {median / (ENGINES[name][0] * alone):.2f} |")
+    if "Ray, 1 worker" in rates:
+        costs = [1000 / a - 1000 / b for a, b in zip(rates["Ray, 1 worker"], rates["one process"], strict=True)]
+        print(f"\nRay costs {statistics.median(costs):.1f} ms an image (median of the rounds' differences)")
 
 
 def memory(options: argparse.Namespace) -> None:
@@ -86,5 +89,6 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--side", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--engines", nargs="+", choices=list(ENGINES), default=list(ENGINES), help="one process first")
     given = parser.parse_args()
     memory(given) if given.memory else speed(given)
