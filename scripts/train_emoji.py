@@ -171,7 +171,7 @@ class AutoencoderLoss:
         x = to_float(batch.pixels, device)
         with torch.set_grad_enabled(self.train_encoder and torch.is_grad_enabled()):
             mean, logvar = moments(self.vae, x)
-        noise = draws.normal(mean.shape[1:], device)
+        noise = draws.normal("latents", mean.shape[1:], device)
         y = self.vae.decode(mean + (logvar / 2).exp() * noise)
         kl = 0.5 * (mean.square() + logvar.exp() - 1 - logvar).mean()
         loss = F.l1_loss(y, x) + 0.5 * F.mse_loss(y, x) + self.kl_weight * kl
@@ -266,8 +266,8 @@ class DecoderLoss:
         factor, prediction = self.model.family.scale_factor, self.model.schedule.prediction
         assert prediction == "v"
         text = network_inputs(self.model, encode_captions(self.model, [*captions, *[None] * len(captions)]))
-        first = 150 + draws.integers(500)
-        x0, noise = factor * z, draws.normal(z.shape[1:], z.device)
+        first = 150 + draws.integers("timesteps", 500)
+        x0, noise = factor * z, draws.normal("noise", z.shape[1:], z.device)
         for share in self.steps:
             t = (share * first).long().to(z.device)
             a, s = (values[t][:, None, None, None] for values in (self._a, self._s))

@@ -115,9 +115,9 @@ def theirs(family: FamilyRow, options: argparse.Namespace, folder: Path) -> Step
     def step(number: int) -> float:
         examples = batch(number, options, family.unet.context_dim)
         draws = Draws(0, examples.numbers)
-        _, noise = (draws.normal(examples.pixels[:, :4].shape[1:]) for _ in range(2))
+        noise = draws.normal("noise", examples.pixels[:, :4].shape[1:])
         latents = examples.pixels[:, :4] * family.scale_factor
-        timesteps = draws.integers(1000)
+        timesteps = draws.integers("timesteps", 1000)
         noisy = noises.add_noise(latents, noise, timesteps)
         with torch.autocast("cpu", torch.bfloat16, enabled=options.bf16):  # as accelerate does for mixed_precision=bf16
             predicted: Tensor = unet(noisy, timesteps, examples.context, return_dict=False)[0]

@@ -22,7 +22,7 @@ from ldm_lite.models.controlnet import ControlNet
 from ldm_lite.models.open_clip import OpenCLIPTextSpec
 from ldm_lite.networks import lora_layers, token_tables
 from ldm_lite.runtime.patching import patch, unpatch
-from ldm_lite.train.batches import bits_of, fraction, keys_of, seed_of
+from ldm_lite.train.batches import Draws, bits_of, fraction, seed_of
 
 log = logging.getLogger("ldm_lite")
 
@@ -70,7 +70,7 @@ class LowRank(nn.Module):
         """Leave values out, in steps alone: the same ones when activations are recomputed."""
         if self.keys is None or not torch.is_grad_enabled():
             return y
-        drawn = fraction(bits_of(self.keys, 0, math.ceil(y.numel() / len(self.keys)))).flatten()
+        drawn = fraction(bits_of(self.keys, math.ceil(y.numel() / len(self.keys)))).flatten()
         return y * (drawn[: y.numel()].view(y.shape) > self.dropout) / (1 - self.dropout)
 
 
@@ -222,12 +222,12 @@ class LoRA(nn.Module):
                 change.dropout = dropout
             self.add_module(name, change)
 
-    def at_step(self, seed: int, numbers: Sequence[int]) -> None:
+    def at_step(self, draws: Draws) -> None:
         """Let what a dropout leaves out depend on these examples of a run, however they are divided into batches."""
         if self.dropout:
-            keys = keys_of(seed_of(seed, "dropout"), numbers).to(next(self.parameters()).device)
+            keys = draws.keys("dropout").to(next(self.parameters()).device)
             for name, change in self.named_children():
-                change.keys = keys + seed_of(seed, name)
+                change.keys = keys + seed_of(draws.seed, name)
 
     def attach(self, networks: Mapping[str, nn.Module]) -> "AttachedLoRA":
         """Add these changes to networks with the same layers, and freeze the networks, until remove().

@@ -72,44 +72,37 @@ def seed_of(seed: int, purpose: str) -> int:
 class Draws:
     """Random numbers for the examples of a batch; those of an example depend on its number and the seed.
 
-    They are computed where they are wanted, for all examples at once: on a GPU, a generator for each example on the CPU
-    would take longer than a training step of a small network.  (torch's generators are one for all examples.)
+    Those of one purpose do not depend on what else is drawn.  They are computed where they are needed, for all examples
+    at once: on a GPU, a generator for each example on the CPU would take longer than a training step of a small
+    network.  (torch's generators are one for all examples.)
     """
 
     def __init__(self, seed: int, numbers: Sequence[int]) -> None:
         """Seed and numbers are 0 or more."""
-        self.seed = seed
-        self._keys = keys_of(seed, numbers)
-        self._drawn = 0  # numbers of each example
+        self.seed, self._numbers = seed, torch.tensor(numbers, dtype=torch.int64)
 
-    def normal(self, shape: Sequence[int] = (), device: torch.device | str = "cpu") -> Tensor:
+    def normal(self, purpose: str, shape: Sequence[int] = (), device: torch.device | str = "cpu") -> Tensor:
         """Return normal numbers (B,*shape) float32 on a device.  Box and Muller 1958."""
-        bits = self._bits(math.prod(shape), device)
+        bits = bits_of(self.keys(purpose).to(device), math.prod(shape))
         radius = (-2 * fraction(bits >> 32).log()).sqrt()
         return (radius * (2 * math.pi * fraction(bits)).cos()).view(-1, *shape)
 
-    def uniform(self) -> Tensor:
+    def uniform(self, purpose: str) -> Tensor:
         """Return numbers (B,) float32 in [0,1), on the CPU."""
-        return self.integers(2**24).float() / 2**24
+        return self.integers(purpose, 2**24).float() / 2**24
 
-    def integers(self, end: int) -> Tensor:
+    def integers(self, purpose: str, end: int) -> Tensor:
         """Return whole numbers (B,) in [0,end), on the CPU; end is far below 2^63."""
-        return (self._bits(1, "cpu")[:, 0] & (2**63 - 1)) % end
+        return (bits_of(self.keys(purpose), 1)[:, 0] & (2**63 - 1)) % end
 
-    def _bits(self, count: int, device: torch.device | str) -> Tensor:
-        """Return the next random integers (B,count) int64 of each example."""
-        first, self._drawn = self._drawn, self._drawn + count
-        return bits_of(self._keys.to(device), first, count)
-
-
-def keys_of(seed: int, numbers: Sequence[int]) -> Tensor:
-    """Return what tells the random numbers of examples apart: (B,) int64, on the CPU."""
-    return _hashed(_hashed(torch.tensor(seed)) + torch.tensor(numbers, dtype=torch.int64))
+    def keys(self, purpose: str) -> Tensor:
+        """Return what tells the random numbers of examples apart: (B,) int64, on the CPU."""
+        return _hashed(_hashed(torch.tensor(seed_of(self.seed, purpose))) + self._numbers)
 
 
-def bits_of(keys: Tensor, first: int, count: int) -> Tensor:
-    """Return random integers (B,count) int64 of examples, by their keys (B,), from a first one on."""
-    counters = torch.arange(first, first + count, device=keys.device) + 1  # the hash of 0 is 0
+def bits_of(keys: Tensor, count: int) -> Tensor:
+    """Return random integers (B,count) int64 of examples, by their keys (B,)."""
+    counters = torch.arange(count, device=keys.device) + 1  # the hash of 0 is 0
     return _hashed(keys[:, None] + GOLDEN_RATIO * counters)
 
 

@@ -147,7 +147,7 @@ class DiffusionLoss:
         """Return the loss of one batch, with that of the prior."""
         for network in self.networks.values():
             if isinstance(network, LoRA):
-                network.at_step(draws.seed, batch.numbers)
+                network.at_step(draws)
         loss = self._mean(batch, draws)
         if batch.prior is not None and self.prior is not None:
             loss = loss + self.prior.weight * self._mean(batch.prior, Draws(draws.seed, batch.prior.numbers))
@@ -162,7 +162,7 @@ class DiffusionLoss:
 
     def _mean(self, batch: Batch, draws: Draws) -> Tensor:
         noised = self._noised(batch, draws)
-        text = read(self.model, batch, draws.uniform() < self.caption_dropout, self.empty)
+        text = read(self.model, batch, draws.uniform("captions") < self.caption_dropout, self.empty)
         errors = self._errors(self._run(self.model, noised, text, batch.hint), noised.target, batch.mask)
         loss = self.weighting(errors, noised.snr).mean()
         if self.prior is not None and self.prior.caption is not None:
@@ -180,18 +180,18 @@ class DiffusionLoss:
         is_encoded = batch.pixels.dtype != torch.uint8
         with contextlib.nullcontext() if is_encoded else self.model.phase("vae"):
             mean, logvar = moments_of(self._vae, batch.pixels, self._device)
-        z, noise = (draws.normal(mean.shape[1:], mean.device) for _ in range(2))
+        z, noise = (draws.normal(purpose, mean.shape[1:], mean.device) for purpose in ("latents", "noise"))
         if self.noise_offset:
-            noise = noise + self.noise_offset * draws.normal((noise.shape[1], 1, 1), noise.device)
+            noise = noise + self.noise_offset * draws.normal("noise offset", (noise.shape[1], 1, 1), noise.device)
         family, schedule = self.model.family, self.model.schedule
         low, high = (bound / 1000 for bound in self.timesteps)
         x0 = family.scale_factor * (mean + (logvar / 2).exp() * z - family.shift_factor)
         if schedule.is_flow:
             if self.flow_sampling == "uniform":
-                places = draws.uniform().double() if quantiles is None else quantiles.double()
+                places = draws.uniform("timesteps").double() if quantiles is None else quantiles.double()
             else:
-                logits = draws.normal().double() if quantiles is None else torch.special.ndtri(quantiles.double())
-                places = torch.sigmoid(logits)
+                drawn = draws.normal("timesteps").double()
+                places = torch.sigmoid(drawn if quantiles is None else torch.special.ndtri(quantiles.double()))
             sized: Any = self.model.sized((x0.shape[1], x0.shape[2], x0.shape[3])).schedule
             shift = self.flow_shift
             places = low + (high - low) * places
@@ -203,7 +203,7 @@ class DiffusionLoss:
             t, a, s = times.to(self._device).unbind(1)
         else:
             first, num = round(low * len(self._a)), round((high - low) * len(self._a))
-            t = draws.integers(num) if quantiles is None else (quantiles * num).long().clamp(max=num - 1)
+            t = draws.integers("timesteps", num) if quantiles is None else (quantiles * num).long().clamp(max=num - 1)
             t = (first + t).to(self._device)
             a, s = self._a[t], self._s[t]
         snr, a, s = (a / s).square(), a[:, None, None, None], s[:, None, None, None]
@@ -252,7 +252,7 @@ class ConsistencyLoss(DiffusionLoss):
 
     def _mean(self, batch: Batch, draws: Draws) -> Tensor:
         stride = len(self._a) // TIMESTEPS
-        t = stride * (1 + draws.integers(TIMESTEPS)) - 1
+        t = stride * (1 + draws.integers("timesteps", TIMESTEPS)) - 1
         now = self._noised(batch, draws, (t + 0.5) / len(self._a))
         all_kept = torch.zeros(len(t), dtype=torch.bool)
         text = read(self.model, batch, all_kept, self.empty)

@@ -233,21 +233,22 @@ def test_processes_share_the_batches_of_one(processes: int) -> None:
         for batch in batches.batches(Numbers(7, 4), 1, Slice(5, own, 2, 6), workers=0):
             assert len(batch.numbers) == len(own)
             taken.update(zip(batch.numbers, batch.pixels.flatten().tolist(), strict=True))
-            drawn |= dict(zip(batch.numbers, Draws(1, batch.numbers).normal((2, 3)), strict=True))
+            drawn |= dict(zip(batch.numbers, Draws(1, batch.numbers).normal("noise", (2, 3)), strict=True))
     order = Order(Numbers(7, 4), 1)
     assert taken == Counter((number, order[number]) for number in range(10, 30))
-    expected = Draws(1, range(10, 30)).normal((2, 3))
+    expected = Draws(1, range(10, 30)).normal("noise", (2, 3))
     assert all(torch.equal(drawn[number], expected[number - 10]) for number in range(10, 30))
 
 
 def test_draws_are_independent_and_depend_on_the_whole_seed() -> None:
-    """Numbers of two examples or seeds are uncorrelated, and of their distribution."""
-    values = torch.stack([Draws(seed, range(4)).normal((5000,)) for seed in (0, 1, 2**31 - 1)]).flatten(0, 1)
+    """Numbers of two examples, seeds or purposes are uncorrelated, and of their distribution."""
+    kinds = [(seed, purpose) for seed in (0, 1, 2**31 - 1) for purpose in ("noise", "latents")]
+    values = torch.stack([Draws(seed, range(4)).normal(purpose, (5000,)) for seed, purpose in kinds]).flatten(0, 1)
     correlations = values @ values.T / 5000
-    assert (correlations - torch.eye(12)).abs().max() < 0.08
-    assert values.abs().max() < 5  # with 60,000 numbers; also the first of seed 0, whose hash is 0
+    assert (correlations - torch.eye(24)).abs().max() < 0.08
+    assert values.abs().max() < 5  # with 120,000 numbers
     many = Draws(0, range(4_000))
-    uniform, integers = many.uniform(), many.integers(1000)
+    uniform, integers = many.uniform("captions"), many.integers("timesteps", 1000)
     assert 0 <= uniform.min() < uniform.max() < 1
     assert abs(float(uniform.mean()) - 0.5) < 0.02
     assert integers.min() >= 0

@@ -7,13 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import toy
 from PIL import Image
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from training import load_options, losses, options, train
 
+import ldm_lite
 from ldm_lite.train.additions import LowRank
-from ldm_lite.train.batches import bits_of, fraction, keys_of
+from ldm_lite.train.batches import Batch, Draws, bits_of, fraction
+from ldm_lite.train.losses import DiffusionLoss
 
 LORA: dict[str, Any] = {"lora_rank": 2}
 KINDS: dict[str, dict[str, Any]] = {
@@ -116,7 +119,7 @@ def test_dropout_is_of_examples_however_they_are_divided(folder: Path, small_pat
 
 def test_dropout_leaves_out_its_share_and_keeps_the_mean() -> None:
     change = LowRank(torch.zeros(4, 4), 2, 2.0, torch.Generator())
-    change.dropout, change.keys = 0.3, keys_of(0, range(50))
+    change.dropout, change.keys = 0.3, Draws(0, range(50)).keys("dropout")
     values = change.dropped(torch.ones(50, 40, 10))
     assert float((values == 0).float().mean()) == pytest.approx(0.3, abs=0.02)
     assert float(values.mean()) == pytest.approx(1.0, abs=0.02)
@@ -125,4 +128,18 @@ def test_dropout_leaves_out_its_share_and_keeps_the_mean() -> None:
     assert odd.shape == (7, 3, 10), "rows that are no examples, as of text in parts"
     with torch.no_grad():
         assert torch.equal(change.dropped(torch.ones(50, 2)), torch.ones(50, 2))
-    assert float(fraction(bits_of(keys_of(1, (5,)), 0, 1000)).mean()) == pytest.approx(0.5, abs=0.05)
+    assert float(fraction(bits_of(Draws(1, (5,)).keys("dropout"), 1000)).mean()) == pytest.approx(0.5, abs=0.05)
+
+
+def test_what_is_drawn_for_one_purpose_changes_no_other(small_path: Path) -> None:
+    """With an offset of the noise, timesteps are the same; at other timesteps, the noise."""
+    pipe = ldm_lite.load(small_path, device="cpu")
+    batch = Batch(toy.normal(1, 8, 8, 8, 8), ["a"] * 8, None, tuple(range(8)))
+    draws = Draws(0, batch.numbers)
+    plain = DiffusionLoss(pipe, {})._noised(batch, draws)
+    offset = DiffusionLoss(pipe, {}, noise_offset=0.3)._noised(batch, draws)
+    narrow = DiffusionLoss(pipe, {}, timesteps=(200, 300))._noised(batch, draws)
+    assert torch.equal(offset.t, plain.t)
+    assert not torch.equal(offset.target, plain.target)
+    assert torch.equal(narrow.target, plain.target)
+    assert not torch.equal(narrow.t, plain.t)

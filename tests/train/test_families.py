@@ -84,8 +84,8 @@ def test_the_loss_is_the_mean_squared_error_of_what_the_family_predicts(name: st
         got = float(loss(given, Draws(3, given.numbers)))
 
     draws = [SplitMix(3, number) for number in given.numbers]
-    z, noise = (np.stack([d.normal((4, 8, 12)) for d in draws]) for _ in range(2))
-    t = np.array([d.integers(1000) for d in draws])
+    z, noise = (np.stack([d.normal(purpose, (4, 8, 12)) for d in draws]) for purpose in ("latents", "noise"))
+    t = np.array([d.integers("timesteps", 1000) for d in draws])
     mean, logvar = given.pixels.numpy()[:, :4], given.pixels.numpy()[:, 4:]
     x0 = pipe.family.scale_factor * (mean + np.exp(logvar / 2) * z)
     alpha_bar = np.cumprod(1 - np.linspace(0.00085**0.5, 0.012**0.5, 1000) ** 2)[t][:, None, None, None]
@@ -113,14 +113,14 @@ def test_a_distillation_has_the_papers_loss(name: str, files: dict[str, Path]) -
         pipe, {"lora": loras[0]}, guidance=4.0, base=attached.off, average=lambda: other({"lora": loras[1]})
     )
     given = batch(pipe, "a cat", "a dog on a log")
-    seed = next(seed for seed in range(999) if SplitMix(seed, 0).integers(50) == 0)
+    seed = next(seed for seed in range(999) if SplitMix(seed, 0).integers("timesteps", 50) == 0)
     value = loss(given, Draws(seed, given.numbers))
 
     draws = [SplitMix(seed, number) for number in given.numbers]
-    t = 20 * np.array([d.integers(50) for d in draws]) + 19
+    t = 20 * np.array([d.integers("timesteps", 50) for d in draws]) + 19
     before = np.maximum(t - 20, 0)
     assert before[0] == 0
-    z, noise = (np.stack([d.normal((4, 8, 12)) for d in draws]) for _ in range(2))
+    z, noise = (np.stack([d.normal(purpose, (4, 8, 12)) for d in draws]) for purpose in ("latents", "noise"))
     mean, logvar = given.pixels.numpy()[:, :4], given.pixels.numpy()[:, 4:]
     alpha_bar = np.cumprod(1 - np.linspace(0.00085**0.5, 0.012**0.5, 1000) ** 2)[:, None, None, None]
     a, s = np.sqrt(alpha_bar), np.sqrt(1 - alpha_bar)

@@ -116,7 +116,10 @@ def test_the_validation_loss_is_the_mean_over_levels(small_path: Path) -> None:
     with torch.no_grad():
         got = loss.errors(given, Draws(0, (5, 9)), shares)
         random = [SplitMix(0, number) for number in (5, 9)]
-        z, noise = (torch.stack([torch.from_numpy(r.normal((4, 8, 8))) for r in random]) for _ in range(2))
+        z, noise = (
+            torch.stack([torch.from_numpy(r.normal(purpose, (4, 8, 8))) for r in random])
+            for purpose in ("latents", "noise")
+        )
         x0 = 0.18215 * (given.pixels[:, :4] + (given.pixels[:, 4:] / 2).exp() * z)
         t = torch.tensor([123, 876])
         a = torch.from_numpy(pipe.schedule.alpha_bar)[t].float().sqrt()[:, None, None, None]
