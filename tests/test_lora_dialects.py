@@ -121,7 +121,7 @@ LAYERS: dict[str, dict[str, str | list[str]]] = {
     "qwen_image": {name: name for name in QWEN_IMAGE},  # whose makers' names are those of diffusers
 }
 TEXT: dict[str, dict[str, str | list[str]]] = {  # by the class of the encoder
-    "CLIPTextEncoder": {
+    "CLIPTextModel": {
         "encoder.layers.1.self_attn.v_proj": "text_model.encoder.layers.1.self_attn.v_proj",
         "encoder.layers.0.mlp.fc2": "text_model.encoder.layers.0.mlp.fc2",
     },
