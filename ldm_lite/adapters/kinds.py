@@ -18,7 +18,7 @@ from ldm_lite.adapters.changes import DoRA, LoHa, LoKr, LoRA, Settings, make_cha
 
 # The end of a key -> which part of its module's changes the tensor is; the first pattern that fits.
 PARTS = (
-    (r"\.lora_(down|up|mid)\.weight$", r"\1"),  # kohya
+    (r"[._]lora_(down|up|mid)\.weight$", r"\1"),  # kohya; a converter of others' files writes an underscore
     (r"\.lora_A(?:\.\w+)?\.weight$", "down"),  # PEFT, with or without an adapter's name
     (r"\.lora_B(?:\.\w+)?\.weight$", "up"),
     (r"\.(?:lora_B(?:\.\w+)?|lora_up)\.bias$", "up_b"),
@@ -32,7 +32,7 @@ PARTS = (
     (r"\.([ab][12]|bm)\.weight$", r"glora_\1"),
     (r"^(?:lora|lycoris)_[^.]+\.weight$", "ia3"),
     (r"\.lora_magnitude_vector(?:\.\w+)*$", "magnitude"),  # PEFT: DoRA
-    (r"\.(alpha)$", r"\1"),
+    (r"(?:_lora_down)?\.(alpha)$", r"\1"),
     (r"\.(?:diff|w_norm)$", "diff"),  # LyCORIS: full differences and norms
     (r"\.(?:diff_b|b_norm)$", "diff_b"),
     (r"\.set_weight$", "value"),  # ComfyUI

@@ -50,6 +50,7 @@ PREFIXES = {
     "unet": (
         *("lora_unet_", "unet_", "lycoris_", "diffusion_model_", "model_diffusion_model_", ""),
         *("transformer_", "lora_transformer_", "oft_unet_"),
+        *("unet_unet_", "lora_unet_unet_"),  # diffusers' trainer of November 2023, and a converter of its files
     ),
     "text_encoder": (
         *("lora_te_", "lora_te1_", "text_encoder_", "text_encoders_clip_l_transformer_", ""),

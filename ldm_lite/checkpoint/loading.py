@@ -137,7 +137,8 @@ def load_model(options: LoadOptions, kind: type[M], check: Callable[[M], None] |
     dtypes = pick_dtypes(dtype, device, networks, ("vae",) if family.vae_overflows else ())
     quantises, home = options.storage is not None, load_device(options, device)
     if home.type == "cpu":
-        check_memory(networks, parts, dtypes)
+        whole = {role: part for role, part in parts.items() if quantises or not hasattr(part, "fill_blocks")}
+        check_memory(networks, whole, dtypes, is_elsewhere=device.type != "cpu")
     for role, network in networks.items():
         load_weights(network, parts[role], role.replace("_", " "), home, dtypes[role], in_blocks=not quantises)
     if loras and not quantises:
@@ -158,18 +159,28 @@ def load_model(options: LoadOptions, kind: type[M], check: Callable[[M], None] |
     return replace(model, description=description, offloader=offloader, run_row=step)
 
 
-def check_memory(networks: Mapping[str, Any], parts: Mapping[str, Tensors], dtypes: Mapping[str, Any]) -> None:
-    """Raise ValueError if the networks, which are on the meta device, do not fit into the machine's memory."""
+def check_memory(
+    networks: Mapping[str, Any], parts: Mapping[str, Tensors], dtypes: Mapping[str, Any], is_elsewhere: bool = False
+) -> None:
+    """Raise ValueError if the networks of these parts, on the meta device, do not fit into the machine's memory.
+
+    `is_elsewhere` = they run on a device of their own, and are loaded here to be offloaded or quantised.
+    """
     memory = physical_memory()
-    loaded = {role: part for role, part in parts.items() if role in networks and not hasattr(part, "fill_blocks")}
-    needed = sum(num_parameters(networks[role]) * dtypes[role].itemsize for role in loaded)
+    counts = {role: num_parameters(network) for role, network in networks.items() if role in parts}
+    sizes = {role: count * dtypes[role].itemsize for role, count in counts.items()}
+    needed, half = sum(sizes.values()), 2 * sum(counts.values())
     if memory is None or needed <= memory:
         return
-    largest = max(loaded, key=lambda role: num_parameters(networks[role]) * dtypes[role].itemsize)
-    half = '`dtype="bf16"`, ' if dtypes[largest].itemsize > 2 else ""
+    largest = max(sizes, key=sizes.__getitem__)
+    ways = [f'`dtype="bf16"`, which takes {half / 2**30:.0f} GiB'] if half <= memory else []
+    ways += ["GGUF files, whose weights stay in blocks"]
+    if is_elsewhere:
+        ways += ["no `offload` and `storage`, for which weights are loaded here, if the device has the memory"]
+    each = ", ".join(f"{role} {size / 2**30:.1f}" for role, size in sizes.items() if size > needed / 20)
     raise ValueError(
-        f"{parts[largest].path}: the networks take {needed / 2**30:.0f} GiB in {short_name(dtypes[largest])}, but this "
-        f"machine has {memory / 2**30:.0f} GiB of memory: take {half}or a GGUF file, whose weights stay in blocks"
+        f"{parts[largest].path}: the networks take {needed / 2**30:.0f} GiB in {short_name(dtypes[largest])} ({each}), "
+        f"but this machine has {memory / 2**30:.0f} GiB of memory: take {' or '.join(ways)}"
     )
 
 

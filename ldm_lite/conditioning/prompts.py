@@ -92,8 +92,8 @@ def encode_prompts(model: CheckpointModel, prompts: Prompts, options: PromptOpti
     tokenizer = conditioner.tokenizer(model)
     if options.syntax == "plain" and tokenizer is not None:
         for prompt in dict.fromkeys(prompts):
-            if dropped := tokenizer.dropped(tokenizer.clean(prompt or "")):
-                log.warning("the prompt is too long, dropped: %s", dropped)
+            if line := tokenizer.too_long(tokenizer.clean(prompt or "")):
+                log.warning("%s", line)
     with model.phase(*model.family.texts):
         return conditioner.encode(model, prompts, options)
 

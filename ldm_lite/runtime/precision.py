@@ -31,10 +31,10 @@ def pick_dtype(name: str | torch.dtype | None, device: torch.device) -> torch.dt
     if name is None or name == AUTO:
         return torch.float16 if device.type == "cuda" else torch.float32
     if isinstance(name, str) and name not in NAMED_DTYPES:
-        raise ValueError(f"unknown dtype {name!r}: expected one of {', '.join((AUTO, *NAMED_DTYPES))}")
+        raise ValueError(f"unknown dtype {name!r:.60}: expected one of {', '.join((AUTO, *NAMED_DTYPES))}")
     dtype = NAMED_DTYPES[name] if isinstance(name, str) else name
     if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"got dtype {name!r}, expected one of {', '.join(NAMED_DTYPES)}")
+        raise TypeError(f"got dtype {name!r:.60}, expected one of {', '.join(NAMED_DTYPES)}")
     if dtype == torch.bfloat16 and device.type == "cpu" and emulates_bf16():
         log.warning("bf16 is emulated on this CPU, and slower than fp32")
     return dtype
@@ -54,7 +54,9 @@ def pick_dtypes(
     for item in names[1:]:
         role, _, name = item.partition("=")
         if role not in dtypes:
-            raise ValueError(f"got dtype {item!r}, expected one of {', '.join(dtypes)} with a dtype, such as vae=fp32")
+            raise ValueError(
+                f"got dtype {item!r:.60}, expected one of {', '.join(dtypes)} with a dtype, such as vae=fp32"
+            )
         dtypes[role] = pick_dtype(name, device)
     return dtypes
 
@@ -68,7 +70,9 @@ def emulates_bf16() -> bool:
 def check_matmul_precision(name: str) -> None:
     """Raises ValueError for a name that is not one of set_matmul_precision's."""
     if name not in ("highest", "high", "medium"):
-        raise ValueError(f"got matmul precision {name!r}, expected highest (float32), high (TF32) or medium (bfloat16)")
+        raise ValueError(
+            f"got matmul precision {name!r:.60}, expected highest (float32), high (TF32) or medium (bfloat16)"
+        )
 
 
 def set_matmul_precision(name: str) -> None:

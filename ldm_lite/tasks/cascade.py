@@ -201,8 +201,8 @@ def encode_t5(prompts: Sequence[str], options: StageOptions) -> Tensor:
     tokenizer = T5Tokenizer(77, path=vocab)
     texts = [clean(prompt) for prompt in prompts]
     for text in texts:
-        if dropped := tokenizer.dropped(text):
-            log.warning("the prompt is too long, dropped: %s", dropped)
+        if line := tokenizer.too_long(text):
+            log.warning("%s", line)
     dtype = pick_dtype(options.dtype, device)
     # In float16 T5's activations overflow.
     encoder = load_t5(paths, device, torch.bfloat16 if dtype == torch.float16 else dtype)

@@ -21,6 +21,8 @@ from ldm_lite.core.declare import MOST_CHARACTERS
 from ldm_lite.core.tokenizer import END, START, clip_bpe
 from ldm_lite.text.clean import fix_as_ftfy, unescape
 
+MOST_SHOWN, LONGEST_WORD = 100, 30  # characters, in what is said of a text that is too long
+
 
 def check_length(text: str, most: int = MOST_CHARACTERS) -> None:
     """Raises ValueError for a text of more than `most` characters."""
@@ -93,6 +95,17 @@ class TextTokenizer:
         first = starts[self.room]
         # Python strips some control characters that are tokens; the result must not be empty if tokens were dropped.
         return text[first:].strip() or text[first:]
+
+    def too_long(self, text: str) -> str:
+        """Return what is said of a text that does not fit, from the word on that is cut; '' if all of it fits."""
+        dropped = self.dropped(text)
+        if not dropped:
+            return ""
+        start = text.rfind(dropped)
+        word = max(text.rfind(space, 0, start) for space in " \n") + 1
+        shown = text[word:].strip() if start - word < LONGEST_WORD else dropped
+        rest = f"... ({len(shown):,} characters)" if len(shown) > MOST_SHOWN else ""
+        return f"the prompt is too long, dropped: {shown[:MOST_SHOWN]}{rest}"
 
     def units(self, text: str) -> list[tuple[tuple[int, ...], int]]:
         """Return the units of a text, a token each or the tokens of an embedding, and where in the text each begins.

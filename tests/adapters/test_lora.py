@@ -82,6 +82,19 @@ def test_kohyas_file(tmp_path: Path, small: Pipeline) -> None:
         assert all(torch.equal(value, before[role][key]) for key, value in network.state_dict().items())
 
 
+@pytest.mark.parametrize("form", ["unet.unet.", "lora_unet_unet_"])
+def test_names_with_unet_twice_are_read(form: str, small: Pipeline, tmp_path: Path) -> None:
+    """As diffusers' trainer wrote them for a time, and as a converter wrote these."""
+    tensors = {}
+    for key, value in kohya().items():
+        module, _, part = key.removeprefix("lora_unet_").partition(".")
+        end = f"_{part}" if part != "alpha" else "_lora_down.alpha"
+        name = f"{form}{module}.{part}" if form == "unet.unet." else f"{form}{module}{end}"
+        tensors[name if key.startswith("lora_unet_") else key] = value
+    with small.lora(write(tmp_path / "a.safetensors", tensors), SCALE):
+        check(small)
+
+
 def test_the_format_of_peft(tmp_path: Path, small: Pipeline) -> None:
     """As diffusers writes it: dotted names, without alphas, which are folded into the weights here."""
     values, names = kohya(), golden("peft")

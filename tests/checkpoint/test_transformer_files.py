@@ -20,6 +20,7 @@ from toy_flow import all_in_one, hugging_face, save, under, weights
 
 import ldm_lite
 from ldm_lite.checkpoint.reader import load_weights, on_meta, open_checkpoint, parts_of
+from ldm_lite.formats.diffusers_layout import original_layout
 from ldm_lite.models.mmdit import MMDiTSpec
 from ldm_lite.zoo.families import FAMILY_ROWS
 from ldm_lite.zoo.family import build_network
@@ -276,3 +277,14 @@ def test_what_only_a_name_tells_is_a_warning(
     path = save(tmp_path / f"{file}.safetensors", all_in_one(family, weights(family)), metadata(family))
     ldm_lite.load(path, device="cpu", t5_vocab=SPIECE)
     assert re.search(warning, caplog.text)
+
+
+@pytest.mark.parametrize("name", ["flux_dev", "sd3_medium", "sd35_medium"])
+def test_diffusers_transformers_are_read_under_a_prefix_too(name: str) -> None:
+    shapes = {key: tuple(value.shape) for key, value in of_diffusers(name).items()}
+    plain = original_layout(shapes)
+    prefixed = original_layout({f"model.diffusion_model.{key}": shape for key, shape in shapes.items()})
+    assert plain is not None
+    assert prefixed is not None
+    assert prefixed.keys() == {f"model.diffusion_model.{key}" for key in plain}
+    assert plain.keys() == toy.network(toy_flow.TRANSFORMERS[name]).state_dict().keys()
