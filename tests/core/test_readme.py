@@ -54,6 +54,11 @@ def test_every_file_and_name_exists() -> None:
     table = README[README.index("## Files") : README.index("## Nine changes")]
     named = set(re.findall(r"`(\w+\.py)`", table))
     assert named == {path.name for path in PACKAGE.glob("*.py")} - {"__init__.py"}
+    way = README[README.index("A prompt becomes pixels") : README.index("A table cannot express")]
+    for owner, name in re.findall(r"(?<!\w)(\w+)\.([a-z]\w*)", way):
+        kind = {"Pipeline": Pipeline, "Job": Job}.get(owner)
+        module = importlib.import_module(f"{ldm_lite.core.__name__}.{owner}") if kind is None else None
+        assert name in dir(module or kind) or name in Job.__annotations__, (owner, name)
     rows = README[README.index("## To change") : README.index("## To see what")]
     for owner, name in re.findall(r"`(\w+)\.([A-Za-z_]\w*)", rows):
         kind: Any = {"pipe": Pipeline, "job": Job, "inputs": Inputs, "outputs": Outputs, "item": Item}.get(owner)
