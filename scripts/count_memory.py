@@ -47,7 +47,8 @@ LADDER = {  # options, the fastest first, and how the table of cards calls them
 }
 GIB = 2**30
 BETWEEN = (
-    "GiB by these options, and in all weights, which `--offload` keeps in the CPU's memory (half of them with int8):"
+    "GiB on the GPU with these options; the last column is all weights, which `--offload` keeps in the CPU's memory "
+    "(half of that with int8):"
 )
 PAGE = Path(__file__).parents[1] / "docs" / "memory.md"
 
