@@ -59,7 +59,7 @@ def stream(
         if not isinstance(plan, AdaptivePlan):
             yield from run_plan(x, plan, inputs_of, draw, constrain)
         elif constrain is not unconstrained:
-            raise ValueError("DPM adaptive has no fixed steps for a mask or a refiner: take another sampler")
+            raise ValueError("DPM adaptive has no fixed steps for a mask or a refiner: use another sampler")
         else:
             yield from each_image(x, inputs_of, plan, draw)
 
@@ -74,7 +74,7 @@ def check_conditioning(model: CheckpointModel, shape: tuple[int, ...], condition
     if spec.in_channels > model.vae.spec.embed_dim and not further:
         raise ValueError(
             f"{model.family.title} reads an image besides the text (it has {spec.in_channels} input channels): "
-            f"it cannot make an image from a prompt alone; take a checkpoint with {model.vae.spec.embed_dim}"
+            f"it cannot make an image from a prompt alone; use a checkpoint with {model.vae.spec.embed_dim}"
         )
     if len(shape) != 4 or shape[1] != spec.in_channels - further or 0 in shape:
         raise ValueError(f"got noise of shape {shape}, expected (B, {spec.in_channels - further}, h, w)")

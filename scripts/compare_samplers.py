@@ -286,7 +286,7 @@ def measure(model: CheckpointModel, options: CompareOptions, path: Path | None) 
         raise ValueError(f"`compare` is for UNets that read text alone, not for {model.family.title}")
     side, asked = model.family.resolution, txt2img_options(model, options)
     if asked.scale == 1:
-        raise ValueError("`compare` is about guidance too: take a `scale` other than 1")
+        raise ValueError("`compare` is about guidance too: use a `scale` other than 1")
     about = {name: getattr(options, name) for name in ("prompt", "spacing", "reference", "seed")}
     about |= {"model": model.name, "scale": asked.scale}
     kept: dict[str, Any] = {**about, "points": {}} if path is None else read(path, about)

@@ -89,7 +89,7 @@ def check_name(name: str) -> None:
     files = [*CORE.glob("*.py"), *TESTS.glob("*.py")]
     taken = {*sys.stdlib_module_names, *imports(files), *(path.stem for path in TESTS.glob("*.py")), "ldm_lite"}
     if name.lower() in {other.lower() for other in taken} or importlib.util.find_spec(name) is not None:
-        raise ValueError(f"there is a module {name} already, which the package would hide: take another name")
+        raise ValueError(f"there is a module {name} already, which the package would hide: use another name")
 
 
 def fork(folder: Path, name: str) -> None:
@@ -99,7 +99,7 @@ def fork(folder: Path, name: str) -> None:
     """
     check_name(name)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"{folder} is not an empty folder: take another one")
+        raise ValueError(f"{folder} is not an empty folder: use another one")
 
     def copy(source: Path, target: Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)

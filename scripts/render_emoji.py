@@ -529,7 +529,7 @@ def glyph(character: str, font: str | None = None) -> Image.Image:
         ImageDraw.Draw(canvas).text((0, 0), character, font=_font(font or FONT), embedded_color=True)
     box = canvas.getchannel("A").getbbox()
     if box is None:
-        raise ValueError(f"{font or FONT}: has no glyph for U+{ord(character):X}: take a newer font")
+        raise ValueError(f"{font or FONT}: has no glyph for U+{ord(character):X}: use a newer font")
     return canvas.crop(box)
 
 
@@ -968,7 +968,7 @@ def scenes(
     if two > 0 and len(entries) < 2:
         raise ValueError("got one emoji and scenes of two different ones: take --emoji 2 or more")
     if split == "held_out" and len(entries) < 200:
-        raise ValueError(f"got {len(entries)} emoji, too few for held-out combinations of each: take 200 or more")
+        raise ValueError(f"got {len(entries)} emoji, too few for held-out combinations of each: use 200 or more")
     if resolution < 16:
         raise ValueError(f"got a resolution of {resolution} pixels, expected 16 or more")
     folder = pictures_folder(None if pictures is None else str(pictures)) if shares["solid"] > 0 else None

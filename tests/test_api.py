@@ -80,8 +80,8 @@ def test_the_parts_make_what_txt2img_makes(pipe: Pipeline) -> None:
     assert torch.equal(latents, pipe.denoise(noise, cond, uncond, plan)), "which is the default"
     by_parts = pipe.decode(latents, output="tensor")
     whole = pixels(pipe, "a cat", negative_prompt="", seed=5, batch_size=2)
-    given = pixels(pipe, cond=cond.context.expand(2, -1, -1), uncond=uncond, noise=noise, batch_size=2)
-    for parts, one, other in zip(by_parts, whole, given, strict=True):
+    pixels_of_image = pixels(pipe, cond=cond.context.expand(2, -1, -1), uncond=uncond, noise=noise, batch_size=2)
+    for parts, one, other in zip(by_parts, whole, pixels_of_image, strict=True):
         torch.testing.assert_close(parts, one, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
@@ -100,10 +100,10 @@ def test_ready_conditioning_of_sdxl_keeps_its_vector(tmp_path: Path) -> None:
     side = pipe.family.resolution
     cond, uncond = (pipe.encode_prompt(text, negative=text == "", size=(side, side)) for text in ("a cat", ""))
     assert cond.y is not None
-    given = pixels(pipe, cond=cond, uncond=uncond)
-    assert torch.equal(given[0], pixels(pipe, "a cat", negative_prompt="")[0])
+    pixels_of_image = pixels(pipe, cond=cond, uncond=uncond)
+    assert torch.equal(pixels_of_image[0], pixels(pipe, "a cat", negative_prompt="")[0])
     other = Conditioning(cond.context, cond.y + 1)
-    assert not torch.equal(given[0], pixels(pipe, cond=other, uncond=uncond)[0])
+    assert not torch.equal(pixels_of_image[0], pixels(pipe, cond=other, uncond=uncond)[0])
     with pytest.raises(ValueError, match="y: got none, expected one of shape"):
         pixels(pipe, cond=cond.context, uncond=uncond.context)
 
@@ -138,9 +138,9 @@ def test_a_control_is_loaded_once_and_used_often(pipe: Pipeline, tmp_path: Path)
     first = pixels(pipe, "a cat", control=[control])
     (tmp_path / "net.safetensors").unlink()
     again = pixels(pipe, "a cat", control=control)
-    other = pixels(pipe, "a cat", control=[control.with_image(toy.photo()[::-1].copy())])
+    pixels_of_image = pixels(pipe, "a cat", control=[control.with_image(toy.photo()[::-1].copy())])
     assert torch.equal(first[0], again[0])
-    assert not torch.equal(first[0], other[0])
+    assert not torch.equal(first[0], pixels_of_image[0])
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,7 @@ def test_other_commands_name_the_right_one(files: dict[str, Path], capsys: pytes
     from ldm_lite.txt2img import main as txt2img
 
     assert txt2img(["a cat", "--ckpt", str(files["if_I"]), "--device", "cpu"]) == 2
-    assert "take python -m ldm_lite.cascade" in capsys.readouterr().err
+    assert "run python -m ldm_lite.cascade" in capsys.readouterr().err
 
 
 # ---- runs -----------------------------------------------------------------------------------------------------------

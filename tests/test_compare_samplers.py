@@ -75,7 +75,7 @@ def test_quality_over_cost_is_kept_and_not_run_again(
     assert 4 < deep["sd1"] < 5.5  # calls 0 and 3 are whole: 4, and two short ones
     assert 4 < gate["sd1"] < 6
     assert points["heun/4"]["error"] > 0
-    assert {each["name"] for each in points.values()} >= {"unipc", "AYS", "APG", "FreeU", "schedule cosine"}
+    assert {point["name"] for point in points.values()} >= {"unipc", "AYS", "APG", "FreeU", "schedule cosine"}
     # a run that was stopped goes on: what is there stays, what is missing is made again the same
     removed = dict(points)
     del removed["AYS/4"]

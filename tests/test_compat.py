@@ -76,9 +76,9 @@ def test_the_grid_of_one_image_has_no_border() -> None:
 
 def test_weights_are_those_of_the_original_configuration(with_ema: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert not ldm_lite.load(with_ema, device="cpu", ema="original").ema
-    own = ldm_lite.load(with_ema, device="cpu")
-    assert own.ema
-    own.txt2img("a", steps=2, n_iter=1, batch_size=1, height=32, width=32, compat=True)
+    loaded = ldm_lite.load(with_ema, device="cpu")
+    assert loaded.ema
+    loaded.txt2img("a", steps=2, n_iter=1, batch_size=1, height=32, width=32, compat=True)
     assert 'has its EMA weights, the original script takes the main ones: load with `ema="no"`' in caplog.text
 
 

@@ -61,9 +61,9 @@ def test_tiles_differ_little_from_the_whole(scale: int, tmp_path: Path) -> None:
 
 def test_images_of_every_kind(path: Path) -> None:
     upscaler, array = ldm_lite.Upscaler(path, device="cpu"), toy.photo(16, 24)
-    made = upscaler(array)
-    assert made.size == (96, 64)
-    assert made.tobytes() == upscaler(Image.fromarray(array)).tobytes()
+    enlarged = upscaler(array)
+    assert enlarged.size == (96, 64)
+    assert enlarged.tobytes() == upscaler(Image.fromarray(array)).tobytes()
 
 
 def test_the_command(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -101,7 +101,7 @@ def test_wrong_options_are_one_line(
 
 
 def test_other_files_and_broken_sizes(path: Path, small_path: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="is no ESRGAN upscaler"):
+    with pytest.raises(ValueError, match="is not an ESRGAN upscaler"):
         ldm_lite.Upscaler(small_path, device="cpu")
     values: dict[str, Any] = weights(4)
     for change, message in (

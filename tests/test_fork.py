@@ -178,7 +178,7 @@ def test_a_name_must_be_that_of_a_package(name: str, tmp_path: Path, capsys: pyt
 @pytest.mark.parametrize("name", ["json", "torch", "Torch", "PIL", "tokenizers", "pytest", "random_sd1", "ldm_lite"])
 def test_a_name_must_hide_no_other_module(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert fork.main([str(tmp_path / "new"), "--name", name]) == 1
-    wanted = f"error: there is a module {name} already, which the package would hide: take another name\n"
+    wanted = f"error: there is a module {name} already, which the package would hide: use another name\n"
     assert capsys.readouterr().err == wanted
 
 
@@ -187,7 +187,7 @@ def test_a_folder_with_files_is_left_alone(tmp_path: Path, capsys: pytest.Captur
     (tmp_path / "full" / "notes.txt").write_text("mine")
     for folder in (tmp_path / "full", tmp_path / "full" / "notes.txt"):
         assert fork.main([str(folder), "--name", "mylab"]) == 1
-        assert capsys.readouterr().err == f"error: {folder} is not an empty folder: take another one\n"
+        assert capsys.readouterr().err == f"error: {folder} is not an empty folder: use another one\n"
     assert os.listdir(tmp_path / "full") == ["notes.txt"]
     assert fork.main([str(tmp_path / "full" / "notes.txt" / "in"), "--name", "mylab"]) == 1
     assert capsys.readouterr().err.count("\n") == 1

@@ -33,13 +33,13 @@ def with_picture(path: Path, **options: Any) -> Any:
 
 
 def test_the_grammar() -> None:
-    made = parse_parameters(WEBUI)
-    assert made.prompt == "a (red:1.2) apple <lora:fruit:0.8>,\non a table"
-    assert made.negative_prompt == 'blue, "green"\nsky'
-    assert made.settings["Sampler"] == "DPM++ 2M"
-    assert made.settings["ADetailer prompt"] == 'a, "b": c'
-    assert made.settings["Size"] == "64x96"
-    assert made.settings["Version"] == "v1.10.1"
+    settings = parse_parameters(WEBUI)
+    assert settings.prompt == "a (red:1.2) apple <lora:fruit:0.8>,\non a table"
+    assert settings.negative_prompt == 'blue, "green"\nsky'
+    assert settings.settings["Sampler"] == "DPM++ 2M"
+    assert settings.settings["ADetailer prompt"] == 'a, "b": c'
+    assert settings.settings["Size"] == "64x96"
+    assert settings.settings["Version"] == "v1.10.1"
     assert parse_parameters("Steps: 1, Seed: 2").prompt == ""
     assert parse_parameters("\nSteps: 1, Seed: 2").negative_prompt is None
     for text in ("", "a cat", "a cat\nSteps: 3", "x" * 200_000):
@@ -52,8 +52,8 @@ def test_the_grammar() -> None:
     ["plain", "a, b", 'say "hi"', '"quoted"', "two\nlines", "back\\slash", "a: b, c: d", "", " é🍎", "C:\\a,b.png"],
 )
 def test_every_value_comes_back(value: str) -> None:
-    made = parse_parameters(parameters("p\nq", "n", {"Steps": 3, "Key": value, "Last": "x"}))
-    assert made == ("p\nq", "n", {"Steps": "3", "Key": value.strip() if "\n" not in value else value, "Last": "x"})
+    settings = parse_parameters(parameters("p\nq", "n", {"Steps": 3, "Key": value, "Last": "x"}))
+    assert settings == ("p\nq", "n", {"Steps": "3", "Key": value.strip() if "\n" not in value else value, "Last": "x"})
 
 
 def test_a_picture_of_the_web_ui(tmp_path: Path, pipe: Pipeline, caplog: pytest.LogCaptureFixture) -> None:
@@ -76,8 +76,8 @@ def test_a_picture_of_the_web_ui(tmp_path: Path, pipe: Pipeline, caplog: pytest.
     assert first == f"{path}: ignored settings: ADetailer prompt, Lora hashes, <lora:fruit:0.8>"
     assert second == f"{path}: was made with fruit (45dee52b12), not {pipe.name}"
     # all that was given overrides it, also with the value that is the default
-    given = {"prompt": "x", "negative_prompt": "", "steps": 5, "sampler": "euler", "scale": 7.0, "width": 48}
-    [result] = pipe.txt2img(from_png=path, prompt_syntax="plain", clip_skip=1, output="result", **given)
+    arguments = {"prompt": "x", "negative_prompt": "", "steps": 5, "sampler": "euler", "scale": 7.0, "width": 48}
+    [result] = pipe.txt2img(from_png=path, prompt_syntax="plain", clip_skip=1, output="result", **arguments)
     assert result.parameters.startswith(
         "x\nNegative prompt: \nSteps: 5, Sampler: Euler, Schedule type: Uniform, CFG scale: 7.0, Seed: 4294967295, "
         "Size: 48x40, Model: small, RNG: CPU, Denoising strength: 0.4, Hires upscaler: Latent, Hires upscale: 2.0, "
@@ -129,7 +129,7 @@ def test_our_own_pictures_make_the_same_image(
 
 
 def test_every_option_that_a_text_holds_comes_back(tmp_path: Path) -> None:
-    named = {each.name: each.metadata["png"] for each in dataclasses.fields(Txt2imgOptions) if each.metadata["png"]}
+    named = {field.name: field.metadata["png"] for field in dataclasses.fields(Txt2imgOptions) if field.metadata["png"]}
     assert set(named) == {*ELSEWHERE, "eta", "churn", "guidance_rescale", "mimic_scale", "dynamic_threshold"} | {
         "prompt_syntax",
         "clip_skip",

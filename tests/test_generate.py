@@ -126,10 +126,10 @@ def test_a_text_of_another_length_is_read_in_its_step(bundled: Pipeline) -> None
     hook = bundled.unet.register_forward_pre_hook(
         lambda module, args, named: seen.append(named["context"].shape[1]), with_kwargs=True
     )
-    found = denoise(bundled, noise, ALONE, plan, wrap=wrap)
+    latents = denoise(bundled, noise, ALONE, plan, wrap=wrap)
     hook.remove()
     assert seen == [77, 81, 77]
-    assert not torch.equal(found, denoise(bundled, noise, ALONE, plan))
+    assert not torch.equal(latents, denoise(bundled, noise, ALONE, plan))
 
 
 def test_a_replaced_attention_of_two_arguments_runs_in_every_step(bundled: Pipeline) -> None:

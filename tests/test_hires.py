@@ -62,8 +62,8 @@ def test_the_second_pass_has_the_guidance_and_the_noise_of_its_own_sampler(
     pipe: Pipeline, second: str, scale: int
 ) -> None:
     def latents(sampler: str) -> torch.Tensor:
-        given = {**FIRST, "sampler": sampler, "hires_sampler": second, "scale": scale, "noise": "a1111"}
-        [part] = prepare(pipe, Txt2imgOptions("a cat", hires=1.5, **given)).parts
+        arguments = {**FIRST, "sampler": sampler, "hires_sampler": second, "scale": scale, "noise": "a1111"}
+        [part] = prepare(pipe, Txt2imgOptions("a cat", hires=1.5, **arguments)).parts
         [*_, last] = run_batches(replace(part.make().follow(torch.zeros(1, 4, 4, 5)), items=part.items))
         return last.latents
 
@@ -105,42 +105,42 @@ def test_by_an_esrgan_network(pipe: Pipeline, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_batch_and_a_sampler_of_its_own(pipe: Pipeline) -> None:
-    given = {**FIRST, "hires": 2.0, "hires_steps": 2, "hires_sampler": "ddim"}
-    together = pipe.txt2img(["a cat", "a dog"], batch_size=2, output="result", **given)
+    arguments = {**FIRST, "hires": 2.0, "hires_steps": 2, "hires_sampler": "ddim"}
+    together = pipe.txt2img(["a cat", "a dog"], batch_size=2, output="result", **arguments)
     for i, prompt in enumerate(["a cat", "a dog"]):
-        [alone] = pipe.txt2img(prompt, output="result", **given | {"seed": 3 + i})
+        [alone] = pipe.txt2img(prompt, output="result", **arguments | {"seed": 3 + i})
         torch.testing.assert_close(together[i].pixels, alone.pixels, atol=1e-3, rtol=0)
 
 
 def test_prompts_of_its_own(pipe: Pipeline, tmp_path: Path) -> None:
     """The second pass reads them alone: it is that of a job with these prompts, from the first pass's latents."""
-    given = {**FIRST, "hires": 2.0, "hires_steps": 3, "hires_strength": 0.5}
+    arguments = {**FIRST, "hires": 2.0, "hires_steps": 3, "hires_strength": 0.5}
     own = {"hires_prompt": "a cat", "hires_negative_prompt": "bad", "negative_prompt": "worse"}
-    states = list(pipe.stream("a dog, a house", **given | own))
-    [made] = pipe.txt2img("a dog, a house", output="result", **given | own)
+    states = list(pipe.stream("a dog, a house", **arguments | own))
+    [result] = pipe.txt2img("a dog, a house", output="result", **arguments | own)
     enlarged = F.interpolate(states[3].latents, size=tuple(states[-1].latents.shape[2:]), mode="bilinear")
     torch.testing.assert_close(states[-1].latents, by_hand(pipe, enlarged, 3, 0.5), atol=1e-4, rtol=1e-4)
-    assert made.prompt == "a dog, a house"
-    assert "Hires prompt: a cat, Hires negative prompt: bad" in made.parameters
-    texts.save(tmp_path / "a.png", made.parameters, made.image)
+    assert result.prompt == "a dog, a house"
+    assert "Hires prompt: a cat, Hires negative prompt: bad" in result.parameters
+    texts.save(tmp_path / "a.png", result.parameters, result.image)
     [again] = pipe.txt2img(from_png=tmp_path / "a.png", output="result")
-    assert torch.equal(again.pixels, made.pixels)
+    assert torch.equal(again.pixels, result.pixels)
     ready = pipe.encode_prompt("a cat")
     with pytest.raises(ValueError, match="`hires_prompt` does not go with `cond`"):
-        pipe.txt2img(cond=ready, hires_prompt="a dog", **given)
+        pipe.txt2img(cond=ready, hires_prompt="a dog", **arguments)
 
 
 @pytest.mark.slow
 def test_prompts_count_on_in_the_second_pass(pipe: Pipeline) -> None:
     """[a:b:1.5] changes in the middle of it, [a:b:0.5] before it."""
-    given = {**FIRST, "prompt_syntax": "a1111", "hires": 2.0, "hires_steps": 4}
+    arguments = {**FIRST, "prompt_syntax": "a1111", "hires": 2.0, "hires_steps": 4}
     same = [
         ("[a cat:a dog:1.0]", "[a cat:a dog:4]"),
         ("[a cat:a dog:9.0]", "a cat"),
         ("[a dog:a cat:-1]", "a cat"),
     ]
     for one, other in same:
-        [[first], [second]] = (pipe.txt2img(prompt, output="result", **given) for prompt in (one, other))
+        [[first], [second]] = (pipe.txt2img(prompt, output="result", **arguments) for prompt in (one, other))
         assert torch.equal(first.pixels, second.pixels)
 
 

@@ -105,7 +105,7 @@ def test_the_more_strength_the_farther_from_the_image(bundled: Pipeline, circle:
 
 def test_adaptive_steps_need_more_than_the_last_one(bundled: Pipeline, circle: Image.Image) -> None:
     """It begins at the least noise, where they end."""
-    with pytest.raises(ValueError, match="no range to solve in the last step alone: take more `steps` or `strength`"):
+    with pytest.raises(ValueError, match="no range to solve in the last step alone: use more `steps` or `strength`"):
         bundled.img2img(APPLE, [circle], strength=0.3, steps=4, sampler="dpm_adaptive")
 
 
@@ -147,9 +147,7 @@ def test_how_many_steps_are_run(picture_pipes: dict[str, Pipeline]) -> None:
         with unet_calls(pipe) as calls:
             pipe.img2img("a", image, **options)
         assert [float(call.t[0]) for call in calls] == pipe.plan("ddim", whole, last=last).t.tolist()
-    with pytest.raises(
-        ValueError, match=r"50 exact steps at strength 0\.01, .* expected at most 1000: take at most 10"
-    ):
+    with pytest.raises(ValueError, match=r"50 exact steps at strength 0\.01, .* expected at most 1000: use at most 10"):
         pipe.img2img("a", image, steps=50, strength=0.01, exact_steps=True)
 
 
@@ -163,7 +161,7 @@ def test_exact_steps(bundled: Pipeline, circle: Image.Image) -> None:
 
 
 def test_compat_is_refused_where_the_original_fails(bundled: Pipeline, circle: Image.Image) -> None:
-    with pytest.raises(ValueError, match="the original script fails at strength 1: take less"):
+    with pytest.raises(ValueError, match="the original script fails at strength 1: use less"):
         bundled.img2img(APPLE, circle, steps=4, compat=True, strength=1.0)
     with pytest.raises(ValueError, match="`compat` knows the samplers of the original script, ddim, not plms"):
         bundled.img2img(APPLE, [circle], compat=True, sampler="plms")
@@ -229,20 +227,20 @@ def test_a_large_image_is_reduced_with_a_message(
 @pytest.mark.slow
 def test_the_encoder_and_the_decoder_are_near_inverses(bundled: Pipeline) -> None:
     """On an image like the training data: far nearer than another such image."""
-    one, other = (bundled.txt2img(prompt, steps=10, output="result")[0] for prompt in (APPLE, "a cat on yellow"))
-    mean = bundled.encode(one.pixels)
+    first, second = (bundled.txt2img(prompt, steps=10, output="result")[0] for prompt in (APPLE, "a cat on yellow"))
+    mean = bundled.encode(first.pixels)
     assert mean.shape == (1, *bundled.latent_shape(128, 128))
     again = bundled.decode(mean, output="tensor")[0]
-    error = (again - one.pixels).square().mean().sqrt()
+    error = (again - first.pixels).square().mean().sqrt()
     assert error < 0.2
-    assert error < (other.pixels - one.pixels).square().mean().sqrt() / 3
+    assert error < (second.pixels - first.pixels).square().mean().sqrt() / 3
 
 
 def test_the_posterior_is_sampled_by_seed(bundled: Pipeline, circle: Image.Image) -> None:
     options = {"strength": 0.0, "sample_posterior": True, "output": "tensor"}
-    one, two, again = (bundled.img2img(APPLE, circle, seed=seed, **options)[0] for seed in (1, 2, 1))
-    assert torch.equal(one, again)
-    assert not torch.equal(one, two)
+    first, two, again = (bundled.img2img(APPLE, circle, seed=seed, **options)[0] for seed in (1, 2, 1))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, two)
 
 
 @pytest.mark.slow
@@ -341,12 +339,12 @@ def test_options_that_do_not_fit(bundled: Pipeline, circle: Image.Image, options
 def test_a_checkpoint_of_the_wrong_kind_names_the_right_command(
     bundled: Pipeline, picture_pipes: dict[str, Pipeline], circle: Image.Image
 ) -> None:
-    with pytest.raises(ValueError, match=r"which img2img cannot use: take python -m ldm_lite\.inpaint"):
+    with pytest.raises(ValueError, match=r"which img2img cannot use: run python -m ldm_lite\.inpaint"):
         picture_pipes["inpaint"].img2img("a", [circle])
-    with pytest.raises(ValueError, match=r"which inpaint cannot use: take python -m ldm_lite\.img2img"):
+    with pytest.raises(ValueError, match=r"which inpaint cannot use: run python -m ldm_lite\.img2img"):
         picture_pipes["instruct"].inpaint("a", [circle], [circle])
     for task, right in (("inpaint", "inpaint"), ("instruct", "img2img")):
-        with pytest.raises(ValueError, match=rf"which txt2img cannot use: take python -m ldm_lite\.{right}"):
+        with pytest.raises(ValueError, match=rf"which txt2img cannot use: run python -m ldm_lite\.{right}"):
             picture_pipes[task].txt2img("a")
 
 

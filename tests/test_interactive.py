@@ -121,24 +121,24 @@ def test_a_function_of_the_step_runs_once_a_step(pipe: Pipeline, options: dict[s
 
 
 def test_attention_is_replaced_in_chosen_layers(small_path: Path) -> None:
-    own, calls = ldm_lite.load(small_path, device="cpu"), list[tuple[int, int]]()
-    wanted = own.txt2img("a", steps=1, output="tensor")[0]
+    loaded, calls = ldm_lite.load(small_path, device="cpu"), list[tuple[int, int]]()
+    wanted = loaded.txt2img("a", steps=1, output="tensor")[0]
 
     def counted(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         calls.append((q.shape[2], k.shape[2]))
         return torch.nn.functional.scaled_dot_product_attention(q, k, v)
 
-    own.use_attention(counted, "*attn2")
-    torch.testing.assert_close(own.txt2img("a", steps=1, output="tensor")[0], wanted, rtol=1e-3, atol=1e-3)
-    tokens = own.encode_prompt("a")["context"].shape[1]
+    loaded.use_attention(counted, "*attn2")
+    torch.testing.assert_close(loaded.txt2img("a", steps=1, output="tensor")[0], wanted, rtol=1e-3, atol=1e-3)
+    tokens = loaded.encode_prompt("a")["context"].shape[1]
     assert calls
     assert {keys for _, keys in calls} == {tokens}
     calls.clear()
-    own.use_attention("sdpa", "*attn2")
-    own.txt2img("a", steps=1)
+    loaded.use_attention("sdpa", "*attn2")
+    loaded.txt2img("a", steps=1)
     assert not calls
     with pytest.raises(ValueError, match=r"no attention layer matches '\*attn9': they are input_blocks"):
-        own.use_attention(counted, "*attn9")
+        loaded.use_attention(counted, "*attn9")
 
 
 def test_the_last_half_of_attention_maps_is_cond_s(pipe: Pipeline) -> None:
@@ -250,7 +250,7 @@ def test_what_has_no_effect_is_said(pipe: Pipeline, caplog: pytest.LogCaptureFix
     pipe.txt2img("a", steps=1, guidance_rescale=0.5)
     assert not caplog.messages
     pipe.txt2img("a", steps=1, guidance_rescale=0.5, scale=1)
-    assert caplog.messages == ["`guidance_rescale` has no effect without guidance: take a `scale` other than 1"]
+    assert caplog.messages == ["`guidance_rescale` has no effect without guidance: use a `scale` other than 1"]
 
 
 def test_a_grid_is_of_a_hundred_images_at_most_for_compat_too(
@@ -275,7 +275,7 @@ def test_the_small_model_says_once_what_it_was_trained_on(
     pipe.txt2img(["a", "b"], steps=2, **options)
     messages = [record.getMessage() for record in caplog.records if "was trained at" in record.getMessage()]
     assert messages == warns * [
-        "small was trained at 64 x 64 pixels, and larger images are distorted: take that size, or a larger model"
+        "small was trained at 64 x 64 pixels, and larger images are distorted: use that size, or a larger model"
     ]
     assert sum("too small a model for `seamless`" in message for message in caplog.messages) == ("seamless" in options)
 

@@ -106,8 +106,8 @@ def test_the_command_takes_the_unet_beside_a_checkpoint(
         ("negative", ["--negative-prompt", NEGATIVE, "--n_iter", "2"]),
     ):
         assert txt2img.main([PROMPT, "--out", str(tmp_path / name), *common, *arguments]) == 0
-        made = sorted((tmp_path / name).rglob("*.png"))
-        pictures[name] = Image.open(made[0])
+        paths = sorted((tmp_path / name).rglob("*.png"))
+        pictures[name] = Image.open(paths[0])
         said = capsys.readouterr().err
         assert said.count("the negative prompt is not used") == (name == "negative")
     about = pictures["plain"].info["parameters"]

@@ -98,8 +98,8 @@ def shapes(network: torch.nn.Module) -> dict[str, tuple[int, ...]]:
 def test_every_known_unet_is_named(name: str) -> None:
     with torch.device("meta"):
         unet, vae, text = LDMUNet(UNETS[name]), AutoencoderKL(KL_F8), CLIPTextModel(CLIP_L)
-    found = {"unet": shapes(unet), "vae": shapes(vae), "text_encoder": shapes(text)}
-    assert detect_family(found, {}) == FAMILY_ROWS[name]
+    all_shapes = {"unet": shapes(unet), "vae": shapes(vae), "text_encoder": shapes(text)}
+    assert detect_family(all_shapes, {}) == FAMILY_ROWS[name]
 
 
 def test_prediction_comes_from_argument_then_metadata_then_family(tmp_path: Path, small_path: Path) -> None:

@@ -21,7 +21,7 @@ def pipe(small_path: Any) -> Pipeline:
 def texts_read(pipe: Pipeline, calls: list[Call], branch: int, known: list[str]) -> list[str]:
     """Which of some texts a branch of guidance, of one image, read at each call."""
     encoded = {text: pipe.encode_prompt(text).context[0] for text in known}
-    read = [[text for text, each in encoded.items() if torch.equal(each, call.context[branch])] for call in calls]
+    read = [[text for text, value in encoded.items() if torch.equal(value, call.context[branch])] for call in calls]
     assert all(len(texts) == 1 for texts in read)
     return [text for [text] in read]
 
@@ -84,9 +84,9 @@ def test_and_adds_the_differences_of_its_parts(pipe: Pipeline, scale: float) -> 
 
 def test_parts_of_weight_that_add_up_to_nothing_are_the_negative_prompt(pipe: Pipeline) -> None:
     larger = SMALL | {"height": 64, "width": 64}
-    [made] = pipe.txt2img("a cat AND a cat :-1", steps=2, output="result", **larger)
+    [result] = pipe.txt2img("a cat AND a cat :-1", steps=2, output="result", **larger)
     [negative] = pipe.txt2img("bad", steps=2, scale=1.0, output="result", **larger)
-    torch.testing.assert_close(made.pixels, negative.pixels, atol=1e-4, rtol=0)
+    torch.testing.assert_close(result.pixels, negative.pixels, atol=1e-4, rtol=0)
 
 
 def test_no_image_depends_on_its_batch(pipe: Pipeline) -> None:

@@ -48,28 +48,28 @@ def picture() -> Image.Image:
 @pytest.mark.parametrize("name", SPECS)
 def test_a_first_stage_alone_is_loaded_as_what_it_is(name: str, tmp_path: Path) -> None:
     """With what training left beside it (trap 33), in a Lightning file, and as plain safetensors."""
-    own, path = weights(SPECS[name]), tmp_path / "model.ckpt"
+    state, path = weights(SPECS[name]), tmp_path / "model.ckpt"
     left = {"loss.logvar": torch.zeros(()), "loss.discriminator.main.0.weight": torch.zeros(64, 3, 4, 4)}
-    torch.save(lightning({**own, **left}), path)
-    save_file(own, tmp_path / "model.safetensors")
+    torch.save(lightning({**state, **left}), path)
+    save_file(state, tmp_path / "model.safetensors")
     for file in (path, tmp_path / "model.safetensors"):
         network = load_autoencoder(file, device="cpu")
         assert network.spec == SPECS[name]
-        assert all(torch.equal(value, own[key]) for key, value in network.state_dict().items())
+        assert all(torch.equal(value, state[key]) for key, value in network.state_dict().items())
 
 
 def test_taesd_is_loaded_under_all_its_names(tmp_path: Path) -> None:
-    own = weights(toy.TINY)
-    save_file(diffusers_names(own), tmp_path / "diffusers.safetensors")
+    state = weights(toy.TINY)
+    save_file(diffusers_names(state), tmp_path / "diffusers.safetensors")
     network = load_autoencoder(tmp_path / "diffusers.safetensors", device="cpu")
     assert network.spec == toy.TINY
-    assert all(torch.equal(value, own[key]) for key, value in network.state_dict().items())
+    assert all(torch.equal(value, state[key]) for key, value in network.state_dict().items())
     for part in ("encoder", "decoder"):
         path = tmp_path / f"{part}.pth"
-        torch.save({key.removeprefix(f"{part}."): v for key, v in own.items() if key.startswith(part)}, path)
+        torch.save({key.removeprefix(f"{part}."): v for key, v in state.items() if key.startswith(part)}, path)
         network = load_autoencoder(path, device="cpu")
         assert network.spec == replace(toy.TINY, encoder=part == "encoder", decoder=part == "decoder")
-        assert all(torch.equal(value, own[key]) for key, value in network.state_dict().items())
+        assert all(torch.equal(value, state[key]) for key, value in network.state_dict().items())
         path.unlink()  # else it is taken together with the next
 
 
@@ -79,13 +79,13 @@ def test_taesds_two_files_are_found_beside_each_other(
 ) -> None:
     """Either of them may be named; whose name is of another kind, or which are not TAESD's, are left alone."""
     caplog.set_level("INFO", "ldm_lite")
-    own = weights(toy.TINY)
+    state = weights(toy.TINY)
     for part in ("encoder", "decoder"):
-        half = {key.removeprefix(f"{part}."): v for key, v in own.items() if key.startswith(part)}
+        half = {key.removeprefix(f"{part}."): v for key, v in state.items() if key.startswith(part)}
         torch.save(half, tmp_path / f"taesd_{part}.pth")
     network = load_autoencoder(tmp_path / named, device="cpu")
     assert network.spec == toy.TINY
-    assert all(torch.equal(value, own[key]) for key, value in network.state_dict().items())
+    assert all(torch.equal(value, state[key]) for key, value in network.state_dict().items())
     other = "taesd_decoder.pth" if "encoder" in named else "taesd_encoder.pth"
     assert f"{named}: taken together with {other}" in caplog.messages
     save_file(weights(toy.VQ_F16), tmp_path / other)
@@ -171,8 +171,8 @@ def test_bad_input_is_one_line(
 
 def test_taesd_takes_the_unets_latents_as_they_are(small_path: Path, tmp_path: Path) -> None:
     """Trap 26: no scale factor, and images in [0,1] inside."""
-    own = weights(replace(toy.TINY, encoder=False))
-    save_file({key.removeprefix("decoder."): value for key, value in own.items()}, tmp_path / "decoder.safetensors")
+    state = weights(replace(toy.TINY, encoder=False))
+    save_file({key.removeprefix("decoder."): value for key, value in state.items()}, tmp_path / "decoder.safetensors")
     pipe = ldm_lite.load(small_path, device="cpu", vae=tmp_path / "decoder.safetensors")
     assert pipe.vae.spec == replace(toy.TINY, encoder=False)
     latents = toy.normal(8, 1, 4, 4, 6)
@@ -184,12 +184,12 @@ def test_taesd_takes_the_latents_of_transformers_as_they_are(flow_path: Path, tm
     """Their own autoencoders' scale and shift are no part of it, for previews and for images that come in."""
     taesd = toy.network(toy.TINY)
     save_file(dict(taesd.state_dict()), tmp_path / "taesd.safetensors")
-    own = ldm_lite.load(flow_path, device="cpu")
-    assert own.family.shift_factor != 0
+    loaded = ldm_lite.load(flow_path, device="cpu")
+    assert loaded.family.shift_factor != 0
     latents, pixels = toy.normal(8, 1, 4, 4, 6), toy.normal(9, 1, 3, 32, 48).clamp(-1, 1)
     for pipe in (
         ldm_lite.load(flow_path, device="cpu", vae=tmp_path / "taesd.safetensors"),
-        with_autoencoder(own, tmp_path / "taesd.safetensors"),
+        with_autoencoder(loaded, tmp_path / "taesd.safetensors"),
     ):
         assert torch.equal(pipe.decode(latents, output="tensor")[0], taesd.decode(latents)[0].clamp(-1, 1))
         assert torch.equal(pipe.encode_pixels(pixels), taesd.encode(pixels)[0])
@@ -198,9 +198,9 @@ def test_taesd_takes_the_latents_of_transformers_as_they_are(flow_path: Path, tm
 def test_img2img_wants_taesds_encoder_too(
     small_path: Path, tmp_path: Path, picture: Image.Image, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    own = weights(toy.TINY)
+    state = weights(toy.TINY)
     for part in ("decoder", "encoder"):
-        half = {key.removeprefix(f"{part}."): v for key, v in own.items() if key.startswith(part)}
+        half = {key.removeprefix(f"{part}."): v for key, v in state.items() if key.startswith(part)}
         torch.save(half, tmp_path / f"taesd_{part}.pth")
         picture.save(tmp_path / "in.png")
         arguments = ["an apple", "--init-img", str(tmp_path / "in.png"), "--ckpt", str(small_path), "--steps", "2"]
@@ -212,7 +212,7 @@ def test_img2img_wants_taesds_encoder_too(
         else:
             assert status == 2
             assert errors == [
-                "error: this TAESD has no encoder, which is needed to encode an image: take a file with both, or put "
+                "error: this TAESD has no encoder, which is needed to encode an image: use a file with both, or put "
                 "taesd_encoder.pth beside taesd_decoder.pth"
             ]
 

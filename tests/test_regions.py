@@ -54,8 +54,8 @@ def test_outputs_are_averaged_as_in_comfyui(
 def test_a_prompt_everywhere_is_the_prompt(pipe: Pipeline) -> None:
     [alone] = pipe.txt2img("a cat", seed=3, output="result", **SMALL)
     for regions in ("all; all", "0,0,0.5,1; 0.5,0,1,1"):
-        [made] = pipe.txt2img("a cat AND a cat", regions=regions, seed=3, output="result", **SMALL)
-        torch.testing.assert_close(made.pixels, alone.pixels, atol=1e-3, rtol=0)
+        [result] = pipe.txt2img("a cat AND a cat", regions=regions, seed=3, output="result", **SMALL)
+        torch.testing.assert_close(result.pixels, alone.pixels, atol=1e-3, rtol=0)
     [one] = pipe.txt2img("a cat", regions="all", seed=3, output="result", **SMALL)
     assert torch.equal(one.pixels, alone.pixels)
 
@@ -67,9 +67,9 @@ def test_a_refiner_or_its_base_may_read_the_scale(pipe: Pipeline, tmp_path: Path
     models = pipe, ldm_lite.load(tmp_path / "lcm.safetensors", device="cpu")
     base, refiner = models if is_refined else models[::-1]
     options = {"regions": "0,0,0.5,1; 0.5,0,1,1", "sampler": "ddim", **SMALL, "steps": 4}
-    [made] = base.txt2img("a cat AND a dog", refiner=refiner, refiner_start=0.5, output="result", **options)
+    [result] = base.txt2img("a cat AND a dog", refiner=refiner, refiner_start=0.5, output="result", **options)
     [alone] = base.txt2img("a cat AND a dog", output="result", **options)
-    assert not torch.equal(made.pixels, alone.pixels)
+    assert not torch.equal(result.pixels, alone.pixels)
 
 
 def test_steps_without_guidance_have_all_regions(pipe: Pipeline) -> None:
@@ -87,11 +87,11 @@ def test_steps_without_guidance_have_all_regions(pipe: Pipeline) -> None:
 def test_the_other_tasks_and_passes(pipe: Pipeline) -> None:
     """An image's region follows its own prompt; hires fix has larger regions."""
     image = torch.zeros(3, 32, 64)
-    made = {}
+    by_name = {}
     for other in ("a dog", "a rocket"):
         options = {"regions": "0,0,0.5,1; 0.5,0,1,1", "output": "tensor", **SMALL}
-        [made[other]] = pipe.img2img(f"a cat AND {other}", image, **options)
-    assert not torch.equal(made["a dog"], made["a rocket"])
+        [by_name[other]] = pipe.img2img(f"a cat AND {other}", image, **options)
+    assert not torch.equal(by_name["a dog"], by_name["a rocket"])
     [hires] = pipe.txt2img("a cat AND a dog", regions="0,0,0.5,1; 0.5,0,1,1", hires=2, output="result", **SMALL)
     assert hires.pixels.shape == (3, 64, 128)
     assert "Regions: " in hires.parameters
@@ -103,15 +103,15 @@ def test_networks_of_flows(flow_path: Path) -> None:
     skips = pipe.family.skip_layers is not None
     side: dict[str, Any] = {"height": 64, "width": 64, "steps": 2} | ({"skip_layer_scale": 0.0} if skips else {})
     [alone] = pipe.txt2img("a cat", output="result", **side)
-    [made] = pipe.txt2img("a cat AND a cat", regions="0,0,0.5,1; 0.5,0,1,1", output="result", **side)
-    torch.testing.assert_close(made.pixels, alone.pixels, atol=2e-3, rtol=0)
+    [result] = pipe.txt2img("a cat AND a cat", regions="0,0,0.5,1; 0.5,0,1,1", output="result", **side)
+    torch.testing.assert_close(result.pixels, alone.pixels, atol=2e-3, rtol=0)
 
 
 def test_a_picture_is_made_again_from_its_text(pipe: Pipeline, tmp_path: Path) -> None:
-    [made] = pipe.txt2img("a cat AND a dog", regions="0,0,0.5,1; 0.5,0,1,1", output="result", **SMALL)
-    path = texts.save(tmp_path / "made.png", made.parameters, made.image)
+    [result] = pipe.txt2img("a cat AND a dog", regions="0,0,0.5,1; 0.5,0,1,1", output="result", **SMALL)
+    path = texts.save(tmp_path / "made.png", result.parameters, result.image)
     [again] = pipe.txt2img(from_png=path, output="result")
-    assert np.array_equal(again.array, made.array)
+    assert np.array_equal(again.array, result.array)
 
 
 def test_a_second_pass_has_prompts_of_its_own(pipe: Pipeline) -> None:
@@ -161,6 +161,6 @@ def test_shares_add_up_for_any_box_and_size() -> None:
 
 def test_one_part_needs_no_negative_prompt(pipe: Pipeline, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "ldm_lite"):
-        [made] = pipe.txt2img("a cat", regions="all", scale=1.0, output="result", **SMALL)
-    assert torch.isfinite(made.pixels).all()
+        [result] = pipe.txt2img("a cat", regions="all", scale=1.0, output="result", **SMALL)
+    assert torch.isfinite(result.pixels).all()
     assert not caplog.records

@@ -41,7 +41,7 @@ def test_the_vocabulary_is_in_a_fixed_order_and_every_name_is_of_one_emoji() -> 
 
 
 def test_the_table_names_only_what_is_in_the_vocabulary() -> None:
-    named = [each.strip().split(" ", 1)[0] for each in emoji.NAMES.replace("\n", " ").split(";")]
+    named = [name.strip().split(" ", 1)[0] for name in emoji.NAMES.replace("\n", " ").split(";")]
     assert len(set(named)) == len(named)
     assert set(named) <= {entry.character for entry in emoji.VOCABULARY}
 
@@ -273,9 +273,9 @@ def test_left_is_left_and_right_is_right() -> None:
         rng.random()
         layout = scene.several(rng, two=True).layout
         layouts.add(layout)
-        found = sorted((text.find(name), -len(name), name) for name in names if name in text)
+        places = sorted((text.find(name), -len(name), name) for name in names if name in text)
         turned = any(words in text for words in (" right of ", " below ", " under ", "at the bottom and", "right and"))
-        first = names[found[0][2]]
+        first = names[places[0][2]]
         corner, (x, y) = image.getpixel((0, 0)), emoji.LAYOUTS[layout][turned]
         assert isinstance(corner, tuple)
         alone = emoji.render(first, corner, 128, size=emoji.SEVERAL, centre=(x, y))  # type: ignore[arg-type]

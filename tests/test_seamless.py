@@ -71,11 +71,11 @@ def test_a_control_is_seamless_too_and_loaded_once(pipe: Pipeline, tmp_path: Pat
 def test_the_model_does_not_change(pipe: Pipeline) -> None:
     """Images without it have the same bits afterwards."""
     [before] = pipe.txt2img("a cat", output="result", **SMALL)
-    [made] = pipe.txt2img("a cat", seamless="xy", output="result", **SMALL)
+    [result] = pipe.txt2img("a cat", seamless="xy", output="result", **SMALL)
     [after] = pipe.txt2img("a cat", output="result", **SMALL)
     assert torch.equal(before.pixels, after.pixels)
-    assert not torch.equal(before.pixels, made.pixels)
-    assert "Tiling: True" in made.parameters
+    assert not torch.equal(before.pixels, result.pixels)
+    assert "Tiling: True" in result.parameters
 
 
 def test_the_weights_are_not_copied(pipe: Pipeline) -> None:
@@ -115,5 +115,5 @@ def test_wrong_options_are_one_line(pipe: Pipeline, given: dict[str, Any]) -> No
 
 def test_images_to_start_from(pipe: Pipeline) -> None:
     image = torch.zeros(3, 64, 64)
-    one, other = (pipe.img2img("a", image, seamless=axes, steps=2, output="tensor")[0] for axes in (None, "y"))
-    assert not torch.equal(one, other)
+    first, second = (pipe.img2img("a", image, seamless=axes, steps=2, output="tensor")[0] for axes in (None, "y"))
+    assert not torch.equal(first, second)

@@ -53,11 +53,11 @@ def job(tmp_path: Path, small_path: Path) -> Callable[..., list[str]]:
 
 def pixels(folder: Path) -> dict[str, np.ndarray]:
     """The images of a folder by their text."""
-    found = {}
+    by_name = {}
     for path in (folder / "out" / "samples").glob("*.png"):
         with Image.open(path) as image:
-            found[image.info["parameters"]] = np.asarray(image).astype(int)
-    return found
+            by_name[image.info["parameters"]] = np.asarray(image).astype(int)
+    return by_name
 
 
 def test_only_what_is_missing_is_made(

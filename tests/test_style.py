@@ -55,9 +55,9 @@ def test_what_clip_sees_is_what_transformers_has() -> None:
 
 
 def test_its_tokens_are_the_originals(pipe: Pipeline, folder: Path) -> None:
-    given = {"control": [asked(folder, ":0.5")], "clip_vision": folder / "clip.safetensors"}
+    arguments = {"control": [asked(folder, ":0.5")], "clip_vision": folder / "clip.safetensors"}
     with unet_calls(pipe) as calls:
-        pipe.txt2img("a", steps=1, height=64, width=64, **given)
+        pipe.txt2img("a", steps=1, height=64, width=64, **arguments)
     tokens = calls[0].context[1:, pipe.encode_prompt("a").context.shape[1] :]
     assert toy.relative_error(tokens, 0.5 * GOLDEN["tokens"]) < 1e-5
 

@@ -22,10 +22,10 @@ RUN = {"sampler": "ddim", "steps": 5, "seed": 3, "scale": 4.0, "output": "numpy"
 def test_each_changes_the_image_and_its_text_makes_it_again(
     name: str, value: str | int, text: str, pipe: Pipeline
 ) -> None:
-    (made,) = pipe.txt2img("a", **(RUN | {"output": "result", name: value}))
-    assert text in made.parameters
-    assert not np.array_equal(made.array, pipe.txt2img("a", **RUN)[0])
-    assert np.array_equal(pipe.txt2img(from_png=made.image, output="numpy")[0], made.array)
+    (result,) = pipe.txt2img("a", **(RUN | {"output": "result", name: value}))
+    assert text in result.parameters
+    assert not np.array_equal(result.array, pipe.txt2img("a", **RUN)[0])
+    assert np.array_equal(pipe.txt2img(from_png=result.image, output="numpy")[0], result.array)
 
 
 def test_they_go_together_and_with_a_batch(pipe: Pipeline) -> None:
@@ -41,7 +41,7 @@ def test_they_go_together_and_with_a_batch(pipe: Pipeline) -> None:
     ("options", "message"),
     [
         ({"guidance_interval": "3"}, "got `guidance_interval` '3', expected START-END"),
-        ({"guidance_interval": "0-0.5", "scale": 1.0}, "there is none: take a `scale` other than 1"),
+        ({"guidance_interval": "0-0.5", "scale": 1.0}, "there is none: use a `scale` other than 1"),
         ({"guidance_schedule": "up"}, "got `guidance_schedule` 'up', expected one of linear"),
         ({"apg": "0"}, "got `apg` '0', expected parallel=0"),
         ({"apg": "parallel=0:momentum=1"}, "got `apg`"),

@@ -149,7 +149,7 @@ def test_sizes(bundled: Pipeline) -> None:
     [result] = bundled.txt2img(APPLE, steps=2, height=72, width=40, output="result")
     assert result.image.size == (40, 72)
     with pytest.raises(
-        ValueError, match="got `height=70` and `width=41`, expected multiples of 8: take `height=72` and `width=40`"
+        ValueError, match="got `height=70` and `width=41`, expected multiples of 8: use `height=72` and `width=40`"
     ):
         bundled.txt2img(APPLE, height=70, width=41)
 
@@ -191,11 +191,11 @@ def test_fixed_code_starts_every_batch_alike(bundled: Pipeline) -> None:
         ({"prompt": "a", "eta": 1.5}, "got `eta` 1.5, expected 0 to 1"),
         (
             {"prompt": "a", "eta": 0.5, "sampler": "plms"},
-            "got eta 0.5, but plms has none: leave it out, or take one of ddim",
+            "got eta 0.5, but plms has none: leave it out, or use one of ddim",
         ),
         (
             {"prompt": "a", "churn": 1.0},
-            "got churn 1.0, but ddim has none: leave it out, or take one of euler, heun, dpm2",
+            "got churn 1.0, but ddim has none: leave it out, or use one of euler, heun, dpm2",
         ),
         ({"prompt": "a", "spacing": "x"}, "unknown spacing 'x': expected one of leading"),
         ({"prompt": "a", "guidance_rescale": 2.0}, "got `guidance_rescale` 2.0, expected 0 to 1"),

@@ -144,7 +144,7 @@ def test_numbers_out_of_range(pipes: dict[str, Pipeline], changes: dict[str, int
         ([], "no image: give one with --init-img FILE"),
         (["--init-img", "{in}", "--H", "64"], "leave out --height and --width"),
         (["--init-img", "{in}", "--compat"], "upscale has no --compat"),
-        (["--init-img", "{in}", "--ckpt", "{other}"], "which upscale cannot use: take python -m ldm_lite.txt2img"),
+        (["--init-img", "{in}", "--ckpt", "{other}"], "which upscale cannot use: run python -m ldm_lite.txt2img"),
     ],
 )
 def test_bad_input_is_one_line(

@@ -90,9 +90,9 @@ def test_the_command_names_the_checkpoint(
 def test_other_weights_differ(
     path_of: Callable[[Vector], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    other = tmp_path / "other.safetensors"
-    write(other, toy_verify.FAMILY_OF["sd1", "eps"], seed=1)
-    assert main(["--ckpt", str(other), "--device", "cpu", "--only", "1.4"]) == 2
+    other_path = tmp_path / "other.safetensors"
+    write(other_path, toy_verify.FAMILY_OF["sd1", "eps"], seed=1)
+    assert main(["--ckpt", str(other_path), "--device", "cpu", "--only", "1.4"]) == 2
     shown = capsys.readouterr()
     assert shown.out.count("DIFFERS") == 3
     assert "other agrees with the published test vectors of none of these: Stable Diffusion 1.4" in shown.err

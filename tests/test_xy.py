@@ -80,14 +80,14 @@ def test_wrong_axes_are_one_line(
 @pytest.mark.parametrize("kind", [Txt2imgOptions, Img2imgOptions, InpaintOptions, UpscaleOptions])
 def test_every_option_with_a_flag_can_be_an_axis(kind: type[Txt2imgOptions]) -> None:
     samples = {"original_size": "8x8", "target_size": "8x8", "crop_top_left": '"1,1"', "aesthetic_score": "5"}
-    for each in dataclasses.fields(kind):
-        if each.metadata["flag"]:
-            hint, within = str(each.type), each.metadata["within"]
+    for field in dataclasses.fields(kind):
+        if field.metadata["flag"]:
+            hint, within = str(field.type), field.metadata["within"]
             number = "1" if within is None or within[0] <= 1 else str(within[0])
-            text = samples.get(each.name) or (number if "int" in hint or "float" in hint else "yes")
-            if each.metadata.get("choices"):
-                text = each.metadata["choices"][0]
-            assert len(read_axis(kind, each.name, text).values) == 1
+            text = samples.get(field.name) or (number if "int" in hint or "float" in hint else "yes")
+            if field.metadata.get("choices"):
+                text = field.metadata["choices"][0]
+            assert len(read_axis(kind, field.name, text).values) == 1
 
 
 def test_cells_are_rows_of_columns() -> None:

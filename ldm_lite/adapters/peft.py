@@ -242,5 +242,5 @@ def _choose(names: Collection[str], where: str) -> list[tuple[str, str, str | No
     chosen = [name for name in (*WEIGHT_NAMES, *DIFFUSERS) if name in files][:1] or files
     if len(chosen) != 1:
         some = ", ".join(files[:5]) + ", ..." * (len(files) > 5)
-        raise ValueError(f"{where}: is no LoRA of PEFT ({CONFIG}); take one of its files: {some or 'it has none'}")
+        raise ValueError(f"{where}: is not a LoRA of PEFT ({CONFIG}); use one of its files: {some or 'it has none'}")
     return [("", chosen[0], None)]

@@ -57,7 +57,7 @@ def open_embeddings(source: str | os.PathLike[str]) -> list[Embedding]:
     name, given, text = text.partition("=") if "=" in text and not Path(text).exists() else ("", "", text)
     path = hub.resolve(text)
     if path.suffix.lower() in PICTURES:
-        raise ValueError(f"{path}: is a picture: an embedding inside one is not read: take its .pt or .safetensors")
+        raise ValueError(f"{path}: is a picture: an embedding inside one is not read: use its .pt or .safetensors")
     if path.is_dir():
         raise ValueError(f"{path}: is a folder, expected a textual inversion: name its files, one by one")
     file = named(open_checkpoint(path))

@@ -72,7 +72,7 @@ class ImageWorker:
         able = tasks_of(self.model)
         if not {"txt2img", "img2img", "inpaint"} & set(able):
             raise ValueError(
-                f"{self.model.name}: {self.model.family.title} cannot be used here: take {' or '.join(able)}"
+                f"{self.model.name}: {self.model.family.title} cannot be used here: use {' or '.join(able)}"
             )
         folders = [(task.folder / task.table.path).parent, task.folder]
         self.rows = TableRows(self.model, task.defaults, task.options.most_pixels, folders)

@@ -99,7 +99,7 @@ class TableRows:
             names = {field.name for field in dataclasses.fields(kind)}
             if unused := sorted(values.keys() - names):
                 task, needs = kind.__name__.removesuffix("Options").lower(), "" if files else ": it needs an init_image"
-                raise ValueError(f"got {unused[0]}, which {task} has not{needs}")
+                raise ValueError(f"got {unused[0]}, which {task} does not have{needs}")
             shared = {key: getattr(self.defaults, key) for key in (*SHARED, "embedding") if key in names}
             options = kind(**shared | values | {"seed": seed})
             options = dataclasses.replace(options, seed=0, negative_prompt=None)

@@ -37,7 +37,7 @@ def run_batch(options: BatchOptions, defaults: CheckedOptions, load: LoadOptions
         table = Table(path, options.shard_size, 0)
     else:
         if options.manifest == "parquet" and importlib.util.find_spec("pyarrow") is None:
-            raise ValueError(f"manifest.parquet needs pyarrow: {pip_install('batch')}, or take `manifest=jsonl`")
+            raise ValueError(f"manifest.parquet needs pyarrow: {pip_install('batch')}, or use `manifest=jsonl`")
         table = open_table(path, options.shard_size)
     place = open_place("outputs/batch" if options.out is None else options.out, Path.cwd())
     if options.encode:

@@ -65,7 +65,7 @@ def inputs(family: FamilyRow, options: BenchOptions, batch: int) -> BenchInputs:
     """
     distilled = family.unet.guidance_dim is not None
     if family.conditioner != "clip" or distilled or not isinstance(family.text, CLIPSpec):
-        raise ValueError(f"{family.title} cannot be benchmarked yet: take a Stable Diffusion 1.x model")
+        raise ValueError(f"{family.title} cannot be benchmarked yet: use a Stable Diffusion 1.x model")
     height, width = (family.resolution if side is None else side for side in (options.height, options.width))
     if height % (factor := family.vae.factor) or width % factor:
         raise ValueError(f"got `height={height}` and `width={width}`, expected multiples of {factor}")

@@ -85,7 +85,7 @@ def load_model(options: LoadOptions, kind: type[M], check: Callable[[M], None] |
     ema = options.ema if options.ema != "original" else "auto" if family.original_ema else "no"
     copy, weights = ema_copy(file, parts["unet"]), "main"
     if copy is None and ema == "yes":
-        raise ValueError(f'{parts["unet"].path}: has no complete EMA copy of the UNet: take `ema="auto"`')
+        raise ValueError(f'{parts["unet"].path}: has no complete EMA copy of the UNet: use `ema="auto"`')
     if copy is not None:
         weights = "main (not the file's EMA)" if ema == "no" else "EMA (not the file's main)"
         parts["unet"] = parts["unet"] if ema == "no" else copy
@@ -180,7 +180,7 @@ def check_memory(
     each = ", ".join(f"{role} {size / 2**30:.1f}" for role, size in sizes.items() if size > needed / 20)
     raise ValueError(
         f"{parts[largest].path}: the networks take {needed / 2**30:.0f} GiB in {short_name(dtypes[largest])} ({each}), "
-        f"but this machine has {memory / 2**30:.0f} GiB of memory: take {' or '.join(ways)}"
+        f"but this machine has {memory / 2**30:.0f} GiB of memory: use {' or '.join(ways)}"
     )
 
 
@@ -261,7 +261,7 @@ def _check_latents(networks: Parts, family: FamilyRow) -> None:
     if theirs.scale_factor != family.scale_factor and not math.isnan(theirs.scale_factor + family.scale_factor):
         raise ValueError(
             f"is a UNet of {family.title}, and {networks.file.path} a checkpoint of {theirs.title}, whose autoencoder "
-            "makes other latents: take the UNet's own checkpoint, or name its autoencoder with `vae=FILE`"
+            "makes other latents: use the UNet's own checkpoint, or name its autoencoder with `vae=FILE`"
         )
 
 

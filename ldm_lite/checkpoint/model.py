@@ -112,12 +112,12 @@ class CheckpointModel(Model):
         if height <= 0 or width <= 0 or height % f or width % f:
             legal = [max(f, round(side / f) * f) for side in (height, width)]
             raise ValueError(
-                f"got `height={height}` and `width={width}`, expected multiples of {f}: take `height={legal[0]}` and "
+                f"got `height={height}` and `width={width}`, expected multiples of {f}: use `height={legal[0]}` and "
                 f"`width={legal[1]}`"
             )
         if height * width > MOST_PIXELS:
             raise ValueError(
-                f"got `height={height}` and `width={width}`, expected at most {MOST_PIXELS} pixels in all: take less"
+                f"got `height={height}` and `width={width}`, expected at most {MOST_PIXELS} pixels in all: use less"
             )
         return self.vae.spec.embed_dim, height // factor, width // factor
 

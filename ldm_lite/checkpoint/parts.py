@@ -84,7 +84,7 @@ def load_upscaler(
     torch_device, parts = pick_device(device), parts_of(open_source(source))
     tensors, path = parts.get("upscaler"), parts.file.path
     if tensors is None:
-        raise ValueError(f"{path}: is no ESRGAN upscaler, expected RealESRGAN_x4plus.pth or one of its kind")
+        raise ValueError(f"{path}: is not an ESRGAN upscaler, expected RealESRGAN_x4plus.pth or one of its kind")
     with errors_of(path):
         spec = imported("ldm_lite.models.rrdb:RRDBSpec").from_shapes(tensors.shapes)
     network = load_part(spec, tensors, "upscaler", torch_device, pick_dtype(dtype, torch_device))

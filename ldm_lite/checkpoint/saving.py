@@ -40,7 +40,7 @@ def save_model(model: CheckpointModel, path: Path) -> None:
     if path.suffix != ".safetensors":
         raise ValueError(f"got {path}, expected a name that ends in .safetensors")
     if path.is_dir():
-        raise ValueError(f"{path}: is a folder: take another name")
+        raise ValueError(f"{path}: is a folder: use another name")
     _check(model)
     networks = {role: unwrapped(model.networks[role]) for role in model.family.specs}
     tensors = in_layout(model, {role: weights_of(network) for role, network in networks.items()})

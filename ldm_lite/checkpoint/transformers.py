@@ -124,7 +124,7 @@ def fitted(shapes: Mapping[str, Shapes], metadata: Mapping[str, str]) -> FamilyR
     for what, width, wanted in checks:
         if width != wanted:
             raise ValueError(
-                f"is {row.title}, but {what} {width} wide, expected {wanted}: take another `text_encoder=FILE`"
+                f"is {row.title}, but {what} {width} wide, expected {wanted}: use another `text_encoder=FILE`"
             )
     return replace(row, vae=vae, text_encoders=tuple(texts.values()), **scale_of(vae))
 

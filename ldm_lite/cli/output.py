@@ -41,7 +41,7 @@ class Saver:
             while not _is_there(folder):
                 folder = folder.parent
             if not folder.is_dir() or not os.access(folder, os.W_OK):  # a link to nothing is no folder
-                raise ValueError(f"cannot write to {folder}: take another `out`")
+                raise ValueError(f"cannot write to {folder}: use another `out`")
 
     def keys(self) -> Counter[str]:
         """Count the keys of the folder's whole images, for `skip_existing`; none without it."""
@@ -89,7 +89,7 @@ def _is_there(path: Path) -> bool:
         return False
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
-        raise ValueError(f"cannot write to {path}: {why}: take another `out`") from error
+        raise ValueError(f"cannot write to {path}: {why}: use another `out`") from error
     return True
 
 

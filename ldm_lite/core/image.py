@@ -42,14 +42,14 @@ def _flatten(source: Any, background: str) -> Image.Image:
     try:
         if isinstance(source, Tensor):
             if not source.is_floating_point() or not bool((source.abs() <= 1.01).all()):
-                raise ValueError("these are no pixels in [-1,1]")
+                raise ValueError("these are not pixels in [-1,1]")
             image = to_pil(source.detach().cpu())
         elif isinstance(source, np.ndarray):
             image = Image.fromarray(source)
         elif is_path:
             image = Image.open(Path(source), formats=FORMATS)
         if not isinstance(image, Image.Image) or image.mode in "IF":  # modes I and F have no range
-            raise TypeError("this is no image of 8 or 16 bits")
+            raise TypeError("this is not an image of 8 or 16 bits")
     except Exception as error:  # Pillow may raise nearly any exception for a damaged file
         if is_path:
             raise ValueError(f"{source}: is not an image that can be read, expected {', '.join(FORMATS)}") from error

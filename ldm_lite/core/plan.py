@@ -115,7 +115,7 @@ class Rows:
             end=end,
         )
         if not (np.isfinite(plan.mix).all() and np.isfinite(plan.h_of_out).all()):
-            raise ValueError("undefined at zero terminal SNR: take a model with v prediction, and ddim or euler")
+            raise ValueError("undefined at zero terminal SNR: use a model with v prediction, and ddim or euler")
         if plan.mix[0, 0, 1:NUM_REGISTERS].any():
             raise ValueError("the first row reads ASIDE, H1, H2 or H3, which no call before it has made")
         return plan

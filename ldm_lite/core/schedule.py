@@ -61,7 +61,7 @@ class Schedule:
         with np.errstate(invalid="ignore"):
             falls = values.ndim == 1 and values.size and (np.diff(values, prepend=1.0) < 0).all()
         if not falls or not values[-1] >= 0:
-            raise ValueError("this is no noise schedule: alpha_bar must fall at every timestep, from below 1 to 0")
+            raise ValueError("this is not a noise schedule: alpha_bar must fall at every timestep, from below 1 to 0")
         object.__setattr__(self, "alpha_bar", values)
 
     @classmethod
@@ -98,7 +98,7 @@ class Schedule:
         Raises ValueError for eps prediction at zero terminal SNR, from which x0 cannot be computed.
         """
         if self.prediction == "eps" and self.alpha_bar[-1] == 0:
-            raise ValueError("eps prediction is undefined at zero terminal SNR: take a model with v prediction")
+            raise ValueError("eps prediction is undefined at zero terminal SNR: use a model with v prediction")
         return [level if level.a > 0 else level._replace(a=2.0**-12) for level in levels]
 
     def noised(self, x0: Tensor, eps: Tensor, t: Tensor) -> Tensor:

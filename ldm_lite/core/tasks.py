@@ -153,7 +153,7 @@ def plan_of(model: Model, options: Options, strength: float = 1.0) -> Plan | Non
         return None
     if options.plan is not None:
         if strength < 1:
-            raise ValueError("got a `plan` of your own and a `strength` that leaves some of its steps out: take 1")
+            raise ValueError("got a `plan` of your own and a `strength` that leaves some of its steps out: use 1")
         model.check_plan(options.plan)
         return options.plan
     steps = model.family.steps if options.steps is None else options.steps

@@ -122,6 +122,6 @@ def _stand_in(names: str) -> type:
     base = next((base for pattern, base in INERT if re.fullmatch(pattern, names)), None)
     if base is None:
         what = names.replace(" ", ".")
-        raise ValueError(f"its pickle names {what}, which weights do not need: take a .safetensors file")
+        raise ValueError(f"its pickle names {what}, which weights do not need: use a .safetensors file")
     module, name = names.replace("__builtin__", "builtins").replace(" long", " int").split()
     return type(name, (base,), {"__module__": module, "__qualname__": name})

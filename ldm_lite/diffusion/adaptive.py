@@ -58,7 +58,7 @@ class Adaptive:
                 if s >= self.end - 1e-5:
                     return
             h *= factor if math.isfinite(factor) else 1
-        raise ValueError(f"DPM adaptive tried {MOST_TRIES} steps: take another sampler")
+        raise ValueError(f"DPM adaptive tried {MOST_TRIES} steps: use another sampler")
 
     def _attempt(self, s: float, t: float) -> tuple[Plan, float, float]:
         """Return the plan of the three calls from lambda s to t, where they aim to, and the sigma of noise to add."""
@@ -132,5 +132,5 @@ def dpm_adaptive(schedule: Schedule, steps: int, spacing: str | Spacing = "linsp
     plan = dpm_fast(schedule, steps, spacing, eta)
     high, low = solver_span(schedule, steps, spacing)
     if high <= low:  # the last step of image to image alone
-        raise ValueError("DPM adaptive has no range to solve in the last step alone: take more `steps` or `strength`")
+        raise ValueError("DPM adaptive has no range to solve in the last step alone: use more `steps` or `strength`")
     return AdaptivePlan(**vars(plan), adaptive=Adaptive(schedule, -float(np.log(high)), -float(np.log(low)), eta))

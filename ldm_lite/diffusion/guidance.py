@@ -249,7 +249,7 @@ def cfg_plus_plus(plan: Plan, scale: float) -> Callable[[int], float]:
     of_x0 = plan.x0_of_out[:, 1] / plan.h_of_out[:, 1] * after  # weight of the prediction in x0's part of the step
     whole = plan.mix[:, 0, -2]
     if not (np.isfinite(of_x0).all() and abs(whole).min() > 1e-9):
-        raise ValueError("CFG++ is undefined for a step that does not lower the noise: take 500 steps or less")
+        raise ValueError("CFG++ is undefined for a step that does not lower the noise: use 500 steps or less")
     scales = (scale / 12.5 * of_x0 / whole).tolist()
     return lambda step: float(scales[step])
 
@@ -302,7 +302,7 @@ def check_guided(job: Any, option: str) -> Inputs:
     several = callable(job.guidance) or len(running(inputs.branches, inputs.scale)) > 1
     if not (scaled and several and any(negative)):
         raise ValueError(
-            f"`{option}` changes the guidance, but there is none: take a `scale` other than 1, and a checkpoint that "
+            f"`{option}` changes the guidance, but there is none: use a `scale` other than 1, and a checkpoint that "
             "is not distilled"
         )
     return inputs
@@ -318,7 +318,7 @@ def check_classifier_free(job: Any, option: str) -> float:
     if callable(job.options.guidance):
         raise ValueError(f"got a `guidance` function and `{option}`: leave one of them out")
     if callable(job.guidance):
-        raise ValueError(f"DDIM CFG++ has guidance of its own: leave out `{option}`, or take another sampler")
+        raise ValueError(f"DDIM CFG++ has guidance of its own: leave out `{option}`, or use another sampler")
     if [branch.positive for branch in inputs.branches] != [False, True]:
         raise ValueError(f"`{option}` is for guidance by the prompt alone, not by image and prompt: leave it out")
     return inputs.scale

@@ -208,7 +208,7 @@ def named_plan(
             arguments[option] = value
         elif value != 0:
             able = ", ".join(sampler for sampler in SAMPLERS if has(sampler, option))
-            raise ValueError(f"got {option} {value}, but {key} has none: leave it out, or take one of {able}")
+            raise ValueError(f"got {option} {value}, but {key} has none: leave it out, or use one of {able}")
     plan = SAMPLERS[key](schedule, steps, **arguments)
     plan = dataclasses.replace(plan, initial=1.0) if unit else plan
     return _at_whole_timesteps(plan, schedule) if quantised else plan

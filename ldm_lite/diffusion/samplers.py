@@ -45,7 +45,7 @@ def only_preserving(schedule: Schedule, sampler: str) -> None:
     """Raises ValueError, naming the sampler, for a rectified flow."""
     if isinstance(schedule, FlowSchedule):
         raise ValueError(
-            f"{sampler} is not defined for rectified flow (FLUX, Stable Diffusion 3): take euler, heun or dpmpp_2m"
+            f"{sampler} is not defined for rectified flow (FLUX, Stable Diffusion 3): use euler, heun or dpmpp_2m"
         )
 
 

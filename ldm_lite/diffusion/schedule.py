@@ -48,7 +48,7 @@ class NoiseSchedule(core.Schedule):
         Raises ValueError for eps prediction, from which x0 cannot be computed at alpha_bar 0.
         """
         if self.prediction == "eps":
-            raise ValueError("eps prediction is undefined at zero terminal SNR: take a model with v prediction")
+            raise ValueError("eps prediction is undefined at zero terminal SNR: use a model with v prediction")
         a = np.sqrt(self.alpha_bar)
         return replace(self, alpha_bar=((a - a[-1]) * a[0] / (a[0] - a[-1])) ** 2)
 
@@ -112,7 +112,7 @@ def spacing_of(spacing: str | Spacing) -> Spacing:
     def levels(schedule: core.Schedule, steps: int) -> list[Level]:
         if name in MADE_FOR_BETAS and getattr(schedule, "is_flow", False):  # the core's schedules are none
             wanted = ", ".join(sorted(GENERAL))
-            raise ValueError(f"the spacing {name} is not for rectified flow: take one of {wanted}")
+            raise ValueError(f"the spacing {name} is not for rectified flow: use one of {wanted}")
         with np.errstate(all="ignore"):
             return _with_settings(spacing, settings, schedule, steps) if settings else SPACINGS[name](schedule, steps)
 

@@ -40,9 +40,7 @@ def original(schedule: Schedule, steps: int) -> list[Level]:
     num = len(schedule.alpha_bar)
     timesteps = [t + 1 for t in range(0, num, num // steps)]
     if timesteps[-1] >= num:
-        raise ValueError(
-            f"the original scripts fail with {steps} steps (timestep {timesteps[-1]}): take another number"
-        )
+        raise ValueError(f"the original scripts fail with {steps} steps (timestep {timesteps[-1]}): use another number")
     return [*(schedule.at(t) for t in reversed(timesteps)), schedule.at(0)]
 
 
@@ -62,7 +60,7 @@ def webui_ddim(schedule: Schedule, steps: int) -> list[Level]:
     """
     num = len(schedule.alpha_bar)
     if steps == 1:
-        raise ValueError("A1111's DDIM and PLMS make no call in 1 step: take 2 or more")
+        raise ValueError("A1111's DDIM and PLMS make no call in 1 step: use 2 or more")
     return [schedule.at(min(t + 1, num - 1)) for t in reversed(range(0, num, num // steps))]
 
 
@@ -117,7 +115,7 @@ def diffusers(
     t = rising[timesteps][::-1][:steps]
     t = t.round() if whole else t
     if t[0] >= num:
-        raise ValueError(f"diffusers fails with {steps} steps of these timesteps ({t[0]:.0f}): take another number")
+        raise ValueError(f"diffusers fails with {steps} steps of these timesteps ({t[0]:.0f}): use another number")
     if not curve and whole:
         return [*(schedule.at(int(step)) for step in t), ends[end]]
     index, table = np.arange(num), schedule.sigmas

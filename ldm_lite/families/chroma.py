@@ -28,7 +28,7 @@ HD = replace(
     with_loras=None,
     called=r"chroma",
     base_version="chroma",
-    look_alikes={r"(^|\.)nerf_(blocks|image_embedder)\.": "Chroma1-Radiance, which is not read: take Chroma1-HD"},
+    look_alikes={r"(^|\.)nerf_(blocks|image_embedder)\.": "Chroma1-Radiance, which is not read: use Chroma1-HD"},
     of_folder=None,
     hints=(),
     recipes=(Recipe(r"flash(?![a-z])", "lodestones/Chroma1-Flash", 8, 1.0, "heun", lora=r"chroma.*flash"),),

@@ -47,7 +47,7 @@ def fitted(image: Image.Image, unit: int, area: int | None = None) -> Image.Imag
 def of_folder(folder: Folder) -> str | None:
     """Return the kind of Edit that a diffusers folder tells.  Raises ValueError for Layered."""
     if "Layered" in folder.name:
-        raise ValueError(f"is of {folder.name}, which is not here: take Qwen-Image")
+        raise ValueError(f"is of {folder.name}, which is not here: use Qwen-Image")
     if not folder.name.startswith("QwenImageEdit"):
         return None
     kind = "_2511" if folder.network.get("zero_cond_t") else "_2509" if "Plus" in folder.name else ""
@@ -77,7 +77,7 @@ QWEN_IMAGE = replace(
     called=r"qwen[-_ ]?image",
     base_version="qwen_image",
     look_alikes={
-        r"(^|\.)time_text_embed\.addition_t_embedding\.": "Qwen-Image-Layered, which is not read: take Qwen-Image"
+        r"(^|\.)time_text_embed\.addition_t_embedding\.": "Qwen-Image-Layered, which is not read: use Qwen-Image"
     },
     of_folder=of_folder,
     recipes=(

@@ -117,7 +117,7 @@ def encode_image_l(model: CheckpointModel, prompts: Prompts, options: PromptOpti
     if options.extra.image_statistics is None and options.extra.noise_level:
         raise ValueError(
             f"{model.family.title} adds noise by statistics that its file lacks: give karlo's ViT-L-14_stats.th with "
-            "`image_statistics=FILE`, or take `noise_level=0`"
+            "`image_statistics=FILE`, or use `noise_level=0`"
         )
     return encode_image(model, prompts, options)
 

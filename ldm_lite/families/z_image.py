@@ -43,7 +43,7 @@ PLAIN = replace(
     scale=5.0,  # 1 more than its makers'
     called=r"z[-_ ]?image",
     base_version="zimage",
-    look_alikes={r"(^|\.)siglip_embedder\.": "Z-Image Omni or Edit, which are not read: take Z-Image"},
+    look_alikes={r"(^|\.)siglip_embedder\.": "Z-Image Omni or Edit, which are not read: use Z-Image"},
     of_folder=of_folder,
 )
 ROWS = {

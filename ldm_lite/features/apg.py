@@ -41,7 +41,7 @@ class AdaptiveProjectedGuidance(Feature):
     def change_job(self, job: TaskJob) -> TaskJob:
         """Raises ValueError for an adaptive sampler."""
         if isinstance(job.plan, AdaptivePlan):
-            raise ValueError("DPM adaptive tries steps again, which `apg` would remember: take another sampler")
+            raise ValueError("DPM adaptive tries steps again, which `apg` would remember: use another sampler")
 
         def wrap(source: InputSource, job: TaskJob) -> InputSource:
             check_classifier_free(job, "apg")

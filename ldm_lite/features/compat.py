@@ -129,7 +129,7 @@ def dpm_solver(schedule: Schedule, steps: int) -> list[Level]:
     if not 2 <= steps <= num:
         raise ValueError(f"got {steps} steps, expected 2 to {num}: the original's DPM-Solver has no fewer")
     if schedule.alpha_bar[-1] == 0:
-        raise ValueError("the original's DPM-Solver is undefined at zero terminal SNR: take ddim")
+        raise ValueError("the original's DPM-Solver is undefined at zero terminal SNR: use ddim")
     timesteps = np.linspace(num - 1, 0, steps + 1)
     alpha_bar = np.exp(np.interp(timesteps, np.arange(num), np.log(schedule.alpha_bar)))
     return [Level(t, a, s) for t, a, s in zip(timesteps, np.sqrt(alpha_bar), np.sqrt(1 - alpha_bar), strict=True)]

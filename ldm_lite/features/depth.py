@@ -29,7 +29,7 @@ class Depth(Feature):
         source, reads = self.depth, model.family.task in ("depth", "control_image")
         if (source is not None) != reads:
             got, wanted = ("no", "one: `depth=FILE`") if source is None else ("a", "none")
-            raise ValueError(f"got {got} depth map, but {model.family.title} wants {wanted}")
+            raise ValueError(f"got {got} depth map, but {model.family.title} expects {wanted}")
         if not isinstance(source, (str, os.PathLike)):
             image = to_image(source)
         elif model.family.task == "depth":

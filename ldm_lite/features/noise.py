@@ -53,10 +53,10 @@ class Noise(Feature):
             raise ValueError("`compat` has the original script's noise: leave other noise out, or `compat`")
         if options.brownian and program == "diffusers":
             raise ValueError(
-                "diffusers draws no noise from a Brownian tree: leave out `brownian`, or take other `noise`"
+                "diffusers draws no noise from a Brownian tree: leave out `brownian`, or use other `noise`"
             )
         if variations and program not in ("own", "a1111"):
-            raise ValueError(f"{program} has no variation seeds and no ENSD: take `noise=a1111`, or leave them out")
+            raise ValueError(f"{program} has no variation seeds and no ENSD: use `noise=a1111`, or leave them out")
         return options
 
     def change_job(self, job: TaskJob) -> TaskJob:

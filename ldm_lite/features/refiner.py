@@ -74,7 +74,7 @@ class Refiner(Feature):
         if job.plan is None:
             return job
         if isinstance(job.plan, AdaptivePlan):
-            raise ValueError("DPM adaptive has no fixed steps for a mask or a refiner: take another sampler")
+            raise ValueError("DPM adaptive has no fixed steps for a mask or a refiner: use another sampler")
         refiner, model, num_steps = self.state["model"], job.model, job.plan.num_steps
         start = 0.8 if self.refiner_start is None else self.refiner_start
         first = max(0, round(start * (job.skipped + num_steps)) - job.skipped)

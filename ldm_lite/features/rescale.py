@@ -26,7 +26,7 @@ class Rescale(Feature):
         "guidance rescale against excess contrast, 0 to 1",
         within=(0, 1),
         png="Guidance rescale",
-        no_effect=lambda job: "without guidance: take a `scale` other than 1" if job.guidance == 1 else None,
+        no_effect=lambda job: "without guidance: use a `scale` other than 1" if job.guidance == 1 else None,
     )
     mimic_scale: float | None = option(
         None,
@@ -46,7 +46,7 @@ class Rescale(Feature):
         """Raises ValueError for a percentile without what it is of."""
         if self.dynamic_threshold is not None and self.mimic_scale is None:
             raise ValueError(
-                "`dynamic_threshold` is the percentile of `mimic_scale`: give that too, 7 for instance, or take "
+                "`dynamic_threshold` is the percentile of `mimic_scale`: give that too, 7 for instance, or use "
                 "`guidance_rescale=0.7` in place of it"
             )
         return options
@@ -62,7 +62,7 @@ class Rescale(Feature):
             adjust = (*adjust, rescaling(self.guidance_rescale, device))
         if self.mimic_scale is not None:
             if not callable(job.guidance) and self.mimic_scale >= job.guidance:
-                self.log(logging.WARNING, "`mimic_scale` has no effect unless it is below `scale`: take a lower one")
+                self.log(logging.WARNING, "`mimic_scale` has no effect unless it is below `scale`: use a lower one")
             percentile = 1.0 if self.dynamic_threshold is None else self.dynamic_threshold
             adjust = (*adjust, mimicking(self.mimic_scale, percentile, device))
 

@@ -87,7 +87,7 @@ class Shortcuts(Feature):
             if call < len(job.plan.step) and job.plan.step[call] >= self.settings.gate:
                 raise ValueError(
                     f"the prompt changes in step {job.plan.step[call] + 1}, but after step {self.settings.gate} "
-                    "(`gate_step`) no text is read: take a larger `gate_step`, or an earlier change"
+                    "(`gate_step`) no text is read: use a larger `gate_step`, or an earlier change"
                 )
         return gated(source, self.settings.gate)
 

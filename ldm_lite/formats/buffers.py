@@ -78,13 +78,13 @@ def scaled(family: FamilyRow, file: Tensors) -> FamilyRow:
             return family
         if stored.dtype in COARSE:
             raise ValueError(
-                f"{path}: its scale_factor is stored in {short_name(stored.dtype)}, too coarse to be used: take the "
+                f"{path}: its scale_factor is stored in {short_name(stored.dtype)}, too coarse to be used: use the "
                 "original file, or give `metadata=scale_factor=X`"
             )
         return replace(family, scale_factor=value)
     if math.isnan(known):
         raise ValueError(
-            f"{path}: lacks scale_factor, which differs between files of {family.title}: take the original file, or "
+            f"{path}: lacks scale_factor, which differs between files of {family.title}: use the original file, or "
             "give `metadata=scale_factor=X`"
         )
     return family

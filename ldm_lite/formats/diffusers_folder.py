@@ -81,7 +81,7 @@ def download(repository: str) -> Path:
                 wanted += [folder + name for name in sorted(set(shards.values()))]
         else:
             files = ", ".join(f"{repository}/{name}" for name in names if name.endswith((".safetensors", ".ckpt")))
-            instead = f"take one of its files: {files}" if files else "it has no weights that ldm_lite reads"
+            instead = f"use one of its files: {files}" if files else "it has no weights that ldm_lite reads"
             raise ValueError(f"{repository}: is not a diffusers folder on the hub; {instead}")
     paths = [hub.download(repository, name) for name in wanted]
     root = paths[-1].parents[wanted[-1].count("/")]

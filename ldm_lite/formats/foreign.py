@@ -16,7 +16,7 @@ FOREIGN = {  # a pattern in a key -> the kind of file; the first match wins
     r"^ip_adapter\.\d+\.to_\w+_lora\.|^image_proj\.perceiver_resampler\.": FACE_ID,
     r"(?s)\A(?=.*^image_proj\.proj\.0\.)(?=.*^image_proj\.norm\.)": FACE_ID,  # portrait
     r"(?s)\A(?!.*^ip_adapter\.1\.to_k_ip\.weight$).*^(image_proj|ip_adapter)\.": "an IP-Adapter that is not read",
-    r"\.(wscales|smooth_factor)$": "a file of Nunchaku (SVDQuant), packed for its kernels: take one in fp8 or GGUF",
+    r"\.(wscales|smooth_factor)$": "a file of Nunchaku (SVDQuant), packed for its kernels: use one in fp8 or GGUF",
     r"(^|\.)caption_projection\.0\.linear\.": "Bria FIBO, which is not read",
     r"(^|\.)context_embedder_norm\.|\.img_mlp\.gate_proj\.": "Ovis-Image, which is not read",
     r"(^|\.)(context_embedder\.token_refiner|byt5_in)\.|individual_token_refiner\.": "HunyuanImage, which is not read",

@@ -181,7 +181,7 @@ def _table(file: BinaryIO) -> tuple[dict[str, str], dict[str, Entry]]:
         if form is None:
             name = NOT_READ.get(kind, kind)
             raise NotImplementedError(
-                f"{key} has the format {name}, which is not read: take a file in {', '.join(GGUF_FORMATS)}"
+                f"{key} has the format {name}, which is not read: use a file in {', '.join(GGUF_FORMATS)}"
             )
         if key in entries:
             raise ValueError(f"two tensors {key}")

@@ -30,7 +30,7 @@ def unscaled(tensors: Tensors) -> Tensors | None:
     scales = {f"{match[1]}weight": key for key in shapes if (match := SCALE.match(key))}
     _check_formats(tensors)
     if not scales and any(read(key).dtype in FP8 for key, shape in shapes.items() if len(shape) == 2):
-        raise ValueError("is marked as scaled fp8, but its scales are missing: take a whole file")
+        raise ValueError("is marked as scaled fp8, but its scales are missing: use a whole file")
     for key, scale in scales.items():
         if key not in shapes or not _fits(shapes[scale], shapes[key]):
             raise ValueError(

@@ -55,7 +55,7 @@ def _qwen_tokenizer(encoder: Tensors, role: str, source: str | None) -> Qwen3Tok
     tokenizer = replace(tokenizer, pad_id=tokenizer.end_id)
     size = encoder.shapes["embed_tokens.weight"][0]
     if tokenizer.vocab_size > size:
-        raise ValueError(f"{path}: has {tokenizer.vocab_size} tokens, but {encoder.path} only {size}: take its own")
+        raise ValueError(f"{path}: has {tokenizer.vocab_size} tokens, but {encoder.path} only {size}: use its own")
     return tokenizer
 
 

@@ -108,7 +108,7 @@ class TAESD(nn.Module):
         """
         if not self.spec.encoder:
             raise ValueError(
-                "this TAESD has no encoder, which is needed to encode an image: take a file with both, or put "
+                "this TAESD has no encoder, which is needed to encode an image: use a file with both, or put "
                 "taesd_encoder.pth beside taesd_decoder.pth"
             )
         z = F.pixel_unshuffle(self.encoder((x + 1) / 2), self.patch)
@@ -121,6 +121,6 @@ class TAESD(nn.Module):
         """
         if not self.spec.decoder:
             raise ValueError(
-                "this TAESD has no decoder: take a file with both, or put taesd_decoder.pth beside taesd_encoder.pth"
+                "this TAESD has no decoder: use a file with both, or put taesd_decoder.pth beside taesd_encoder.pth"
             )
         return self.decoder(F.pixel_shuffle(z, self.patch)) * 2 - 1

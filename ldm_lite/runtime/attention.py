@@ -240,7 +240,7 @@ def attention_function(name: str, device: torch.device, dtype: torch.dtype, head
         others = ", ".join(available(device, dtype, head_dim))
         raise ValueError(
             f"attention {name!r} is not available on {device} in {short_name(dtype)} for heads of {head_dim} "
-            f"channels: take one of {others}"
+            f"channels: use one of {others}"
         )
     return function
 
@@ -273,7 +273,7 @@ def use(
     chosen = _matching(network, pattern)
     if attention == "mha":
         if lacks := [name for name, layer in chosen.items() if not hasattr(layer, "to_q")]:
-            raise ValueError(f"attention 'mha' needs layers with to_q, to_k and to_v; {lacks[0]} has none: take sdpa")
+            raise ValueError(f"attention 'mha' needs layers with to_q, to_k and to_v; {lacks[0]} has none: use sdpa")
         for layer in chosen.values():
             patch(layer, _mha)
         return

@@ -236,7 +236,7 @@ def _timed(step: Step, device: torch.device, *args: Any) -> float:
 def _verdict(cold_s: float, plain_s: float, compiled_s: float) -> str:
     text = f"compiled in {cold_s:.0f} s: a step takes {compiled_s * 1e3:.1f} ms in place of {plain_s * 1e3:.1f} ms"
     if compiled_s >= plain_s:
-        return f'{text}; it does not pay here: take `compile="off"`'
+        return f'{text}; it does not pay here: use `compile="off"`'
     return f"{text}, which pays from {cold_s / (plain_s - compiled_s):,.0f} steps on"
 
 

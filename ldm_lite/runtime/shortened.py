@@ -143,7 +143,7 @@ class Run:
         if type(unet) is not LDMUNet:
             raise ValueError(f"DeepCache, T-GATE and FreeU are for UNets, not for {type(unet).__name__}")
         if isinstance(plan, AdaptivePlan):
-            raise ValueError("DPM adaptive has no fixed steps for DeepCache, T-GATE or FreeU: take another sampler")
+            raise ValueError("DPM adaptive has no fixed steps for DeepCache, T-GATE or FreeU: use another sampler")
         if not 0 <= shortcuts.branch < len(unet.input_blocks) - 1:
             raise ValueError(f"got branch {shortcuts.branch}, expected 0 to {len(unet.input_blocks) - 2}")
         if shortcuts.gate is not None and unet.spec.context_dim is None:

@@ -38,7 +38,7 @@ def export_unet(options: ExportOptions, load: LoadOptions) -> None:
     """
     path = Path(os.path.expanduser(options.out))
     if path.is_dir() or not os.access(path.parent, os.W_OK):  # checked before minutes of compiling
-        raise ValueError(f"cannot write to {path}: take another `out`, a file in a folder that exists")
+        raise ValueError(f"cannot write to {path}: use another `out`, a file in a folder that exists")
     if path.exists() and path.suffix != ".pt2":
         raise ValueError(f"{path}: exists, and is not a package of ldm_lite.export: use an `out` that ends in .pt2")
     listed = [] if options.sizes is None else options.sizes.split(",")

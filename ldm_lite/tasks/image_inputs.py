@@ -176,7 +176,7 @@ def share(steps: int, strength: float, exact: bool) -> tuple[int, int]:
         most = math.floor(1000 * strength)
         raise ValueError(
             f"got {steps} exact steps at strength {strength:g}, which are the last of {whole:.0f}, expected at most "
-            f"1000: take {f'at most {most} steps' if most else 'a higher strength'}"
+            f"1000: use {f'at most {most} steps' if most else 'a higher strength'}"
         )
     return round(whole), steps
 
@@ -189,7 +189,7 @@ def _begin_as_the_original(model: CheckpointModel, options: ImageOptions, streng
     steps = model.family.steps if options.steps is None else options.steps
     last, levels = int(strength * steps), original(model.schedule, steps)
     if last > len(levels) - 2:
-        raise ValueError(f"the original script fails at strength {strength:g}: take less, or leave out `compat`")
+        raise ValueError(f"the original script fails at strength {strength:g}: use less, or leave out `compat`")
     plan = plan_of_options(model, options, last=last, steps=steps) if last > 0 else None
     log.info("strength %g: %d steps, %d UNet calls", strength, last, last)
     return Start(plan, levels[-last - 2], steps - last)

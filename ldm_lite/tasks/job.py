@@ -50,7 +50,7 @@ def prepare(model: CheckpointModel, options: Txt2imgOptions, task: str, checked:
     if task not in (able := TASKS[model.family.task]):
         raise ValueError(
             f"{model.name} is a checkpoint of {model.family.title}, which {task} cannot use: "
-            f"take python -m ldm_lite.{' or '.join(able)}"
+            f"run python -m ldm_lite.{' or '.join(able)}"
         )
     if options.seed is None:
         raise TypeError("got `seed` None, expected a whole number or a list of them")
@@ -102,7 +102,7 @@ class Task:
         if self.model.family.is_small and max(shape[1:]) * factor > 1.5 * side and not self._warned:
             self._warned.append(True)
             log.warning(
-                "%s was trained at %d x %d pixels, and larger images are distorted: take that size, or a larger model",
+                "%s was trained at %d x %d pixels, and larger images are distorted: use that size, or a larger model",
                 *(self.model.name, side, side),
             )
 

@@ -18,7 +18,7 @@ def plan_of_options(
     """Return the plan of the options (default: the family's sampler and steps), or only its `last` steps."""
     if options.plan is not None:
         if last is not None and last != steps:
-            raise ValueError("got a `plan` of your own and a `strength` that leaves some of its steps out: take 1")
+            raise ValueError("got a `plan` of your own and a `strength` that leaves some of its steps out: use 1")
         model.check_plan(options.plan)
         plan: Plan = options.plan
         return plan
@@ -39,5 +39,5 @@ def guidance_of(
     if plan is None or options.plan is not None or resolve(options.sampler or family.sampler)[0] != "ddim_cfgpp":
         return scale if options.guidance is None else options.guidance
     if options.guidance is not None or image_scale is not None:
-        raise ValueError("DDIM CFG++ takes `scale` alone: leave other guidance out, or take another sampler")
+        raise ValueError("DDIM CFG++ takes `scale` alone: leave other guidance out, or use another sampler")
     return cfg_plus_plus(plan, scale)

@@ -152,4 +152,4 @@ def warn_of_unused(model: CheckpointModel) -> None:
         log.warning("%s has its guidance distilled into it: the negative prompt is not used", title)
     else:
         whose = f" ({title}'s own)" if scale == 1 else ""
-        log.warning("a guidance scale of 1%s uses no negative prompt: leave it out, or take a larger `scale`", whose)
+        log.warning("a guidance scale of 1%s uses no negative prompt: leave it out, or use a larger `scale`", whose)

@@ -358,7 +358,7 @@ def open_scenes(options: TrainOptions, resolution: int) -> RenderedScenes:
 
 
 def encoded(options: TrainOptions, images: Dataset, vae: nn.Module, name: str = "latents") -> tuple[Dataset, Dataset]:
-    """Encode finite data's latents into the run's folder, or take those there if data and autoencoder are the same.
+    """Encode finite data's latents into the run's folder, or use those there if data and autoencoder are the same.
 
     Returns the latents, and the images that they are of: broken ones are named and left out, as are those with a broken
     mask or hint, and tar members without a caption.  A shard is written beside its name and renamed, and a run that was

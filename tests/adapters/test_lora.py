@@ -207,15 +207,15 @@ def test_every_module_of_stable_diffusion_by_kohyas_names() -> None:
     }
     shapes = {role: net.state_dict() for role, net in (("unet", unet), ("text_encoder", text))}
     names = {key.split(".")[0] for key in golden("sd1")}
-    found = {"unet": set(), "text_encoder": set()}
+    by_name = {"unet": set(), "text_encoder": set()}
     for name in names:
         role = "unet" if name.startswith("lora_unet") else "text_encoder"
         key = table[role][name]
-        found[role].add(key)
+        by_name[role].add(key)
         down = golden("sd1")[f"{name}.lora_down.weight"]
         assert shapes[role][key].shape[1:] == torch.Size(down[1:])
-    assert len(found["unet"]) == 192 + 86
-    assert len(found["text_encoder"]) == 72
+    assert len(by_name["unet"]) == 192 + 86
+    assert len(by_name["text_encoder"]) == 72
 
 
 def test_several_loras_add_up(tmp_path: Path, small: Pipeline) -> None:

@@ -24,12 +24,12 @@ DATA = Path(__file__).parents[1] / "data" / "lycoris.npz"
 @cache
 def goldens() -> dict[str, dict[str, Tensor]]:
     """Tensors of LyCORIS by case, such as "conv/loha": the adapter's, and y, the layer's output for x."""
-    found: dict[str, dict[str, Tensor]] = {}
+    by_name: dict[str, dict[str, Tensor]] = {}
     with np.load(DATA) as data:
         for name, value in data.items():
             case, _, part = name.rpartition("/")
-            found.setdefault(case, {})[part] = torch.from_numpy(value)
-    return found
+            by_name.setdefault(case, {})[part] = torch.from_numpy(value)
+    return by_name
 
 
 def cases() -> list[str]:

@@ -160,7 +160,7 @@ def test_a_folder_without_its_configuration(tmp_path: Path, caplog: pytest.LogCa
     assert "adapter_config.json is missing beside it: alpha is taken to be the rank" in caplog.text
     save_file(PAIR, path / "b.safetensors")
     (path / "adapter_model.safetensors").rename(path / "a.safetensors")
-    with pytest.raises(ValueError, match=r"take one of its files: a\.safetensors, b\.safetensors"):
+    with pytest.raises(ValueError, match=r"use one of its files: a\.safetensors, b\.safetensors"):
         ldm_lite.open_lora(path)
 
 

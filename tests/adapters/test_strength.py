@@ -38,8 +38,8 @@ def file(tmp_path: Path, pipe: Pipeline) -> Path:
     tensors = {}
     for role in ("unet", "text_encoder"):
         names = file_names(role, pipe.networks[role])
-        for module, found in targets(pipe.networks[role]).items():
-            weight = found.get("weight")
+        for module, value in targets(pipe.networks[role]).items():
+            weight = value.get("weight")
             if weight is not None and len(weight.shape) > 1:
                 tensors[f"{names[module][0]}.diff"] = 0.01 * random_tensor(module, tuple(weight.shape))
     save_file(tensors, tmp_path / "a.safetensors")

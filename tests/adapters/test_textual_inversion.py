@@ -131,8 +131,8 @@ def test_files_of_every_kind(
 
 
 def test_one_vector_may_have_one_dimension(load: Callable[[str], Pipeline], tmp_path: Path) -> None:
-    one, two = (diffusers(tmp_path / f"{i}.bin", torch.ones(*[1] * (i - 1), 64)) for i in (1, 2))
-    contexts = [read(load("sd2"), "a cat", f"cat={file}").context for file in (one, two)]
+    first, two = (diffusers(tmp_path / f"{i}.bin", torch.ones(*[1] * (i - 1), 64)) for i in (1, 2))
+    contexts = [read(load("sd2"), "a cat", f"cat={file}").context for file in (first, two)]
     assert torch.equal(*contexts)
 
 

@@ -79,14 +79,14 @@ def test_the_control_lora_of_black_forest_labs(tmp_path: Path) -> None:
 
 def pairs(network: nn.Module, prefix: str, rank: int = 2) -> dict[str, Tensor]:
     """A LoRA in kohya's format for every linear of a network, alpha half the rank."""
-    found = {}
+    by_name = {}
     for name, module in network.named_modules():
         if isinstance(module, nn.Linear):
             key = prefix + name.replace(".", "_")
-            found[f"{key}.lora_down.weight"] = toy.normal(len(found), rank, module.in_features)
-            found[f"{key}.lora_up.weight"] = toy.normal(len(found), module.out_features, rank)
-            found[f"{key}.alpha"] = torch.tensor(rank / 2)
-    return found
+            by_name[f"{key}.lora_down.weight"] = toy.normal(len(by_name), rank, module.in_features)
+            by_name[f"{key}.lora_up.weight"] = toy.normal(len(by_name), module.out_features, rank)
+            by_name[f"{key}.alpha"] = torch.tensor(rank / 2)
+    return by_name
 
 
 @BOTH
@@ -128,8 +128,8 @@ def test_other_prefixes(name: str, tmp_path: Path) -> None:
         save_file(lora, path)
         merge_lora({"unet": network}, [(ldm_lite.open_lora(path), 1.0)])
         results.append(network.state_dict())
-    for other in results[1:]:
-        assert all(torch.equal(value, results[0][key]) for key, value in other.items())
+    for result in results[1:]:
+        assert all(torch.equal(value, results[0][key]) for key, value in result.items())
 
 
 def test_one_for_another_model_is_refused(tmp_path: Path) -> None:

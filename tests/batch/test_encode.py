@@ -126,8 +126,8 @@ def test_broken_images_are_left_out(
     before = contents(tmp_path / "out")
     assert encode() == 0
     assert contents(tmp_path / "out") == before
-    given = options(tmp_path / "out", tmp_path / "run", lora_rank=1, steps=5, batch_size=1, sample_every=0)
-    train(given, load_options(small_path))
+    train_options = options(tmp_path / "out", tmp_path / "run", lora_rank=1, steps=5, batch_size=1, sample_every=0)
+    train(train_options, load_options(small_path))
     for number in (0, 1, 2, 5):
         (images / f"{number}.png").write_bytes(b"")
     if not in_tars:

@@ -43,9 +43,9 @@ def image(out: Path, number: int) -> NDArray[np.int64]:
 @pytest.mark.slow
 def test_the_images_of_a_job_are_those_of_the_tasks(tmp_path: Path, flow_path: Path, table: Write) -> None:
     """Equal alone; in batches within one of 255."""
-    given = table(rows(tmp_path))
-    job(given, tmp_path / "alone", flow_path, "--batch-size", 1)
-    job(given, tmp_path / "pairs", flow_path, "--batch-size", 2)
+    table_path = table(rows(tmp_path))
+    job(table_path, tmp_path / "alone", flow_path, "--batch-size", 1)
+    job(table_path, tmp_path / "pairs", flow_path, "--batch-size", 2)
     pipe, red = ldm_lite.load(flow_path, device="cpu"), Image.open(tmp_path / "a.png")
     size: dict[str, Any] = {"steps": 2, "output": "numpy"}
     wanted = [
@@ -74,13 +74,13 @@ def test_captions_of_any_length_are_encoded_and_train(
         (tmp_path / "images" / f"{i}.txt").write_text(caption)
     ckpt = ["--ckpt", flow_path, "--device", "cpu"]
     for out, size in (("parts", 4), ("encoded", 6)):
-        given = [tmp_path / "images", "--encode", "--out", tmp_path / out, "--shard-size", size, "--batch-size", 1]
-        assert main(list(map(str, [*given, *ckpt]))) == 0
+        arguments = [tmp_path / "images", "--encode", "--out", tmp_path / out, "--shard-size", size, "--batch-size", 1]
+        assert main(list(map(str, [*arguments, *ckpt]))) == 0
     about = json.loads((tmp_path / "parts" / "index.json").read_text())
     assert about["y"] is not None
     for name in ("context", "y"):
         shards = [np.load(tmp_path / "parts" / f"0000{i}" / f"{name}.npy") for i in range(2)]
-        assert [list(each.shape) for each in shards] == [[4, *about[name]], [2, *about[name]]]
+        assert [list(shard.shape) for shard in shards] == [[4, *about[name]], [2, *about[name]]]
     more = [
         "--lora-rank",
         2,

@@ -79,9 +79,9 @@ def test_every_row_is_what_a_single_run_makes(tmp_path: Path, small_path: Path, 
             [wanted] = pipe.img2img(prompt, tmp_path / image, output="numpy", **options)
         else:
             [wanted] = pipe.txt2img(prompt, output="numpy", **options)
-        found = pixels(tmp_path / "out", i, 20)
-        assert abs(found - wanted).max() <= 1
-        assert line["sha256"] == hashlib.sha256(found.astype(np.uint8).tobytes()).hexdigest()
+        pixels_of_image = pixels(tmp_path / "out", i, 20)
+        assert abs(pixels_of_image - wanted).max() <= 1
+        assert line["sha256"] == hashlib.sha256(pixels_of_image.astype(np.uint8).tobytes()).hexdigest()
         assert line["shard"] == "00000.tar"
         assert line["time"] > 0
 
@@ -108,7 +108,9 @@ def test_shards_are_webdatasets(tmp_path: Path, table: Write, batch: Batch) -> N
     image = Image.open(io.BytesIO(files["000000003.png"]))
     assert image.info["parameters"] == about["parameters"]
     with tarfile.open(tmp_path / "out" / "00001.tar") as tar:
-        assert {(each.mtime, each.uid, each.gid, each.uname, each.mode) for each in tar} == {(0, 0, 0, "", 0o644)}
+        assert {(member.mtime, member.uid, member.gid, member.uname, member.mode) for member in tar} == {
+            (0, 0, 0, "", 0o644)
+        }
 
 
 @pytest.mark.slow
@@ -337,7 +339,7 @@ def test_a_model_that_makes_no_images_of_prompts_is_refused(
 ) -> None:
     random_checkpoint.write(tmp_path / "up.safetensors", toy_zoo.small("x4"))
     batch(table(1), "--ckpt", tmp_path / "up.safetensors", status=2)
-    assert "cannot be used here: take upscale" in capsys.readouterr().err
+    assert "cannot be used here: use upscale" in capsys.readouterr().err
 
 
 def test_unknown_columns_are_named_once(table: Write, batch: Batch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -441,9 +443,9 @@ def test_rows_with_loras_controls_and_second_passes(
         loras = tuple(text.strip() for text in loras.split(";")) if isinstance(loras, str) else tuple(loras)
         pipe = ldm_lite.load(small_path, device="cpu", lora=loras)
         [wanted] = pipe.txt2img(options.pop("prompt"), seed=42 + i, output="numpy", **options)
-        found = pixels(tmp_path / "out", i, 20)
-        assert found.shape == wanted.shape
-        assert abs(found - wanted).max() <= 1, rows[i]
+        pixels_of_image = pixels(tmp_path / "out", i, 20)
+        assert pixels_of_image.shape == wanted.shape
+        assert abs(pixels_of_image - wanted).max() <= 1, rows[i]
     assert [line["error"] for i, line in enumerate(manifest) if i not in (10, 11)] == [None] * 11
     image = Image.open(adapters / "edges.png").rotate(90)
     image.save(adapters / "edges.png")

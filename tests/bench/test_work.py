@@ -31,8 +31,8 @@ def test_a_random_checkpoint_is_one_from_a_file(small_path: str) -> None:
     ours, file = (ldm_lite.load(source, device="cpu") for source in (random_checkpoint("small", SMALL), small_path))
     assert ours.family == file.family == SMALL
     for role, network in file.networks.items():
-        other = ours.networks[role].state_dict()
-        assert all(torch.equal(value, other[key]) for key, value in network.state_dict().items())
+        weights = ours.networks[role].state_dict()
+        assert all(torch.equal(value, weights[key]) for key, value in network.state_dict().items())
     with pytest.raises(ValueError, match="unknown size 'sd9': expected bundled, or one of sd1"):
         open_model("sd9", None)
 
@@ -135,7 +135,10 @@ def test_half_precision_of_the_original_is_autocast(options: BenchOptions) -> No
         )
     )
     assert original.pipe.dtype == torch.float32
-    assert all(each.requires_grad and each.is_leaf and not each._is_view() for each in original.pipe.unet.parameters())
+    assert all(
+        parameter.requires_grad and parameter.is_leaf and not parameter._is_view()
+        for parameter in original.pipe.unet.parameters()
+    )
     assert ours.pipe.dtype == torch.bfloat16
     result = original.prediction(original.inputs(1))
     wanted = exact.prediction(exact.inputs(1))

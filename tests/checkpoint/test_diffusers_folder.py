@@ -78,9 +78,9 @@ def test_weights_may_be_pickled_or_in_several_files(tmp_path: Path, kind: str) -
         for name in set(places.values()):
             save_file({key: value for key, value in values.items() if places[key] == name}, folder / "unet" / name)
         file.with_name(f"{file.name}.index.json").write_text(json.dumps({"weight_map": places}))
-    other = ldm_lite.load(folder, metadata=told(LCM), device="cpu").unet.state_dict()
-    assert plain.keys() == other.keys()
-    assert all(torch.equal(plain[key], other[key]) for key in plain)
+    weights = ldm_lite.load(folder, metadata=told(LCM), device="cpu").unet.state_dict()
+    assert plain.keys() == weights.keys()
+    assert all(torch.equal(plain[key], weights[key]) for key in plain)
     if kind == "shards":
         (folder / "unet" / "part-1.safetensors").unlink()
         with pytest.raises(

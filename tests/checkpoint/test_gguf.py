@@ -80,15 +80,15 @@ def q8_0(value: Tensor) -> tuple[bytes, Tensor]:
 
 def stored(tensors: Mapping[str, Tensor]) -> tuple[dict[str, tuple[str, tuple[int, ...], bytes]], dict[str, Tensor]]:
     """The tensors as ComfyUI-GGUF stores them, matrices of whole blocks in Q8_0; and what they are worth."""
-    found, worth = {}, {}
+    by_name, worth = {}, {}
     for key, value in tensors.items():
         values = value.float().contiguous()
         if values.ndim == 2 and values.shape[1] % 32 == 0:
             content, worth[key] = q8_0(values)
-            found[key] = ("Q8_0", tuple(values.shape), content)
+            by_name[key] = ("Q8_0", tuple(values.shape), content)
         else:
-            found[key], worth[key] = ("F32", tuple(values.shape), values.numpy().tobytes()), values
-    return found, worth
+            by_name[key], worth[key] = ("F32", tuple(values.shape), values.numpy().tobytes()), values
+    return by_name, worth
 
 
 def test_every_format_has_a_golden() -> None:
@@ -161,13 +161,13 @@ def whole_file(path: Path, source: Path) -> tuple[Path, Path]:
 
 def adapters(networks: Mapping[str, nn.Module], kind: str) -> dict[str, Tensor]:
     """An adapter of every linear of a transformer or UNet, and of a text encoder."""
-    found: dict[str, Tensor] = {}
+    by_name: dict[str, Tensor] = {}
     for prefix, network in networks.items():
         for name, layer in network.named_modules():
             if not isinstance(layer, nn.Linear):
                 continue
             out, into = layer.weight.shape
-            draw = partial(toy.normal, len(found))
+            draw = partial(toy.normal, len(by_name))
             parts = {
                 "lora": {"lora_down.weight": draw(4, into) / into, "lora_up.weight": draw(out, 4)},
                 "full": {"diff": 0.1 * draw(out, into)},
@@ -177,8 +177,8 @@ def adapters(networks: Mapping[str, nn.Module], kind: str) -> dict[str, Tensor]:
             }
             parts["dora"] = parts["lora"] | {"dora_scale": layer.weight.norm(dim=1, keepdim=True) * 1.1}
             key = prefix + name.replace(".", "_")
-            found |= {f"{key}.{part}": value for part, value in parts[kind].items()}
-    return found
+            by_name |= {f"{key}.{part}": value for part, value in parts[kind].items()}
+    return by_name
 
 
 def bytes_of(network: nn.Module) -> int:

@@ -69,6 +69,6 @@ def test_networks_that_do_not_fit_are_one_line(
     monkeypatch.setattr(loading, "physical_memory", lambda: int(share * needed))
     monkeypatch.setattr(loading, "load_weights", lambda *arguments: pytest.fail("weights were read"))
     sizes = r"the networks take 0 GiB in fp32 \(unet 0.0.*\)"
-    with pytest.raises(ValueError, match=rf"{sizes}, but this machine has 0 GiB of memory: take {half}GGUF") as caught:
+    with pytest.raises(ValueError, match=rf"{sizes}, but this machine has 0 GiB of memory: use {half}GGUF") as caught:
         ldm_lite.load(small_path, device="cpu", dtype="fp32")
     assert "\n" not in str(caught.value)

@@ -127,8 +127,8 @@ def test_changes(small: Pipeline, tmp_path: Path, caplog: pytest.LogCaptureFixtu
     check(small, tmp_path / "a.safetensors")  # in place of the first
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith("a.")] == ["a.safetensors"]
     betas = np.linspace(0.001, 0.02, 1000)
-    other = replace(small, schedule=replace(small.schedule, alpha_bar=np.cumprod(1 - betas)))
-    check(other, tmp_path / "b.safetensors")
+    other_small = replace(small, schedule=replace(small.schedule, alpha_bar=np.cumprod(1 - betas)))
+    check(other_small, tmp_path / "b.safetensors")
     caplog.set_level(logging.WARNING)
 
 

@@ -100,7 +100,7 @@ def test_what_is_missing_or_does_not_fit_is_named(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=match):
             ldm_lite.load(source, device="cpu", **options)
     with pytest.raises(
-        ValueError, match="got `height=72` and `width=64`, expected multiples of 16: take `height=64` and `width=64`"
+        ValueError, match="got `height=72` and `width=64`, expected multiples of 16: use `height=64` and `width=64`"
     ):
         ldm_lite.load(whole, device="cpu", t5_vocab=SPIECE).latent_shape(72, 64)
     clip = {k: v for k, v in all_in_one(family, parts).items() if not k.startswith("vae.")}
@@ -191,7 +191,7 @@ def test_scales_that_are_missing(tmp_path: Path) -> None:
     """A marked file without any is refused, unless nothing in it is in fp8."""
     parts = weights(toy_flow.small("flux_schnell"))
     stored, _ = scaled(parts["unet"], "scalar")
-    stored = {key: each for key, each in stored.items() if not key.endswith((".scale_weight", ".scale_input"))}
+    stored = {key: value for key, value in stored.items() if not key.endswith((".scale_weight", ".scale_input"))}
     with pytest.raises(ValueError, match=r"f.safetensors: is marked as scaled fp8, but its scales are missing"):
         parts_of(open_checkpoint(save(tmp_path / "f.safetensors", stored)))
     assert "scaled_fp8" not in parts_of(open_checkpoint(save(tmp_path / "f.safetensors", stored | parts["unet"]))).file

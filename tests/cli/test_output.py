@@ -58,12 +58,12 @@ def test_a_folder_is_listed_once(out: str, tmp_path: Path, monkeypatch: pytest.M
     [
         ("photo.jpg", "expected a folder or a name ending in .png: images are PNG files"),
         (".png", "expected a folder or a name ending in .png"),
-        ("file", "cannot write to .*file: take another `out`"),
-        ("taken", "cannot write to .*samples: take another `out`"),
-        ("link", "cannot write to .*link: take another `out`"),
-        ("loop/a", "cannot write to .*: take another `out`"),
-        ("x" * 300, "cannot write to .*: File name too long: take another `out`"),
-        ("a\0b", "cannot write to .*null.*: take another `out`"),
+        ("file", "cannot write to .*file: use another `out`"),
+        ("taken", "cannot write to .*samples: use another `out`"),
+        ("link", "cannot write to .*link: use another `out`"),
+        ("loop/a", "cannot write to .*: use another `out`"),
+        ("x" * 300, "cannot write to .*: File name too long: use another `out`"),
+        ("a\0b", "cannot write to .*null.*: use another `out`"),
     ],
 )
 def test_a_name_that_cannot_be_written_to_is_refused_before_any_work(out: str, message: str, tmp_path: Path) -> None:

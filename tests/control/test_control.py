@@ -121,8 +121,10 @@ def test_the_size_follows_the_image(pipe: Pipeline, folder: Path) -> None:
 def run(pipe: Pipeline, controls: list[str], preprocess: str | None = None, steps: int = 10) -> Tensor:
     """The last latents of a guided run of DDIM."""
     cond, uncond = (toy.normal(seed, 1, 5, 64) for seed in (13, 12))
-    given = {"cond": cond, "uncond": uncond, "noise": toy.normal(11, 1, 4, 8, 8), "height": 64, "width": 64}
-    return run_latents(pipe, sampler="ddim", steps=steps, scale=7.5, control=controls, preprocess=preprocess, **given)
+    arguments = {"cond": cond, "uncond": uncond, "noise": toy.normal(11, 1, 4, 8, 8), "height": 64, "width": 64}
+    return run_latents(
+        pipe, sampler="ddim", steps=steps, scale=7.5, control=controls, preprocess=preprocess, **arguments
+    )
 
 
 @pytest.mark.parametrize(
@@ -202,7 +204,7 @@ def test_pooling_leaves_the_position_out_and_the_negative_branch_alone(pipe: Pip
     wanted = torch.cat(
         [
             pipe.unet(x[:1], toy.T[:1], context[:1]),
-            pipe.unet(x[1:], toy.T[1:], context[1:], residuals=tuple(each[1:] for each in added)),
+            pipe.unet(x[1:], toy.T[1:], context[1:], residuals=tuple(residual[1:] for residual in added)),
         ]
     )
     plan = pipe.plan("ddim", 10)

@@ -145,29 +145,33 @@ def test_released_sizes() -> None:
 
 @pytest.mark.slow
 def test_ways_of_running_make_the_same_image(pipe: Pipeline, folder: Path, small_path: Path) -> None:
-    given = control(folder, "resampler.bin")
-    one = latents(pipe, **given)
+    control_options = control(folder, "resampler.bin")
+    one = latents(pipe, **control_options)
     for options in ({"offload": "sequential"}, {"offload": "model"}, {"attention": "math"}):
-        other = ldm_lite.load(small_path, device="cpu", **options)
-        assert toy.relative_error(latents(other, **given), one.double().numpy()) < 1e-4
-    twice = given | {"control": (*given["control"], *control(folder, "linear.bin", ":0")["control"])}
+        other_pipe = ldm_lite.load(small_path, device="cpu", **options)
+        assert toy.relative_error(latents(other_pipe, **control_options), one.double().numpy()) < 1e-4
+    twice = control_options | {
+        "control": (*control_options["control"], *control(folder, "linear.bin", ":0")["control"])
+    }
     assert toy.relative_error(latents(pipe, **twice), one.double().numpy()) < 1e-6  # weight 0: nothing
     assert torch.equal(latents(pipe, **control(folder, "resampler.bin", ":0")), latents(pipe))
-    assert not torch.equal(latents(pipe, scale=1.0, **given), latents(pipe, scale=1.0))  # without guidance
+    assert not torch.equal(latents(pipe, scale=1.0, **control_options), latents(pipe, scale=1.0))  # without guidance
     half = latents(pipe, **control(folder, "resampler.bin", ":0.6:0-0.5"))
     assert not torch.equal(half, one)
     batch = {name: value.expand(2, -1, -1) for name, value in zip(("cond", "uncond"), toy.embeddings(), strict=True)}
-    several = latents(pipe, **given, **batch, prompt=["a", "b"], noise=NOISE.expand(2, -1, -1, -1), batch_size=2)
+    several = latents(
+        pipe, **control_options, **batch, prompt=["a", "b"], noise=NOISE.expand(2, -1, -1, -1), batch_size=2
+    )
     assert toy.relative_error(several[1:], one.double().numpy()) < 1e-4
 
 
 @pytest.mark.slow
 def test_only_the_negative_prompts_branch_reads_the_empty_image(pipe: Pipeline, folder: Path) -> None:
     """Two halves of one prompt are that prompt, with and without guidance, of which the latter has no such branch."""
-    given = control(folder, "resampler.bin") | {"cond": None, "uncond": None, "prompt_syntax": "a1111"}
+    control_options = control(folder, "resampler.bin") | {"cond": None, "uncond": None, "prompt_syntax": "a1111"}
     for scale in (1.0, 5.0):
-        whole = latents(pipe, **given, scale=scale, prompt="a cat")
-        halves = latents(pipe, **given, scale=scale, prompt="a cat:0.5 AND a cat:0.5")
+        whole = latents(pipe, **control_options, scale=scale, prompt="a cat")
+        halves = latents(pipe, **control_options, scale=scale, prompt="a cat:0.5 AND a cat:0.5")
         assert toy.relative_error(halves, whole.double().numpy()) < 1e-4
 
 
@@ -203,23 +207,25 @@ def test_openclips_names_of_the_image_encoder(pipe: Pipeline, folder: Path, tmp_
     theirs["visual.proj"] = theirs.pop("visual_projection.weight").T.contiguous()
     save_file(theirs, tmp_path / "open_clip.safetensors")
     for kind in ("linear", "mlp"):  # which read the pooled output, and the layer before the last
-        given = control(folder, f"{kind}.safetensors")
-        renamed = latents(pipe, **given | {"clip_vision": tmp_path / "open_clip.safetensors"})
-        assert toy.relative_error(renamed, latents(pipe, **given).double().numpy()) < 1e-5  # a transposed weight
+        control_options = control(folder, f"{kind}.safetensors")
+        renamed = latents(pipe, **control_options | {"clip_vision": tmp_path / "open_clip.safetensors"})
+        assert (
+            toy.relative_error(renamed, latents(pipe, **control_options).double().numpy()) < 1e-5
+        )  # a transposed weight
 
 
 def test_a_folder_of_the_image_encoder_tells_its_heads(pipe: Pipeline, folder: Path, tmp_path: Path) -> None:
     save_file(toy.seer(), tmp_path / "model.safetensors")
-    given = control(folder, "mlp.safetensors") | {"clip_vision": tmp_path}
+    control_options = control(folder, "mlp.safetensors") | {"clip_vision": tmp_path}
     runs = {}
     for heads in (toy.SEER.heads, toy.SEER.heads * 2):
         (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": heads}))
-        runs[heads] = latents(pipe, **given)
+        runs[heads] = latents(pipe, **control_options)
     assert torch.equal(runs[toy.SEER.heads], latents(pipe, **control(folder, "mlp.safetensors")))
     assert not torch.equal(*runs.values())
     (tmp_path / "config.json").write_text('{"num_attention_heads": 7}')
     with pytest.raises(ValueError, match=r"its num_attention_heads cannot be 7: expected a divisor of 128"):
-        latents(pipe, **given)
+        latents(pipe, **control_options)
 
 
 def test_the_command_and_its_mistakes(

@@ -60,9 +60,9 @@ def test_the_released_sizes() -> None:
 
 def test_tokens_are_those_of_diffusers(pipe: Pipeline, folder: Path) -> None:
     """Of an image that is not square, from its file."""
-    given = {"control": [asked(folder, ":0.5")], "clip_vision": folder / "siglip.safetensors"}
+    arguments = {"control": [asked(folder, ":0.5")], "clip_vision": folder / "siglip.safetensors"}
     with unet_calls(pipe) as calls:
-        pipe.txt2img("a", steps=1, height=32, width=32, **given)
+        pipe.txt2img("a", steps=1, height=32, width=32, **arguments)
     tokens = calls[0].context[0, pipe.encode_prompt("a").context.shape[1] :]
     assert toy.relative_error(tokens[None], 0.5 * GOLDEN["tokens"]) < 1e-5
 
@@ -71,9 +71,9 @@ def test_a_run_is_that_of_diffusers(pipe: Pipeline, folder: Path) -> None:
     """The tokens follow the text's in its range of steps; beyond it, the run is another."""
     x, _, context, y = toy_flow.run_inputs(pipe.family.unet)
     cond = Conditioning(context, y)
-    given = {"cond": cond, "noise": x, "scale": toy_flow.SCALE, "clip_vision": folder / "siglip.safetensors"}
-    given |= {"steps": toy_flow.STEPS, "height": 48, "width": 80, "batch_size": 2}
-    latents = {rest: run_latents(pipe, control=[asked(folder, rest)], **given) for rest in ("", ":1:0-0.5")}
+    arguments = {"cond": cond, "noise": x, "scale": toy_flow.SCALE, "clip_vision": folder / "siglip.safetensors"}
+    arguments |= {"steps": toy_flow.STEPS, "height": 48, "width": 80, "batch_size": 2}
+    latents = {rest: run_latents(pipe, control=[asked(folder, rest)], **arguments) for rest in ("", ":1:0-0.5")}
     assert toy.relative_error(latents[""], GOLDEN["run"]) < 2e-5
     assert toy.relative_error(latents[":1:0-0.5"], GOLDEN["run"]) > 1e-3
 
@@ -82,19 +82,21 @@ def test_a_run_is_that_of_diffusers(pipe: Pipeline, folder: Path) -> None:
 def test_the_command_and_guidance(folder: Path, tmp_path: Path) -> None:
     """schnell with guidance has a negative prompt, which the image is not for; two images follow each other."""
     toy_flow.write(tmp_path, "flux_schnell")
-    given = ["a cat", "--ckpt", str(tmp_path / "flux_schnell.safetensors"), "--device", "cpu", "--steps", "2"]
-    given += ["--H", "32", "--W", "48", "--scale", "2", "--negative-prompt", "a dog"]
+    arguments = ["a cat", "--ckpt", str(tmp_path / "flux_schnell.safetensors"), "--device", "cpu", "--steps", "2"]
+    arguments += ["--H", "32", "--W", "48", "--scale", "2", "--negative-prompt", "a dog"]
     redux = ["--control", asked(folder), "--clip-vision", str(folder / "siglip.safetensors")]
-    made = []
+    results = []
     for name, more in (("plain", []), ("one", redux), ("two", [*redux, "--control", asked(folder, ":0.3")])):
-        assert main([*given, *more, "--out", str(tmp_path / f"{name}.png")]) == 0
-        made.append(Image.open(tmp_path / f"{name}.png").tobytes())
-    assert len(set(made)) == 3
+        assert main([*arguments, *more, "--out", str(tmp_path / f"{name}.png")]) == 0
+        results.append(Image.open(tmp_path / f"{name}.png").tobytes())
+    assert len(set(results)) == 3
 
 
 def test_what_does_not_fit_is_one_line(pipe: Pipeline, folder: Path, small_path: Path) -> None:
     siglip, clip = (str(folder / f"{name}.safetensors") for name in ("siglip", "clip"))
-    wide = {key: torch.zeros(48, 96) if key == "redux_down.weight" else each for key, each in toy_flow.redux().items()}
+    wide = {
+        key: torch.zeros(48, 96) if key == "redux_down.weight" else value for key, value in toy_flow.redux().items()
+    }
     save_file(wide, folder / "wide.safetensors")
     for model, net, vision, message in (
         (pipe, "redux", None, "FLUX.1 Redux needs SigLIP's image encoder: give its file with `clip_vision=FILE`"),

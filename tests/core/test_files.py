@@ -98,8 +98,8 @@ def test_half_precision_and_dtypes(tmp_path: Path, wanted: Tensor) -> None:
 
 
 def test_networks_of_further_files_replace_those_of_the_first(tmp_path: Path, small_path: Path, wanted: Tensor) -> None:
-    other = weights(seed=1)
-    vae = {key.removeprefix(VAE_PREFIX): value for key, value in other.items() if key.startswith(VAE_PREFIX)}
+    state = weights(seed=1)
+    vae = {key.removeprefix(VAE_PREFIX): value for key, value in state.items() if key.startswith(VAE_PREFIX)}
     pipe = load(small_path, write(tmp_path / "vae.safetensors", vae), device="cpu")
     assert torch.equal(pipe.vae.quant_conv.weight, vae["quant_conv.weight"])
     assert torch.equal(latents(pipe), wanted)
@@ -284,7 +284,7 @@ MISFITS: dict[str, tuple[dict[str, Any], str]] = {
     "a gap between blocks": ({T + "encoder.layers.9.mlp.fc1.bias": torch.ones(256)}, "layers"),
     "a block of a high number": ({U + "input_blocks.99999999.0.weight": torch.ones(1)}, "input_blocks"),
     "a number of 4,000 digits": ({V + f"encoder.down.{'9' * 4000}.x": torch.ones(1)}, "misfit: "),
-    "a schedule that rises": ({"alphas_cumprod": torch.linspace(0, 1, 1000)}, "this is no noise schedule"),
+    "a schedule that rises": ({"alphas_cumprod": torch.linspace(0, 1, 1000)}, "this is not a noise schedule"),
     "no text encoder": ({key: None for key in WEIGHTS if key.startswith(T)}, "unknown model, with unet and vae"),
     "no known network": ({key: None for key in WEIGHTS if key[:3] in ("mod", "con", "fir")}, "holds no known network"),
 }

@@ -75,7 +75,7 @@ def test_a_sigma_outside_of_the_range_is_a_warning(caplog: pytest.LogCaptureFixt
     "alpha_bar", [[0.5, 0.6], [1.0, 0.5], [0.5, 0.5], [0.5, -0.1], [0.5, np.nan], [[0.5, 0.4], [0.3, 0.2]]]
 )
 def test_what_is_no_schedule_is_refused(alpha_bar: list[float]) -> None:
-    with pytest.raises(ValueError, match="this is no noise schedule: alpha_bar must fall"):
+    with pytest.raises(ValueError, match="this is not a noise schedule: alpha_bar must fall"):
         Schedule(np.array(alpha_bar), "eps")
 
 
@@ -135,7 +135,7 @@ def test_zero_terminal_snr_needs_v_prediction() -> None:
         assert np.isfinite(plan.mix).all()
         with pytest.raises(ValueError, match="undefined at zero terminal SNR"):
             make_plan(sampler, zero_terminal_snr(SD), 5, spacing="trailing")
-    with pytest.raises(ValueError, match="take a model with v prediction"):
+    with pytest.raises(ValueError, match="use a model with v prediction"):
         make_plan("plms", zero_terminal_snr(V), 5, spacing="trailing")
 
 

@@ -313,11 +313,11 @@ def test_errors_of_tasks_are_one_line(pipe: Pipeline, apple: Image.Image) -> Non
 
 
 def test_a_plan_for_another_network_is_refused(pipe: Pipeline) -> None:
-    other = replace(pipe, schedule=Schedule(pipe.schedule.alpha_bar, "eps"))
+    other_pipe = replace(pipe, schedule=Schedule(pipe.schedule.alpha_bar, "eps"))
     with pytest.raises(ValueError, match="this plan is for another network: make one with the schedule of emoji"):
-        pipe.txt2img("a cat", plan=other.plan("ddim", 3))
+        pipe.txt2img("a cat", plan=other_pipe.plan("ddim", 3))
     with pytest.raises(ValueError, match="this plan is for another network: make one with the schedule of emoji"):
-        pipe.denoise(pipe.noise(), pipe.encode_prompt("a cat"), None, other.plan("ddim", 3))
+        pipe.denoise(pipe.noise(), pipe.encode_prompt("a cat"), None, other_pipe.plan("ddim", 3))
 
 
 def test_an_image_that_is_missing_is_no_other_task(pipe: Pipeline, apple: Image.Image) -> None:

@@ -214,7 +214,7 @@ def test_img2img_and_inpaint(pipe: Pipeline, truth: Pipeline) -> None:
 
 def test_control(pipe: Pipeline, truth: Pipeline, tmp_path: Path) -> None:
     save_file(
-        {f"control_model.{key}": each for key, each in toy.control(SMALL.unet).items()}, tmp_path / "net.safetensors"
+        {f"control_model.{key}": value for key, value in toy.control(SMALL.unet).items()}, tmp_path / "net.safetensors"
     )
     Image.fromarray(toy.photo()).save(tmp_path / "photo.png")
     control = [f"{tmp_path / 'net.safetensors'}:{tmp_path / 'photo.png'}:0.7"]
@@ -231,9 +231,9 @@ def test_tiles(pipe: Pipeline, small_path: Path, device: torch.device, monkeypat
 
 def test_noise_in_the_order_of_the_original(pipe: Pipeline) -> None:
     """Its generator is on the device."""
-    one, again = (images(pipe, compat=True, steps=4) for _ in range(2))
-    assert torch.equal(one, again)
-    assert torch.isfinite(one).all()
+    first, again = (images(pipe, compat=True, steps=4) for _ in range(2))
+    assert torch.equal(first, again)
+    assert torch.isfinite(first).all()
 
 
 def test_what_the_loop_yields_stays_as_it_is(pipe: Pipeline) -> None:
@@ -400,22 +400,22 @@ def test_two_threads_on_streams_of_their_own(pipe: Pipeline, device: torch.devic
         thread.start()
     for thread in threads:
         thread.join()
-    for seed, found in results.items():
-        assert len(found) == 4
-        for each in found:
+    for seed, value in results.items():
+        assert len(value) == 4
+        for each in value:
             assert_close(each, wanted[seed], "fp32")
 
 
 def test_two_pipelines_do_not_share_graphs(small_path: Path, pipe: Pipeline, device: torch.device) -> None:
-    other = ldm_lite.load(small_path, device=device, dtype="fp32")
+    other_pipe = ldm_lite.load(small_path, device=device, dtype="fp32")
     with torch.no_grad():
-        for parameter in other.unet.parameters():
+        for parameter in other_pipe.unet.parameters():
             parameter.mul_(0.9)
-    fast = [compiled(each, "step") for each in (pipe, other)]
+    fast = [compiled(each, "step") for each in (pipe, other_pipe)]
     for _ in range(2):
-        for each, plain in zip(fast, (pipe, other), strict=True):
+        for each, plain in zip(fast, (pipe, other_pipe), strict=True):
             assert_close(images(each), images(plain), "fp32")
-    assert (images(pipe) - images(other)).abs().max() > 1e-2
+    assert (images(pipe) - images(other_pipe)).abs().max() > 1e-2
 
 
 def test_export(pipe: Pipeline, tmp_path: Path, device: torch.device, small_path: Path) -> None:
@@ -465,8 +465,8 @@ def test_two_threads_on_an_offloaded_pipeline(small_path: Path, device: torch.de
     for thread in threads:
         thread.join()
     assert len(results) == 2
-    for each in results:
-        assert_close(each, wanted, "fp32")
+    for result in results:
+        assert_close(result, wanted, "fp32")
 
 
 def test_a_lora_on_offloaded_and_quantised_weights(small_path: Path, device: torch.device, lora: Lora) -> None:
@@ -505,7 +505,7 @@ def test_jobs_do_not_grow_memory(pipe: Pipeline, device: torch.device) -> None:
 @pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "bf16"])
 def test_a_training_step(autocast: bool, small_path: Path, device: torch.device) -> None:
     """The loss and its gradients are those of the CPU in float32."""
-    found = []
+    results = []
     for place in (device, torch.device("cpu")):
         model = ldm_lite.load(small_path, device=place, dtype="fp32")
         model.unet.requires_grad_(True).train()
@@ -515,8 +515,8 @@ def test_a_training_step(autocast: bool, small_path: Path, device: torch.device)
             value = loss(Batch(pixels, ["a cat", "a dog"], None, (0, 1)), Draws(0, (0, 1)))
         value.backward()  # type: ignore[no-untyped-call]
         gradients = torch.cat([p.grad.flatten().cpu() for p in model.unet.parameters() if p.grad is not None])
-        found.append((value.item(), gradients))
-    (value, gradients), (true_value, true_gradients) = found
+        results.append((value.item(), gradients))
+    (value, gradients), (true_value, true_gradients) = results
     limit = 5e-2 if autocast else 1e-3
     assert value == pytest.approx(true_value, rel=limit)
     assert toy.relative_error(gradients, true_gradients.numpy()) < (0.2 if autocast else 1e-2)

@@ -97,8 +97,8 @@ def test_every_kind_of_guidance_is_one_graph() -> None:
     if torch.__version__.startswith("2.6."):  # cannot compile a quantile whose place is a tensor
         kinds.pop()
     for count, values in enumerate(kinds, start=1):
-        for i, each in enumerate(values):
-            arguments = (registers, table[i], noise, *guidance(context if each[0] else context[:2], *each))
+        for i, value in enumerate(values):
+            arguments = (registers, table[i], noise, *guidance(context if value[0] else context[:2], *value))
             found = compiled(toy.denoiser, *arguments)
             torch.testing.assert_close(found, run_row(toy.denoiser, *arguments), rtol=1e-5, atol=1e-5)
         assert counter.frame_count == count

@@ -281,7 +281,7 @@ def test_float32_is_enough(sd: Pipeline, name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_samplers_that_make_no_sense_are_refused(sd3: Pipeline, name: str) -> None:
-    with pytest.raises(ValueError, match=r"not defined for rectified flow .*take euler"):
+    with pytest.raises(ValueError, match=r"not defined for rectified flow .*use euler"):
         sd3.plan(name, 4)
 
 
@@ -294,7 +294,7 @@ def test_spacings_that_only_need_a_range(flux: Pipeline, spacing: str) -> None:
 
 @pytest.mark.parametrize("spacing", sorted(SPACINGS.keys() - GENERAL))
 def test_spacings_of_betas_are_refused(flux: Pipeline, spacing: str) -> None:
-    with pytest.raises(ValueError, match="not for rectified flow: take one of beta"):
+    with pytest.raises(ValueError, match="not for rectified flow: use one of beta"):
         flux.plan("euler", 7, spacing=spacing)
 
 

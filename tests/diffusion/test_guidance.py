@@ -71,7 +71,7 @@ def test_a_mimic_scale_needs_guidance_by_one_prompt(sd: Pipeline, caplog: pytest
         sd.txt2img("a cat AND a dog", prompt_syntax="a1111", mimic_scale=7, steps=1, scale=9)
     [plain], [same] = (sd.txt2img("a", steps=1, scale=3, output="numpy", **more) for more in ({}, {"mimic_scale": 3}))
     assert np.abs(plain.astype(int) - same).max() <= 1
-    assert "`mimic_scale` has no effect unless it is below `scale`: take a lower one" in caplog.messages
+    assert "`mimic_scale` has no effect unless it is below `scale`: use a lower one" in caplog.messages
     sd.txt2img("a cat", mimic_scale=7, scale=9, steps=2, guidance_interval="-0.5")  # a step without guidance
 
 

@@ -21,8 +21,8 @@ GOLDENS = np.load(Path(__file__).parents[1] / "data" / "tricks.npz")
 def run(pipe: Pipeline, **options: Any) -> torch.Tensor:
     """The last latents of a guided run on two images."""
     cond, uncond = (toy.normal(seed, 2, 7, 64) for seed in (2, 3))
-    given = {"cond": cond, "uncond": uncond, "noise": toy.normal(1, 2, 4, 8, 8), "batch_size": 2, "scale": 5.0}
-    return run_latents(pipe, **given | options)
+    arguments = {"cond": cond, "uncond": uncond, "noise": toy.normal(1, 2, 4, 8, 8), "batch_size": 2, "scale": 5.0}
+    return run_latents(pipe, **arguments | options)
 
 
 def guided_calls(pipe: Pipeline, interval: str, **options: Any) -> list[bool]:

@@ -132,10 +132,10 @@ def test_the_named_spacing_is_used_unless_another_is_given(sd: Pipeline) -> None
         ({"steps": 0}, "got `steps` 0, expected 1 to 1000"),
         ({"steps": 1001}, "got `steps` 1001, expected 1 to 1000"),
         ({"spacing": "cubic"}, "unknown spacing 'cubic': expected one of leading"),
-        ({"name": "plms", "eta": 0.5}, "got eta 0.5, but plms has none: leave it out, or take one of ddim, euler_a"),
+        ({"name": "plms", "eta": 0.5}, "got eta 0.5, but plms has none: leave it out, or use one of ddim, euler_a"),
         ({"eta": 1.5}, "got `eta` 1.5, expected 0 to 1"),
         ({"eta": float("nan")}, "got `eta` nan, expected 0 to 1"),
-        ({"churn": 2.0}, "got churn 2.0, but ddim has none: leave it out, or take one of euler, heun, dpm2"),
+        ({"churn": 2.0}, "got churn 2.0, but ddim has none: leave it out, or use one of euler, heun, dpm2"),
         ({"name": "euler", "churn": 11.0}, "got churn 11.0, expected 0 to 10"),
         (
             {"spacing": lambda schedule, steps: [schedule.at(900)]},

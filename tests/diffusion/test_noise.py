@@ -94,7 +94,7 @@ def test_comfy_draws_a_batch_first_on_the_cpu_then_on_the_gpu() -> None:
 
 def test_images_of_a_seed_equal_diffusers(pipe: Pipeline) -> None:
     options = {"negative_prompt": NEGATIVE, "scale": 5.0, "batch_size": 2, "seed": 7, "noise": "diffusers"}
-    made = pipe.txt2img(PROMPT, sampler="euler_a", spacing="linspace", steps=4, output="tensor", **options)
+    result = pipe.txt2img(PROMPT, sampler="euler_a", spacing="linspace", steps=4, output="tensor", **options)
     again = pipe.img2img(
         PROMPT,
         GOLDENS["image"],
@@ -105,7 +105,7 @@ def test_images_of_a_seed_equal_diffusers(pipe: Pipeline) -> None:
         output="tensor",
         **options,
     )
-    for name, images in (("txt2img", made), ("img2img", again)):
+    for name, images in (("txt2img", result), ("img2img", again)):
         ours = (torch.stack(images) / 2 + 0.5).clamp(0, 1).permute(0, 2, 3, 1)[:, ::4, ::4]
         np.testing.assert_allclose(ours.numpy(), GOLDENS[name], atol=5e-5)
 
@@ -122,7 +122,7 @@ def test_one_image_with_our_noise_is_diffusers_too_and_a_batch_is_not(pipe: Pipe
 def test_variations_share_a_seed(pipe: Pipeline) -> None:
     run = {"sampler": "euler", "steps": 2, "seed": 7}
     results = pipe.txt2img("a", batch_size=2, variation_seed=20, variation_strength=0.1, output="result", **run)
-    assert [each.seed for each in results] == [7, 7]
+    assert [result.seed for result in results] == [7, 7]
     for each, variation in zip(results, (20, 21), strict=True):
         assert f"Variation seed: {variation}, RNG: CPU" in each.parameters
         assert "Variation seed strength: 0.1" in each.parameters
@@ -132,8 +132,8 @@ def test_variations_share_a_seed(pipe: Pipeline) -> None:
         assert np.abs(alone.astype(int) - each.array).max() <= 1
     assert not np.array_equal(results[0].array, results[1].array)
     whole = pipe.txt2img("a", variation_seed=20, variation_strength=1.0, output="numpy", **run)[0]
-    other = pipe.txt2img("a", output="numpy", **{**run, "seed": 20})[0]
-    assert np.abs(whole.astype(int) - other).max() <= 1
+    result = pipe.txt2img("a", output="numpy", **{**run, "seed": 20})[0]
+    assert np.abs(whole.astype(int) - result).max() <= 1
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,7 @@ def test_a_plan_gives_it_every_option(sd: Pipeline) -> None:
     assert np.array_equal(sd.plan("half_step", 6, last=2).t, sd.plan("half_step", 6).t[-2:])
     with pytest.raises(ValueError, match=r"got churn 1\.0, but half_step has none"):
         sd.plan("half_step", 6, churn=1.0)
-    with pytest.raises(ValueError, match=r"plms has none: leave it out, or take one of ddim, .*half_step"):
+    with pytest.raises(ValueError, match=r"plms has none: leave it out, or use one of ddim, .*half_step"):
         sd.plan("plms", 6, eta=1.0)
 
 

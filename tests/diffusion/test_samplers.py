@@ -380,7 +380,7 @@ def test_every_sampler_is_finite_at_zero_terminal_snr_or_says_that_it_is_undefin
             for sampler in SAMPLERS:
                 case = f"{sampler} {spacing} {steps}"
                 if sampler == "plms" and levels[0].a == 0:
-                    with pytest.raises(ValueError, match="undefined at zero terminal SNR: take a model with v"):
+                    with pytest.raises(ValueError, match="undefined at zero terminal SNR: use a model with v"):
                         pipe.plan(sampler, steps, spacing=spacing)
                     continue
                 plan = pipe.plan(sampler, steps, spacing=spacing)
@@ -413,9 +413,9 @@ def test_eps_prediction_is_refused_at_zero_terminal_snr(sd: Pipeline, name: str)
     betas = sd.schedule.betas.copy()
     betas[-1] = 1.0
     pipe = replace(sd, schedule=type(sd.schedule).from_betas(betas, "eps"))
-    with pytest.raises(ValueError, match="undefined at zero terminal SNR: take"):
+    with pytest.raises(ValueError, match="undefined at zero terminal SNR: use"):
         pipe.plan(name, 10, spacing="trailing")
-    with pytest.raises(ValueError, match="undefined at zero terminal SNR: take"):
+    with pytest.raises(ValueError, match="undefined at zero terminal SNR: use"):
         sd.schedule.zero_terminal_snr()
 
 

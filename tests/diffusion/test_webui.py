@@ -47,7 +47,7 @@ def check(plan: Plan, key: str, prediction: Callable[[Array, float], Array]) -> 
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [pytest.param(*each, id=": ".join(each), marks=[pytest.mark.slow] * (i % 4 > 0)) for i, each in enumerate(CASES)],
+    [pytest.param(*case, id=": ".join(case), marks=[pytest.mark.slow] * (i % 4 > 0)) for i, case in enumerate(CASES)],
 )
 def test_its_names_make_its_trajectory(sd: Pipeline, name: str, kind: str) -> None:
     for key in (key for key in RUNS if key.startswith(f"{name}|{kind}|")):
@@ -113,7 +113,7 @@ def test_ddim_cfg_plus_plus(predicting: Callable[..., Pipeline], prediction: str
         ours = after.a * x0 + np.sqrt(after.s**2 - sigma**2) * noises[0]
         ours = ours + sigma * draw() if eta else ours
         assert toy.relative_error(wanted, ours.double().numpy()) < 1e-4
-    with pytest.raises(ValueError, match="take 500 steps or less"):
+    with pytest.raises(ValueError, match="use 500 steps or less"):
         pipe.txt2img("a cat", sampler="webui DDIM CFG++", steps=600)
 
 

@@ -237,7 +237,7 @@ def test_a_folder_of_diffusers_is_the_same(pipe: Pipeline, tmp_path: Path, caplo
     assert np.array_equal(pixels(loaded.txt2img("a cat", **SIZE)), pixels(pipe.txt2img("a cat", **SIZE)))
     index = folder / "model_index.json"
     index.write_text(index.read_text().replace("QwenImagePipeline", "QwenImageLayeredPipeline"))
-    with pytest.raises(ValueError, match="is of QwenImageLayeredPipeline, which is not here: take Qwen-Image"):
+    with pytest.raises(ValueError, match="is of QwenImageLayeredPipeline, which is not here: use Qwen-Image"):
         ldm_lite.load(folder, device="cpu")
 
 

@@ -98,7 +98,7 @@ def test_captions_of_one_length_need_no_mask(pipe: Pipeline) -> None:
         pipe.use_attention(attention)
         with pipe.attention_maps() as maps:
             assert toy.relative_error(network(x, t, context, y, full=torch.ones(2)), own.numpy()) < 1e-5
-        assert {tuple(each[0].shape[2:]) for key, each in maps.items() if key.startswith("layers")} == {(96, 96)}
+        assert {tuple(value[0].shape[2:]) for key, value in maps.items() if key.startswith("layers")} == {(96, 96)}
         assert len(maps) == SPEC.depth + 2 * SPEC.refiner_depth
 
 
@@ -170,7 +170,7 @@ def test_negative_prompts_count_if_there_is_guidance(pipe: Pipeline, caplog: pyt
     assert "negative" not in caplog.text
     assert np.array_equal(plain, pixels(pipe.txt2img("a", negative_prompt="apple", **size)))
     assert warnings_in(caplog) == [
-        "a guidance scale of 1 (Z-Image Turbo's own) uses no negative prompt: leave it out, or take a larger `scale`"
+        "a guidance scale of 1 (Z-Image Turbo's own) uses no negative prompt: leave it out, or use a larger `scale`"
     ]
     guided = [pixels(pipe.txt2img("a", negative_prompt=each, scale=5.0, **size)) for each in (None, "", "apple")]
     assert np.array_equal(guided[0], guided[1])
@@ -236,8 +236,8 @@ def test_what_is_missing_or_does_not_fit_is_named(files: dict[str, Any], folder:
     qwen = save(alone / "qwen.safetensors", weights(toy_z_image.small())["text_encoder"])
     wide = save(tmp_path / "wide.safetensors", toy.network(replace(QWEN3, width=48)).state_dict())
     few = save(folder / "few.safetensors", toy.network(replace(QWEN3, vocab_size=200)).state_dict())
-    other = tmp_path / "tokenizer.json"
-    other.write_text("{}")
+    other_path = tmp_path / "tokenizer.json"
+    other_path.write_text("{}")
     for change, message in (
         ({"text_encoder": str(t5)}, r"t5.safetensors: is T5 XXL, but .* reads text with Qwen3 4B"),
         ({"text_encoder": str(wide), "tokenizer": str(folder)}, "Qwen3's output is 48 wide, expected 32"),
@@ -246,7 +246,7 @@ def test_what_is_missing_or_does_not_fit_is_named(files: dict[str, Any], folder:
         ({"vae": str(wrong)}, "latents have 4 channels, but those of the autoencoder 8"),
         ({"text_encoder": str(qwen)}, "no tokenizer.json of Qwen3, nor vocab.json .* name one with `tokenizer=FILE`"),
         ({"tokenizer": str(alone)}, "no tokenizer.json of Qwen3, .* in .*alone"),
-        ({"tokenizer": str(other)}, "is not a tokenizer of Qwen3"),
+        ({"tokenizer": str(other_path)}, "is not a tokenizer of Qwen3"),
     ):
         with pytest.raises(ValueError, match=message):
             load(files, **change)

@@ -113,7 +113,7 @@ def steered() -> Arrays:
             both = torch.cat([x, x])
             down, middle = network(both, t, context, edges, conditioning_scale=weight, return_dict=False)
             if step >= last:
-                down, middle = [0 * each for each in down], 0 * middle
+                down, middle = [0 * residual for residual in down], 0 * middle
             if guess:
                 factors = [0.825 ** (len(down) - i) for i in range(len(down))]
                 down = [factor * each for factor, each in zip(factors, down, strict=True)]

@@ -25,7 +25,7 @@ def normal(seed: int, *shape: int) -> torch.Tensor:
 
 def main() -> None:
     """Write the goldens."""
-    found = {}
+    by_name = {}
     for kind, module in MODULES.items():
         for shape in ("linear", "conv"):
             layer = torch.nn.Linear(IN, OUT) if shape == "linear" else torch.nn.Conv2d(IN, OUT, 1)
@@ -37,15 +37,15 @@ def main() -> None:
             for i, key in enumerate(sorted(key for key, _ in net.named_parameters())):
                 parameter = net.get_parameter(key)
                 parameter.data = normal(10 + i, *parameter.shape)
-                found[f"{kind}.{shape}.shape.{key}"] = np.array(parameter.shape)
+                by_name[f"{kind}.{shape}.shape.{key}"] = np.array(parameter.shape)
             net.apply_to()
             x = normal(3, 4, IN) if shape == "linear" else normal(3, 2, IN, 3, 2)
             out = layer(x)
             (out * normal(4, *out.shape)).sum().backward()
-            found[f"{kind}.{shape}.out"] = out.detach().numpy()
+            by_name[f"{kind}.{shape}.out"] = out.detach().numpy()
             for key, parameter in net.named_parameters():
-                found[f"{kind}.{shape}.grad.{key}"] = parameter.grad.numpy()
-    np.savez_compressed(Path(__file__).parents[1] / "data" / "kinds.npz", **found)
+                by_name[f"{kind}.{shape}.grad.{key}"] = parameter.grad.numpy()
+    np.savez_compressed(Path(__file__).parents[1] / "data" / "kinds.npz", **by_name)
 
 
 if __name__ == "__main__":

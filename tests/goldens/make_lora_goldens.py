@@ -143,8 +143,8 @@ def encoders(lora: ModuleType) -> dict[str, object]:
         ]
     wrapped = [OldTextModel(text) for text in full]
     shapes = lora.LoRANetwork(wrapped, nn.Module(), SCALE, lora_dim=4, alpha=3, varbose=False)
-    for each in shapes.text_encoder_loras:
-        shapes.add_module(each.lora_name, each)
+    for text_encoder_lora in shapes.text_encoder_loras:
+        shapes.add_module(text_encoder_lora.lora_name, text_encoder_lora)
     arrays["sdxl"] = json.dumps({key: list(value.shape) for key, value in shapes.state_dict().items()})
     return arrays
 

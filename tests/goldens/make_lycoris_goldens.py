@@ -41,12 +41,12 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
 def main() -> None:
     """Write the file."""
     torch.manual_seed(0)
-    made: dict[str, np.ndarray] = {}
+    by_name: dict[str, np.ndarray] = {}
     layers = {"linear": nn.Linear(12, 16, bias=False), "conv": nn.Conv2d(12, 16, 3, padding=1, bias=False)}
     inputs = {"linear": torch.randn(5, 12), "conv": torch.randn(1, 12, 4, 3)}
     for where, layer in layers.items():
-        made[f"{where}/weight"] = layer.weight.detach().numpy()
-        made[f"{where}/x"] = inputs[where].numpy()
+        by_name[f"{where}/weight"] = layer.weight.detach().numpy()
+        by_name[f"{where}/x"] = inputs[where].numpy()
         for kind, (module, options) in KINDS.items():
             if where == "linear" and "tucker" in kind:
                 continue
@@ -56,12 +56,12 @@ def main() -> None:
                     if not name.startswith("org") and name != "scalar":
                         parameter.copy_(parameter + 0.3 * torch.randn_like(parameter))
                 adapter.eval()
-                made[f"{where}/{kind}/y"] = adapter(inputs[where]).numpy()
+                by_name[f"{where}/{kind}/y"] = adapter(inputs[where]).numpy()
                 for name, value in adapter.state_dict().items():
                     if name != "scalar" and not name.startswith("org"):
-                        made[f"{where}/{kind}/{name}"] = value.numpy()
-    np.savez_compressed(Path(__file__).parents[1] / "data" / "lycoris.npz", **made)
-    print("\n".join(f"{name} {value.shape}" for name, value in made.items()))
+                        by_name[f"{where}/{kind}/{name}"] = value.numpy()
+    np.savez_compressed(Path(__file__).parents[1] / "data" / "lycoris.npz", **by_name)
+    print("\n".join(f"{name} {value.shape}" for name, value in by_name.items()))
 
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ def main() -> None:
         **run,
     ).images
     arrays = {"image": image, "txt2img": made[:, ::4, ::4], "img2img": again[:, ::4, ::4]}
-    versions = {each.__name__: each.__version__ for each in (torch, diffusers, transformers)}
+    versions = {library.__name__: library.__version__ for library in (torch, diffusers, transformers)}
     np.savez_compressed(DATA / "noise.npz", made_with=np.array(str(versions)), **arrays)
 
 

@@ -78,7 +78,7 @@ def of_peft(network: nn.Module, config: peft.PeftConfig) -> tuple[nn.Module, dic
 def main() -> None:
     """The command line."""
     libraries = (peft, diffusers, transformers, torch)
-    versions = [each.__version__ for each in libraries]
+    versions = [library.__version__ for library in libraries]
     arrays: dict[str, object] = {"versions": json.dumps([*versions, f"lycoris {getattr(lycoris, '__version__', '')}"])}
     x, context, _ = toy.unet_inputs(SMALL.unet)
     ids = FixingCLIPTokenizer()(["", "a red apple"])

@@ -45,7 +45,7 @@ def parser(folder: str) -> Any:
 
 
 def prompts() -> list[str]:
-    given = [each.replace("~", "|") for line in GIVEN.split("\n") for each in line.split("|")]
+    given = [name.replace("~", "|") for line in GIVEN.split("\n") for name in line.split("|")]
     source = random.Random(24)
     return given + ["".join(source.choices(ATOMS, WEIGHTS, k=source.randint(2, 11))) for _ in range(600)]
 

@@ -81,7 +81,7 @@ def pipelines(folder: Path) -> list[Any]:
         return forward(input_ids=input_ids, mm_token_type_ids=(input_ids == image).int(), **others)
 
     text.forward = told
-    made = []
+    results = []
     for kind, clean in (
         (diffusers.QwenImageEditPipeline, False),
         (diffusers.QwenImageEditPlusPipeline, False),
@@ -99,11 +99,11 @@ def pipelines(folder: Path) -> list[Any]:
         pipe.processor = processor(tokenizer)
         before, _ = pipe.prompt_template_encode.split("<|im_start|>user\n")
         pipe.prompt_template_encode_start_idx = len(tokenizer(before + "<|im_start|>user\n").input_ids)
-        made.append(pipe)
+        results.append(pipe)
     for module in (pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus):
         theirs = module.calculate_dimensions
         module.calculate_dimensions = lambda area, ratio, theirs=theirs: theirs(area / TOY.LESS, ratio)
-    return made
+    return results
 
 
 def runs(pipes: list[Any]) -> Arrays:

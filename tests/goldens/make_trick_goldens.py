@@ -129,7 +129,8 @@ def main() -> None:
         arrays[f"mimic.{percentile}"] = extension.dynthresh(cond, uncond, 12.0, None).numpy()
     brownian(arrays)
     versions = str(
-        {each.__name__: each.__version__ for each in (torch, diffusers)} | {"DeepCache": "0.1.1", "tgate": "1.0.0"}
+        {library.__name__: library.__version__ for library in (torch, diffusers)}
+        | {"DeepCache": "0.1.1", "tgate": "1.0.0"}
     )
     np.savez_compressed(PLACE, made_with=np.array(versions), **arrays)
 

@@ -122,7 +122,7 @@ def main() -> None:
         rows = slice(vector.corner, vector.corner + 3 or None)
         arrays[vector.title] = image[rows, rows, -1].ravel() if isinstance(vector.expected, tuple) else image
         print(vector.title, arrays[vector.title].ravel()[:9])
-    versions = {each.__name__: each.__version__ for each in (torch, diffusers, transformers)}
+    versions = {library.__name__: library.__version__ for library in (torch, diffusers, transformers)}
     np.savez_compressed(DATA / "verify.npz", made_with=np.array(str(versions)), **arrays)
 
 

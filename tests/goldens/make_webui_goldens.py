@@ -195,7 +195,7 @@ def main() -> None:
     torch.Tensor.float = torch.Tensor.double  # type: ignore[method-assign]
     betas = torch.linspace(0.00085**0.5, 0.012**0.5, 1000) ** 2
     alpha_bar = torch.cumprod(1 - betas, dim=0)
-    types = [each.label for each in webui.schedulers.schedulers]
+    types = [scheduler.label for scheduler in webui.schedulers.schedulers]
     arrays, levels = {}, {}
     with torch.no_grad():
         for rows in (webui.kdiffusion.samplers_k_diffusion, webui.lcm.samplers_lcm, webui.timesteps.samplers_timesteps):

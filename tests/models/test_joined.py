@@ -42,7 +42,8 @@ def products(layer: nn.Module, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> tu
 
 def by_formula(layer: Attention, x: Tensor) -> Tensor:
     q, k, v = (
-        (x @ each.weight.T).unflatten(-1, (4, 8)).transpose(1, 2) for each in (layer.to_q, layer.to_k, layer.to_v)
+        (x @ projection.weight.T).unflatten(-1, (4, 8)).transpose(1, 2)
+        for projection in (layer.to_q, layer.to_k, layer.to_v)
     )
     out = (torch.softmax(q @ k.transpose(-1, -2) / 8**0.5, -1) @ v).transpose(1, 2).flatten(2)
     return out @ layer.to_out[0].weight.T + layer.to_out[0].bias  # type: ignore[operator]
@@ -60,8 +61,8 @@ def test_one_product_in_place_of_three(layer: Attention, monkeypatch: pytest.Mon
 
 @torch.no_grad()
 def test_changes_in_place_are_seen(layer: Attention, monkeypatch: pytest.MonkeyPatch) -> None:
-    for each in (layer.to_q, layer.to_k, layer.to_v):
-        each.weight += 0.1
+    for projection in (layer.to_q, layer.to_k, layer.to_v):
+        projection.weight += 0.1
     layer.load_state_dict({key: value * 1.5 for key, value in layer.state_dict().items()})
     found, widths = products(layer, X, monkeypatch)
     assert widths == [96, 32]

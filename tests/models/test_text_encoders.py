@@ -87,9 +87,9 @@ def test_the_pooled_output_is_read_at_the_first_end_whatever_the_padding_and_add
     network.token_embedding = nn.Embedding.from_pretrained(rows)
     learned = IDS.clone()
     learned[:, 1] = toy.OPEN_CLIP.end_id + 1  # a token of textual inversion: larger than the end, and no end
-    other = learned.clone()
-    other[:, 3] = 7
-    assert not torch.allclose(network.context_and_pooled(learned)[1], network.context_and_pooled(other)[1], atol=1e-2)
+    copy = learned.clone()
+    copy[:, 3] = 7
+    assert not torch.allclose(network.context_and_pooled(learned)[1], network.context_and_pooled(copy)[1], atol=1e-2)
 
 
 def test_clip_skip_counts_from_the_layer_it_was_trained_with() -> None:

@@ -141,7 +141,7 @@ def test_its_attention_is_chosen_and_recorded_by_layer(name: str) -> None:
         assert toy.relative_error(run(name, network), own.numpy()) < 1e-5
     use(network, vanilla)
     assert {layer.attention for layer in layers(network).values()} == {vanilla}
-    with pytest.raises(ValueError, match="take sdpa"):
+    with pytest.raises(ValueError, match="use sdpa"):
         use(network, "mha")
 
 

@@ -228,7 +228,7 @@ def test_two_networks_have_two_backends(unet: nn.Module) -> None:
 def test_an_unavailable_backend_is_one_line(unet: nn.Module) -> None:
     before = [layer.attention for layer in layers(unet).values()]
     for name in sorted(set(names()) - set(available(CPU, torch.float32))):
-        with pytest.raises(ValueError, match=rf"^attention '{name}' is not available on cpu in fp32.*take one of sdpa"):
+        with pytest.raises(ValueError, match=rf"^attention '{name}' is not available on cpu in fp32.*use one of sdpa"):
             use(unet, name)
     for name in ("xformers", "sliced:0", "sliced:x", "mha:2", ""):
         with pytest.raises(ValueError, match="unknown attention"):
@@ -284,7 +284,7 @@ def test_maps_by_layer_name(name: str, pipe: Pipeline) -> None:
             torch.testing.assert_close(pipe.unet(x, toy.T, context), before, rtol=1e-4, atol=1e-5)
     assert "middle_block.1.transformer_blocks.0.attn2" in maps
     assert not any("attn1" in layer for layer in maps)
-    shapes = {layer: [tuple(each.shape) for each in given] for layer, given in maps.items()}
+    shapes = {layer: [tuple(each.shape) for each in value] for layer, value in maps.items()}
     assert shapes["input_blocks.1.1.transformer_blocks.0.attn2"] == [(2, 4, 96, 5)] * 2
     for given in maps.values():
         torch.testing.assert_close(given[0].sum(-1), torch.ones(given[0].shape[:-1]))

@@ -134,8 +134,8 @@ def test_step_is_one_graph_for_batches_sizes_prompts_and_samplers(
     network = tiny if kind == "tiny" else toy.network(MIDDLE)
     counter = CompileCounter()
     step = CompiledStep("step", network, counter)  # type: ignore[arg-type]
-    for given in sizes:
-        torch.testing.assert_close(step(network, *given), run_row(network, *given), rtol=1e-4, atol=1e-4)  # type: ignore[arg-type]
+    for size in sizes:
+        torch.testing.assert_close(step(network, *size), run_row(network, *size), rtol=1e-4, atol=1e-4)  # type: ignore[arg-type]
     assert counter.frame_count == 1
     if kind == "tiny":  # the compiler takes a size of one for a constant
         for i in range(2):
@@ -373,7 +373,7 @@ def test_each_device_has_its_own_stream_and_memory(monkeypatch: pytest.MonkeyPat
     graphs(moved, *cuda_graphs.mapped(tuple(VARIED[0]), lambda x: x.to("meta")))
     assert cuda.pools == [None, None]
     assert streams[0] is not streams[-1]
-    assert [each.out.device.type for found in graphs._graphs.values() for each in found.values()] == ["cpu", "meta"]
+    assert [each.out.device.type for graph in graphs._graphs.values() for each in graph.values()] == ["cpu", "meta"]
 
 
 def test_captured_steps_share_their_memory(monkeypatch: pytest.MonkeyPatch, tiny: nn.Module) -> None:

@@ -146,7 +146,7 @@ def test_products_of_both_libraries(
     x = toy.normal(1, 2, 3, 5, 24)
     wanted = network(x)
     cpu.use(network)
-    assert [patch_of(each) for each in network] == [cpu._linear] * 2
+    assert [patch_of(layer) for layer in network] == [cpu._linear] * 2
     assert is_unmodified(network)
     assert toy.relative_error(network(x), wanted.numpy()) < 1e-6
     strided = x.transpose(1, 2)

@@ -172,9 +172,9 @@ def test_kernels_are_switched_one_by_one(
     with monkeypatch.context() as patched:
         patched.setattr(setup, "_is_on", lambda weight, device: True)
         setup.prepare_like(control, unet, torch.device("cuda"))
-    assert [patch_of(each) for each in control.modules()] == [patch_of(each) for each in unet.modules()]
-    assert [vars(each).get("qkv") is None for each in control.modules()] == [
-        vars(each).get("qkv") is None for each in unet.modules()
+    assert [patch_of(module) for module in control.modules()] == [patch_of(module) for module in unet.modules()]
+    assert [vars(module).get("qkv") is None for module in control.modules()] == [
+        vars(module).get("qkv") is None for module in unet.modules()
     ]
 
 

@@ -30,9 +30,9 @@ def pipe(tmp_path_factory: pytest.TempPathFactory) -> Pipeline:
 def run(pipe: Pipeline, **options: Any) -> np.ndarray:
     """The latents that make_trick_goldens.py begins with, after five steps."""
     cond, uncond = (toy.normal(seed, 2, 7, 64) for seed in (2, 3))
-    given = {"cond": cond, "uncond": uncond, "noise": toy.normal(1, 2, 4, 8, 8), "batch_size": 2, "scale": 4.0}
+    arguments = {"cond": cond, "uncond": uncond, "noise": toy.normal(1, 2, 4, 8, 8), "batch_size": 2, "scale": 4.0}
     with toy.in_float64(pipe.unet):
-        return run_latents(pipe, sampler="ddim", steps=5, **given, **options).numpy()
+        return run_latents(pipe, sampler="ddim", steps=5, **arguments, **options).numpy()
 
 
 @pytest.mark.parametrize(

@@ -82,8 +82,8 @@ def test_images_are_those_of_the_other_interfaces(server: Running) -> None:
     assert [image["seed"] for image in images] == ["3", "4"]
     assert (images[0]["width"], images[0]["height"]) == (32, 32)
     assert opened(images[0]["image"]).info["parameters"] == images[0]["parameters"]
-    other = {"prompt": "a cat", "seed": 3, "steps": 2, "width": 32, "height": 32, "batch_size": 2}
-    _, answer = server.ask("/sdapi/v1/txt2img", other)
+    arguments = {"prompt": "a cat", "seed": 3, "steps": 2, "width": 32, "height": 32, "batch_size": 2}
+    _, answer = server.ask("/sdapi/v1/txt2img", arguments)
     assert [opened(image["image"]).tobytes() for image in images] == [
         opened(text).tobytes() for text in answer["images"]
     ]

@@ -367,8 +367,8 @@ def test_inpaint_repaints_what_was_painted(visit: Open, tmp_path: Path) -> None:
     assert page.text_content("#e-mask") != ""
     paint(page)
     make(page)
-    given, made = np.asarray(Image.open(tmp_path / "picture.png")), np.asarray(result(page))
-    changed = (given != made).any(axis=2)
+    array, made = np.asarray(Image.open(tmp_path / "picture.png")), np.asarray(result(page))
+    changed = (array != made).any(axis=2)
     assert not changed[:, 32:].any()  # the right half was not painted
     assert changed[20:44, 15:17].mean() > 0.9
     before = painted(page)

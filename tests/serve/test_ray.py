@@ -54,8 +54,8 @@ def test_replicas_answer_with_the_images_of_one_process_and_are_healthy(
         answers: dict[int, bytes] = {}
 
         def make(seed: int) -> None:
-            given = {"prompt": "an apple", "size": "32x32", "steps": 3, "seed": seed}
-            answers[seed] = ask("/v1/images/generations", given)[1]
+            arguments = {"prompt": "an apple", "size": "32x32", "steps": 3, "seed": seed}
+            answers[seed] = ask("/v1/images/generations", arguments)[1]
 
         threads = [threading.Thread(target=make, args=(seed,)) for seed in range(6)]
         for thread in threads:

@@ -260,10 +260,10 @@ def test_hostile_vocabularies_are_refused_at_once(tmp_path: Path, capfd: pytest.
     with pytest.raises(ValueError, match=r"is not a spiece.model .* \(a number of more than 64 bits\)"):
         T5Tokenizer(path=path)
     assert time.process_time() - start < 10
-    other = tmp_path / "clip.json"
-    core.clip_bpe().save(str(other))
+    other_path = tmp_path / "clip.json"
+    core.clip_bpe().save(str(other_path))
     with pytest.raises(ValueError, match=r"is not a spiece.model or tokenizer.json of T5 \(<pad> and </s>"):
-        T5Tokenizer(path=other)
+        T5Tokenizer(path=other_path)
     charsmap = tmp_path / "charsmap.model"  # its tree points outside itself, where the library panics
     charsmap.write_bytes(SPIECE.read_bytes() + b"\x1a\x0a\x12\x08" + b"\4\0\0\0abcd")
     with pytest.raises(ValueError, match="the tokenizer's vocabulary is damaged: download it again"):

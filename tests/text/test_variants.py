@@ -145,16 +145,16 @@ def test_lines_of_a_wildcard_are_limited(tmp_path: Path, monkeypatch: pytest.Mon
 def test_images_take_their_own_prompts(small_path: Path, folder: Path) -> None:
     pipe: Pipeline = ldm_lite.load(small_path, device="cpu")
     run: dict[str, Any] = {"steps": 1, "seed": 5, "output": "result", "wildcards": folder}
-    made = pipe.txt2img("a __colour__ {car|bus}", batch_size=3, n_iter=2, **run)
-    assert {each.prompt for each in made} <= {"a red car", "a red bus", "a blue car", "a blue bus"}
-    assert len({each.prompt for each in made}) > 1
+    result = pipe.txt2img("a __colour__ {car|bus}", batch_size=3, n_iter=2, **run)
+    assert {each.prompt for each in result} <= {"a red car", "a red bus", "a blue car", "a blue bus"}
+    assert len({each.prompt for each in result}) > 1
     for k in (0, 5):  # each by its own seed
         [again] = pipe.txt2img("a __colour__ {car|bus}", **run | {"seed": 5 + k})
-        assert again.prompt == made[k].prompt
-    assert [each.seed for each in made] == [5, 6, 7, 8, 9, 10]
-    assert all(each.parameters.startswith(each.prompt) for each in made)
-    alone = pipe.txt2img(made[4].prompt, steps=1, seed=9, output="numpy")[0]
-    assert np.abs(alone.astype(int) - made[4].array).max() <= 1
+        assert again.prompt == result[k].prompt
+    assert [each.seed for each in result] == [5, 6, 7, 8, 9, 10]
+    assert all(each.parameters.startswith(each.prompt) for each in result)
+    alone = pipe.txt2img(result[4].prompt, steps=1, seed=9, output="numpy")[0]
+    assert np.abs(alone.astype(int) - result[4].array).max() <= 1
     every = pipe.txt2img("a __colour__ {car|bus}", dynamic="all", **run)
     assert [each.prompt for each in every] == ["a red car", "a red bus", "a blue car", "a blue bus"]
     image = np.zeros((64, 64, 3), np.uint8)

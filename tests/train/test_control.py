@@ -28,11 +28,11 @@ def batch(count: int) -> Batch:
 
 def test_a_new_controlnet_changes_nothing_and_its_gradient_is_the_losses(small_path: Path) -> None:
     pipe = ldm_lite.load(small_path, device="cpu")
-    control, given = new_control(pipe), batch(2)
+    control, train_batch = new_control(pipe), batch(2)
     loss = DiffusionLoss(pipe, {"control": control}, control=control)
     with torch.no_grad():
-        plain = DiffusionLoss(pipe, {})(given, Draws(0, (0, 1)))
-        assert torch.allclose(loss(given, Draws(0, (0, 1))), plain, rtol=1e-6)
+        plain = DiffusionLoss(pipe, {})(train_batch, Draws(0, (0, 1)))
+        assert torch.allclose(loss(train_batch, Draws(0, (0, 1))), plain, rtol=1e-6)
     torch.manual_seed(0)
     for parameter in (*control.zero_convs.parameters(), *control.middle_block_out.parameters()):
         torch.nn.init.normal_(parameter, std=0.1)
@@ -41,7 +41,7 @@ def test_a_new_controlnet_changes_nothing_and_its_gradient_is_the_losses(small_p
         for network in (pipe.unet, control):
             network.register_forward_pre_hook(lambda net, args: tuple(None if x is None else x.double() for x in args))
         control.input_hint_block.register_forward_pre_hook(lambda net, args: (args[0].double(),))
-        check_gradient(lambda: loss(given, Draws(0, (0, 1))), list(control.parameters()))
+        check_gradient(lambda: loss(train_batch, Draws(0, (0, 1))), list(control.parameters()))
     assert all(p.grad is None for p in pipe.unet.parameters())
 
 
@@ -56,8 +56,8 @@ def test_its_file_is_read_as_a_controlnet(
         (data / image.name).symlink_to(image)
         if image.suffix == ".png":
             Image.fromarray(255 - np.asarray(Image.open(image))).save(data / f"{image.stem}.hint.png")
-    given = options(data, tmp_path / "run", steps=2, stage="control", lr=0.1, warmup=0, ema_decay=0.0, **extra)
-    path = train(given, load_options(small_path))
+    train_options = options(data, tmp_path / "run", steps=2, stage="control", lr=0.1, warmup=0, ema_decay=0.0, **extra)
+    path = train(train_options, load_options(small_path))
     assert path.name == "control.safetensors"
     assert list((tmp_path / "run").glob("samples*.png"))
     pipe = ldm_lite.load(small_path, device="cpu")
@@ -141,8 +141,8 @@ def test_wandb_has_the_rows_of_the_log(
     assert [step for _, step in rows] == [1, 2]
     ids.append((tmp_path / "wandb.id").read_text())
     train(options(folder, tmp_path, steps=3, log_to=("wandb",), lora_rank=2, resume=True), load_options(small_path))
-    other = tmp_path / "other" / tmp_path.name
-    train(options(folder, other, steps=1, log_to=("wandb",), lora_rank=2), load_options(small_path))
+    other_path = tmp_path / "other" / tmp_path.name
+    train(options(folder, other_path, steps=1, log_to=("wandb",), lora_rank=2), load_options(small_path))
     assert ids[0] == ids[1] == ids[2] != ids[3], "a resumed run is the same, one in a folder of the same name another"
     del rows[2:]
     assert [row["loss"] for row, _ in rows] == losses(tmp_path)[:2]

@@ -118,8 +118,8 @@ def test_sides_of_buckets_grow_with_the_resolution(
     pipe = ldm_lite.load(small_path, device="cpu")
     pipe = replace(pipe, family=replace(pipe.family, resolution=resolution))
     Image.new("RGB", (resolution * 2, resolution)).save(tmp_path / "wide.png")
-    given = options(tmp_path, tmp_path / "run", buckets=True, caption="a cat")
-    [part] = encoded.open_dataset(given, pipe, str(tmp_path)).parts
+    train_options = options(tmp_path, tmp_path / "run", buckets=True, caption="a cat")
+    [part] = encoded.open_dataset(train_options, pipe, str(tmp_path)).parts
     height, width = part.size
     assert (height % multiple, width % multiple) == (0, 0)
     assert width * (height + multiple) > resolution**2  # the next multiple is too much
@@ -130,11 +130,11 @@ def test_images_of_the_class_need_not_have_the_name(tmp_path: Path, folder: Path
     (tmp_path / "0.png").write_bytes((folder / "0.png").read_bytes())
     (tmp_path / "0.txt").write_text("a cat")
     pipe = ldm_lite.load(small_path, device="cpu")
-    given = options(folder, tmp_path / "run", stage="embedding", token="picture", class_data=str(tmp_path))
+    train_options = options(folder, tmp_path / "run", stage="embedding", token="picture", class_data=str(tmp_path))
     for path, count in ((str(folder), 6), (str(tmp_path), 1)):
-        assert len(pairs(encoded.open_dataset(given, pipe, path))) == count
+        assert len(pairs(encoded.open_dataset(train_options, pipe, path))) == count
     with pytest.raises(ValueError, match="its caption lacks `token`"):
-        encoded.open_dataset(replace(given, data=str(tmp_path), class_data=None), pipe, str(tmp_path))
+        encoded.open_dataset(replace(train_options, data=str(tmp_path), class_data=None), pipe, str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -323,8 +323,8 @@ def test_training_from_encoded_data_runs_neither_autoencoder_nor_text_encoder(
 def test_tars_are_encoded_by_batch(tmp_path: Path, folder: Path, small_path: Path, shards: Path) -> None:
     """And what it writes trains."""
     out = tmp_path / "out"
-    given = [shards, "--encode", "--out", out, "--ckpt", small_path, "--device", "cpu", "--shard-size", "4"]
-    assert batch_command.main(list(map(str, given))) == 0
+    arguments = [shards, "--encode", "--out", out, "--ckpt", small_path, "--device", "cpu", "--shard-size", "4"]
+    assert batch_command.main(list(map(str, arguments))) == 0
     got = encoded.open_encoded(out)
     wanted = encoded.open_encoded(write(tmp_path / "data", folder, small_path))
     for i in range(6):
@@ -341,8 +341,8 @@ def test_tars_are_encoded_by_batch(tmp_path: Path, folder: Path, small_path: Pat
 def test_a_trained_text_encoder_reads_the_captions(tmp_path: Path, folder: Path, small_path: Path) -> None:
     data = write(tmp_path / "data", folder, small_path)
     for out in (tmp_path / "images", tmp_path / "encoded"):
-        given = options(folder if out.name == "images" else data, out, steps=2, train_text=True)
-        path = train(given, load_options(small_path, dtype="fp32"))
+        train_options = options(folder if out.name == "images" else data, out, steps=2, train_text=True)
+        path = train(train_options, load_options(small_path, dtype="fp32"))
     assert losses(tmp_path / "encoded") == losses(tmp_path / "images")
     assert path.read_bytes() == (tmp_path / "images" / "model.safetensors").read_bytes()
 
@@ -394,12 +394,12 @@ def test_damaged_encoded_data_is_one_line(name: str, tmp_path: Path, good: Path,
         (data / path.relative_to(good)).write_bytes(path.read_bytes())
     make, message = CHANGES[name]
     make(data)
-    pipe, given = ldm_lite.load(small_path, device="cpu"), options(data, tmp_path / "out", **LORA)
+    pipe, train_options = ldm_lite.load(small_path, device="cpu"), options(data, tmp_path / "out", **LORA)
 
     def use() -> None:
-        dataset = encoded.open_dataset(given, pipe, given.data)
+        dataset = encoded.open_dataset(train_options, pipe, train_options.data)
         assert isinstance(dataset, encoded.EncodedDataset)
-        encoded.check_encoded(given, pipe, dataset, reads_text=True)
+        encoded.check_encoded(train_options, pipe, dataset, reads_text=True)
         dataset.example(0)
 
     with pytest.raises(ValueError, match=re.escape(message)) as error:
@@ -412,7 +412,7 @@ def test_a_runs_latents_are_made_once_and_finished_after_a_kill(
 ) -> None:
     monkeypatch.setattr(encoded, "SHARD", 4)
     pipe = ldm_lite.load(small_path, device="cpu")
-    given, firsts = options(folder, tmp_path), list[int]()
+    train_options, firsts = options(folder, tmp_path), list[int]()
     in_order = batches.in_order
 
     def noted(dataset: Dataset, parts: Sequence[range], *more: Any) -> object:
@@ -421,15 +421,15 @@ def test_a_runs_latents_are_made_once_and_finished_after_a_kill(
 
     monkeypatch.setattr(encoded, "in_order", noted)
     images = open_data(folder, pipe.family.resolution)
-    whole = pairs(encoded.encoded(given, images, pipe.vae)[0])
+    whole = pairs(encoded.encoded(train_options, images, pipe.vae)[0])
     assert [caption for _, caption in whole] == [f"picture {i}" for i in range(6)]
-    assert pairs(encoded.encoded(given, images, pipe.vae)[0]) == whole
+    assert pairs(encoded.encoded(train_options, images, pipe.vae)[0]) == whole
     (tmp_path / "latents" / "index.json").unlink()
     (tmp_path / "latents" / "00001").rename(tmp_path / "latents" / ".00001.part")
-    assert pairs(encoded.encoded(given, images, pipe.vae)[0]) == whole
+    assert pairs(encoded.encoded(train_options, images, pipe.vae)[0]) == whole
     assert firsts == [0, 2, 4, 4]
     renamed = replace(images, items=tuple((path, f"a {caption}") for path, caption in images.items))  # type: ignore[type-var,attr-defined]
-    assert pairs(encoded.encoded(given, renamed, pipe.vae)[0]) != whole
+    assert pairs(encoded.encoded(train_options, renamed, pipe.vae)[0]) != whole
     assert firsts == [0, 2, 4, 4, 0, 2, 4]
 
 
@@ -541,8 +541,8 @@ def test_the_rows_of_what_is_left_are_those_of_their_images(tmp_path: Path, fold
     copied(folder, data / "2_some")
     (data / "2_some" / "1.png").write_bytes(b"")
     model = ldm_lite.load(small_path, device="cpu")
-    given = options(data, tmp_path / "run", flip=True, validation="0.4")
-    opened = encoded.open_all(given, model, True)
+    train_options = options(data, tmp_path / "run", flip=True, validation="0.4")
+    opened = encoded.open_all(train_options, model, True)
     assert opened.validation is not None
     learned = [opened.train.example(i).caption for i in range(sum(opened.train.shards or ()))]
     measured = [opened.validation.example(i).caption for i in range(sum(opened.validation.shards or ()))]

@@ -83,26 +83,26 @@ def test_what_a_run_begins_with_is_of_its_seed(kind: str, hinted: Path, small_pa
     more = {name: value for name, value in KINDS[kind].items() if name != "lora_dropout"} | {"ema_decay": 0.0}
 
     def weights(name: str, stop: bool = False, **changes: object) -> dict[str, torch.Tensor]:
-        given = options(hinted, tmp_path / name, **more | {"steps": 1, "lr": 0.0, "sample_every": 0} | changes)
+        train_options = options(hinted, tmp_path / name, **more | {"steps": 1, "lr": 0.0, "sample_every": 0} | changes)
 
         def end(step: int, loss: float | None) -> None:
             raise KeyboardInterrupt
 
         if stop:
             with pytest.raises(KeyboardInterrupt):
-                train(given, load_options(small_path), end)
+                train(train_options, load_options(small_path), end)
             assert not (tmp_path / name / "state.pt").exists()
-        return load_file(train(given, load_options(small_path)))
+        return load_file(train(train_options, load_options(small_path)))
 
-    first, again, other = weights("a"), weights("b", stop=True), weights("c", seed=1)
+    first, again, state = weights("a"), weights("b", stop=True), weights("c", seed=1)
     assert all(torch.equal(first[key], again[key]) for key in first)
-    drawn = [key for key in first if not torch.equal(first[key], other[key])]
+    drawn = [key for key in first if not torch.equal(first[key], state[key])]
     assert len(drawn) >= (7 if kind == "control" else 20)
 
 
 def test_dropout_is_of_examples_however_they_are_divided(folder: Path, small_path: Path, tmp_path: Path) -> None:
     """Of four in one batch, of two and two, and of four whose activations are recomputed."""
-    given = LORA | {"lora_dropout": 0.5, "lora_text": True, "steps": 3, "lr": 0.05, "sample_every": 0}
+    arguments = LORA | {"lora_dropout": 0.5, "lora_text": True, "steps": 3, "lr": 0.05, "sample_every": 0}
     runs: dict[str, dict[str, Any]] = {
         "one": {"batch_size": 4},
         "two": {"batch_size": 2, "accumulate": 2},
@@ -110,11 +110,11 @@ def test_dropout_is_of_examples_however_they_are_divided(folder: Path, small_pat
         "none": {"batch_size": 4, "lora_dropout": 0.0},
     }
     for name, more in runs.items():
-        train(options(folder, tmp_path / name, **given | more), load_options(small_path, dtype="fp32"))
-    one, two, recomputed, none = (losses(tmp_path / name) for name in runs)
-    assert two == pytest.approx(one, rel=1e-5)
-    assert recomputed == pytest.approx(one, rel=1e-5)
-    assert none[2] != pytest.approx(one[2], rel=1e-5)
+        train(options(folder, tmp_path / name, **arguments | more), load_options(small_path, dtype="fp32"))
+    first, two, recomputed, none = (losses(tmp_path / name) for name in runs)
+    assert two == pytest.approx(first, rel=1e-5)
+    assert recomputed == pytest.approx(first, rel=1e-5)
+    assert none[2] != pytest.approx(first[2], rel=1e-5)
 
 
 def test_dropout_leaves_out_its_share_and_keeps_the_mean() -> None:

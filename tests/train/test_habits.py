@@ -79,15 +79,15 @@ def test_an_image_that_is_held_out_is_not_learned_as_a_copy(habits: Path, bucket
 
 
 def test_a_run_learns_mirrored_and_repeated_latents(habits: Path, small_path: Path, tmp_path: Path) -> None:
-    given = options(habits, tmp_path / "run", **ONE | {"epochs": 2.0, "steps": None, "flip": True})
-    train(given, load_options(small_path))
+    train_options = options(habits, tmp_path / "run", **ONE | {"epochs": 2.0, "steps": None, "flip": True})
+    train(train_options, load_options(small_path))
     assert torch.load(tmp_path / "run" / "state.pt", weights_only=True)["step"] == 16, "2 epochs of 16 in batches of 2"
     assert encoded.open_encoded(tmp_path / "run" / "latents").shards == (8,)
     again, load = with_config(TrainOptions(config=os.fspath(tmp_path / "run" / "config.toml")), LoadOptions())
     check(again, load)
     assert (again.steps, again.epochs) == (16, None)
     with pytest.raises(ValueError, match="`steps` has no effect with `epochs`"):
-        train(replace(given, steps=3), load_options(small_path))
+        train(replace(train_options, steps=3), load_options(small_path))
 
 
 def test_small_images_are_not_enlarged(tmp_path: Path) -> None:
@@ -151,18 +151,18 @@ def test_a_lora_of_convolutions_is_that_of_its_file(folder: Path, small_path: Pa
 
 def test_a_run_begins_with_a_lora(folder: Path, small_path: Path, tmp_path: Path) -> None:
     first = train(options(folder, tmp_path / "a", **ONE, lora_alpha=1.0), load_options(small_path))
-    given = ONE | {"lora_alpha": 1.0, "lr": 0.0, "weight_decay": 0.0, "lora_weights": os.fspath(first)}
-    second = train(options(folder, tmp_path / "b", **given), load_options(small_path))
+    arguments = ONE | {"lora_alpha": 1.0, "lr": 0.0, "weight_decay": 0.0, "lora_weights": os.fspath(first)}
+    second = train(options(folder, tmp_path / "b", **arguments), load_options(small_path))
     before, after = load_file(first), load_file(second)
     assert before.keys() == after.keys()
     assert all(torch.equal(before[key], after[key]) for key in before)
     for more, message in (({"lora_alpha": 2.0}, "its alpha is 1: give it as `lora_alpha`"), ({"lora_rank": 4}, "size")):
         with pytest.raises(ValueError, match=rf"lora\.safetensors: is not a LoRA of the same layers.*{message}"):
-            train(options(folder, tmp_path / "c", **given | more), load_options(small_path))
+            train(options(folder, tmp_path / "c", **arguments | more), load_options(small_path))
     (tmp_path / "x.safetensors").write_bytes(b"no")
     with pytest.raises(ValueError, match=r"x\.safetensors: is not a LoRA of the same layers"):
         train(
-            options(folder, tmp_path / "d", **given | {"lora_weights": os.fspath(tmp_path / "x.safetensors")}),
+            options(folder, tmp_path / "d", **arguments | {"lora_weights": os.fspath(tmp_path / "x.safetensors")}),
             load_options(small_path),
         )
 
@@ -170,15 +170,15 @@ def test_a_run_begins_with_a_lora(folder: Path, small_path: Path, tmp_path: Path
 def test_dropout_is_of_steps_alone_and_the_same_when_resumed(folder: Path, small_path: Path, tmp_path: Path) -> None:
     lora = LoRA({"unet": nn.ModuleDict()}, 2, dropout=0.5)
     assert not list(lora.children())
-    given = ONE | {"steps": 3, "lora_dropout": 0.5, "lr": 0.05}
-    whole = train(options(folder, tmp_path / "whole", **given), load_options(small_path))
+    arguments = ONE | {"steps": 3, "lora_dropout": 0.5, "lr": 0.05}
+    whole = train(options(folder, tmp_path / "whole", **arguments), load_options(small_path))
     for i in range(3):
-        parts = options(folder, tmp_path / "parts", **given, minutes=0.0, resume=i > 0)
+        parts = options(folder, tmp_path / "parts", **arguments, minutes=0.0, resume=i > 0)
         torch.manual_seed(i)
         torch.rand(7 * i)
         path = train(parts, load_options(small_path))
     assert path.read_bytes() == whole.read_bytes()
-    other = train(options(folder, tmp_path / "none", **given | {"lora_dropout": 0.0}), load_options(small_path))
+    other = train(options(folder, tmp_path / "none", **arguments | {"lora_dropout": 0.0}), load_options(small_path))
     assert other.read_bytes() != whole.read_bytes()
 
 
@@ -189,8 +189,8 @@ def test_text_encoders_have_a_rate_of_their_own(folder: Path, small_path: Path, 
     ups = {key: float(value.abs().max()) for key, value in load_file(path).items() if key.endswith("up.weight")}
     assert {value for key, value in ups.items() if key.startswith("lora_te")} == {0.0}
     assert min(value for key, value in ups.items() if key.startswith("lora_unet")) > 0
-    given = options(folder, tmp_path / "b", **more, steps=1, train_text=True, ema_decay=0.0, sample_every=0)
-    after = ldm_lite.load(train(given, load_options(small_path)), device="cpu")
+    train_options = options(folder, tmp_path / "b", **more, steps=1, train_text=True, ema_decay=0.0, sample_every=0)
+    after = ldm_lite.load(train(train_options, load_options(small_path)), device="cpu")
     before = ldm_lite.load(small_path, device="cpu")
     name = "final_layer_norm.weight"
     assert torch.equal(after.text_encoder.get_parameter(name), before.text_encoder.get_parameter(name).half().float())

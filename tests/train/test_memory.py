@@ -110,30 +110,30 @@ def test_samples_that_cannot_be_drawn_do_not_end_the_run(
         raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate")
 
     monkeypatch.setattr(ldm_lite.Pipeline, "txt2img", full)
-    given = {"lora_rank": 2, "steps": 2, "save_every": 1}
-    train(options(folder, tmp_path / "run", **given), load_options(small_path))
+    arguments = {"lora_rank": 2, "steps": 2, "save_every": 1}
+    train(options(folder, tmp_path / "run", **arguments), load_options(small_path))
     assert len(drawn) == 2
     assert "step 2 has no samples (CUDA out of memory.): the run goes on; `sample_every=0` draws none" in caplog.text
     assert not list(tmp_path.rglob("samples*"))
     assert (tmp_path / "run" / "lora.safetensors").is_file()
     monkeypatch.undo()
-    train(options(folder, tmp_path / "run", **given | {"steps": 3, "resume": True}), load_options(small_path))
+    train(options(folder, tmp_path / "run", **arguments | {"steps": 3, "resume": True}), load_options(small_path))
     names = sorted(path.name for path in (tmp_path / "run").glob("samples*"))
     assert names[-1] == "samples-0000003.png"
     for every, wanted in ((0, []), (2, ["samples-0000002.png", "samples-0000003.png"])):
         out = tmp_path / str(every)
-        train(options(folder, out, **given | {"steps": 3, "sample_every": every}), load_options(small_path))
+        train(options(folder, out, **arguments | {"steps": 3, "sample_every": every}), load_options(small_path))
         assert sorted(path.name for path in out.glob("samples*")) == wanted
     assert os.listdir(tmp_path)
 
 
 def test_older_checkpoints_are_kept(folder: Path, small_path: Path, tmp_path: Path) -> None:
     """The last ones, each under the number of its step; without `keep` one alone."""
-    given = LORA | {"steps": 5, "save_every": 1}
-    train(options(folder, tmp_path / "two", **given, keep=2), load_options(small_path))
+    arguments = LORA | {"steps": 5, "save_every": 1}
+    train(options(folder, tmp_path / "two", **arguments, keep=2), load_options(small_path))
     names = sorted(path.name for path in (tmp_path / "two").glob("*.safetensors"))
     assert names == ["lora-0000004.safetensors", "lora-0000005.safetensors", "lora.safetensors"]
     last, older = ((tmp_path / "two" / name).read_bytes() for name in (names[1], names[0]))
     assert last == (tmp_path / "two" / "lora.safetensors").read_bytes() != older
-    train(options(folder, tmp_path / "one", **given), load_options(small_path))
+    train(options(folder, tmp_path / "one", **arguments), load_options(small_path))
     assert [path.name for path in (tmp_path / "one").glob("*.safetensors")] == ["lora.safetensors"]

@@ -110,10 +110,11 @@ def test_a_new_run_has_nothing_of_one_that_left_no_state(
 ) -> None:
     """Neither its log nor its samples and averages, and it keeps its own checkpoints; these are in another folder."""
     caplog.set_level("INFO")
-    given = {"lora_rank": 2, "save_every": 1, "keep": 1, "ema_lengths": True, "ema_decay": 0.5}
+    arguments = {"lora_rank": 2, "save_every": 1, "keep": 1, "ema_lengths": True, "ema_decay": 0.5}
     for name, (steps, resume) in {"first": (3, False), "second": (2, True), "third": (1, False)}.items():
         train(
-            options(folder, tmp_path, **given | {"steps": steps}, seed=steps, resume=resume), load_options(small_path)
+            options(folder, tmp_path, **arguments | {"steps": steps}, seed=steps, resume=resume),
+            load_options(small_path),
         )
         rows = [json.loads(line)["step"] for line in (tmp_path / "log.jsonl").read_text().splitlines()]
         assert rows == [*range(1, steps + 1)], name

@@ -133,8 +133,8 @@ def test_a_run_without_options_changes_the_unet_alone_and_little(
     sampled, read = ldm_lite.Pipeline.txt2img, losses_of_training.read
     monkeypatch.setattr(ldm_lite.Pipeline, "txt2img", lambda *a, **k: (prompts.extend(a[1]), sampled(*a, **k))[1])
     monkeypatch.setattr(losses_of_training, "read", lambda *a: (dropped.extend(a[2].tolist()), read(*a))[1])
-    given = plain_options(data=os.fspath(folder), out=os.fspath(tmp_path), steps=2, data_workers=0)
-    after = ldm_lite.load(train(given, load_options(small_path)), device="cpu")
+    train_options = plain_options(data=os.fspath(folder), out=os.fspath(tmp_path), steps=2, data_workers=0)
+    after = ldm_lite.load(train(train_options, load_options(small_path)), device="cpu")
     before = ldm_lite.load(small_path, device="cpu")
     assert prompts == [f"picture {i}" for i in range(4)]
     assert dropped == 3 * [False], "two steps and the check at the save, of one image each"

@@ -81,8 +81,8 @@ def test_runs_of_sd2_equal_diffusers(files: Callable[[str], Path], prediction: s
     pipe = ldm_lite.load(files("sd2"), device="cpu", prediction=prediction)
     latents = ddim_latents(pipe, NEGATIVE, 9.0)
     assert toy.relative_error(latents, GOLDEN[f"sd2.{prediction}.latents"]) < 1e-5
-    other = {"eps": "v", "v": "eps"}[prediction]
-    assert toy.relative_error(latents, GOLDEN[f"sd2.{other}.latents"]) > 0.1  # trap 7
+    arguments = {"eps": "v", "v": "eps"}[prediction]
+    assert toy.relative_error(latents, GOLDEN[f"sd2.{arguments}.latents"]) > 0.1  # trap 7
 
 
 def test_runs_with_a_depth_map_equal_diffusers(load: Load) -> None:
@@ -238,8 +238,8 @@ def test_turbo_is_detected_by_layout_or_two_signs(caplog: pytest.LogCaptureFixtu
     small, named = {"sample_size": "64"}, {"pipeline": "owner/a-Turbo, None"}
     for sign in (small, named):
         assert detect_family(shapes, ancestral | sign, sgm=True) == FAMILY_ROWS["sdxl_turbo"]
-        other = detect_family(shapes, ancestral | sign | {"family": "sdxl_base"}, sgm=True)
-        assert replace(other, resolution=1024) == SDXL
+        family = detect_family(shapes, ancestral | sign | {"family": "sdxl_base"}, sgm=True)
+        assert replace(family, resolution=1024) == SDXL
     assert "taken for SDXL-Turbo by its scheduler and its size: else add `metadata=family=sdxl_base`" in caplog.text
     for sign in (ancestral, small, named, euler | named):  # Euler: as of SDXL-Lightning
         assert replace(detect_family(shapes, sign, sgm=True), resolution=1024) == SDXL
@@ -447,9 +447,9 @@ def test_a_depth_map_is_read(files: Callable[[str], Path], tmp_path: Path, capsy
         (tmp_path / "out.png").unlink()
     assert not np.array_equal(*images)
     assert command(tmp_path, files("sd2_depth")) == 2
-    assert "got no depth map, but small Stable Diffusion 2 depth wants one: --depth FILE" in capsys.readouterr().err
+    assert "got no depth map, but small Stable Diffusion 2 depth expects one: --depth FILE" in capsys.readouterr().err
     assert command(tmp_path, files("sd2"), "--depth", str(tmp_path / "depth.png")) == 2
-    assert "got a depth map, but small Stable Diffusion 2.x wants none" in capsys.readouterr().err
+    assert "got a depth map, but small Stable Diffusion 2.x expects none" in capsys.readouterr().err
 
 
 def test_depth_maps_keep_all_their_bits(load: Load, tmp_path: Path) -> None:
@@ -549,7 +549,7 @@ def test_inpainting_files_are_refused_by_other_commands(
 ) -> None:
     for name in ("sd2_inpaint", "sdxl_inpaint"):
         assert command(tmp_path, files(name)) == 2
-        assert "which txt2img cannot use: take python -m ldm_lite.inpaint" in capsys.readouterr().err
+        assert "which txt2img cannot use: run python -m ldm_lite.inpaint" in capsys.readouterr().err
 
 
 def test_a_long_prompt_warns_once_with_two_encoders(load: Load, caplog: pytest.LogCaptureFixture) -> None:

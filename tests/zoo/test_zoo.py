@@ -157,8 +157,8 @@ def test_the_command_makes_an_image(
         ("ldm_semantic_synthesis", [__file__], "is not an image that can be read"),
         ("rdm768", ["{rgb}"], "is not a .npy file"),
         ("rdm768", ["{wide}"], "holds floats of shape (1, 41), expected (40,) or (T, 40)"),
-        ("ldm_bsr_sr", [], "take python -m ldm_lite.upscale"),
-        ("ldm_inpainting_big", [], "take python -m ldm_lite.inpaint"),
+        ("ldm_bsr_sr", [], "run python -m ldm_lite.upscale"),
+        ("ldm_inpainting_big", [], "run python -m ldm_lite.inpaint"),
     ],
 )
 def test_an_invalid_prompt_is_one_line(
@@ -220,8 +220,8 @@ def test_the_ema_copy_is_used(name: str, load: Load, tmp_path: Path) -> None:
     metadata = random_checkpoint.metadata(toy_zoo.small(name))
     pipe, true = ldm_lite.load(tmp_path / "ema.ckpt", device="cpu", metadata=metadata), load(name)
     assert all(map(torch.equal, pipe.unet.state_dict().values(), true.unet.state_dict().values()))
-    other = ldm_lite.load(tmp_path / "ema.ckpt", device="cpu", metadata=metadata, ema="no")
-    assert not torch.equal(other.unet.out[2].weight, true.unet.out[2].weight)
+    other_pipe = ldm_lite.load(tmp_path / "ema.ckpt", device="cpu", metadata=metadata, ema="no")
+    assert not torch.equal(other_pipe.unet.out[2].weight, true.unet.out[2].weight)
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ def test_a_product_is_the_convolution(frozen: bool, last: bool, monkeypatch: pyt
     assert conv.weight.is_contiguous(memory_format=torch.channels_last)
     x, grad = toy.normal(0, 2, 6, 5, 7), toy.normal(1, 2, 4, 5, 7)
     if last:
-        x, grad = (each.contiguous(memory_format=torch.channels_last) for each in (x, grad))
+        x, grad = (tensor.contiguous(memory_format=torch.channels_last) for tensor in (x, grad))
     inputs = [x.requires_grad_(), *([] if frozen else conv.parameters())]
     out = conv(x)
     assert "Convolution" not in type(out.grad_fn).__name__
@@ -55,7 +55,7 @@ def test_a_product_is_the_convolution(frozen: bool, last: bool, monkeypatch: pyt
 def test_a_convolution_is_a_product(size: tuple[int, int], last: bool) -> None:
     x, weight, bias = toy.normal(1, 2, 12, *size), toy.normal(2, 20, 12, 3, 3), toy.normal(3, 20)
     if last:
-        x, weight = (each.to(memory_format=torch.channels_last) for each in (x, weight))
+        x, weight = (tensor.to(memory_format=torch.channels_last) for tensor in (x, weight))
     wanted = F.conv2d(x.double(), weight.double(), bias.double(), padding=1)
     found = cpu.as_product(x, weight, bias)
     assert toy.relative_error(found, wanted.numpy()) < 1e-6
@@ -202,7 +202,7 @@ def test_a_batch_does_not_change_the_bits_of_what_comes_after(side: int) -> None
     use(conv, owns_weights=True)
     x = toy.normal(0, 2, 128, side, side)
     images = [x, x.contiguous(memory_format=torch.channels_last)]
-    before = [conv(each) for each in images]
+    before = [conv(image) for image in images]
     for count in (4, 8, 32):
         conv(toy.normal(1, count, 128, 2 * side, 2 * side))
     assert all(torch.equal(conv(each), bits) for each, bits in zip(images, before, strict=True))

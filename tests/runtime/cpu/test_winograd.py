@@ -35,9 +35,9 @@ def test_weights_in_parts(shape: tuple[int, ...], m: int, monkeypatch: pytest.Mo
     of_input = F.conv_transpose2d(grad.double(), weight.double(), padding=1)
     for part in (1, 3 * (m + 2) ** 2 * c, 2**25):
         monkeypatch.setattr(cpu, "PART", part)
-        for each in (weight, weight.contiguous(memory_format=torch.channels_last)):
-            assert toy.relative_error(cpu.filtered(x, each, None, m), wanted.numpy()) < 4e-6
-            assert toy.relative_error(cpu.filtered(grad, each, None, m, of_input=True), of_input.numpy()) < 4e-6
+        for tensor in (weight, weight.contiguous(memory_format=torch.channels_last)):
+            assert toy.relative_error(cpu.filtered(x, tensor, None, m), wanted.numpy()) < 4e-6
+            assert toy.relative_error(cpu.filtered(grad, tensor, None, m, of_input=True), of_input.numpy()) < 4e-6
 
 
 @pytest.fixture(scope="module")
