@@ -17,6 +17,7 @@ RUN python -c "import sys, tomllib; p = tomllib.load(open('pyproject.toml', 'rb'
     "${EXTRAS}" > requirements.txt && pip install -c constraints.txt -r requirements.txt
 COPY weights weights
 COPY README.md LICENSE ./
+COPY scripts/package_page.py scripts/
 COPY ldm_lite ldm_lite
 RUN pip install --no-deps . && useradd --create-home server && rm -rf /app/*
 

@@ -64,6 +64,17 @@ def test_the_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert (tmp_path / "apple.png").exists()
 
 
+def test_an_index_can_show_the_page() -> None:
+    """Where the repository's address is known, no link and no picture is relative."""
+    page = importlib.import_module("package_page")
+    assert page.with_addresses(README, page.repository({})) == README
+    address = page.repository({"GITHUB_REPOSITORY": "somebody/ldm_lite"})
+    text = page.with_addresses(README, address)
+    assert f'src="{address}/raw/main/docs/grid.png"' in text
+    assert f"]({address}/blob/main/docs/tour.md)" in text
+    assert not re.search(r'(\]\(|src=")(?!https?:)', text)
+
+
 def _commands() -> list[str]:
     """The command lines of this package in the documents, as they would be typed: in blocks, or inline with flags."""
     pages = [README, *(path.read_text() for path in [*ROOT.glob("docs/*.md"), ROOT / "weights" / "README.md"])]
