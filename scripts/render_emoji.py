@@ -966,7 +966,7 @@ def scenes(
     if two + shares["counts"] > 1:
         raise ValueError(f"got two {two} and counts {shares['counts']}, expected 1 or less together")
     if two > 0 and len(entries) < 2:
-        raise ValueError("got one emoji and scenes of two different ones: take --emoji 2 or more")
+        raise ValueError("got one emoji and scenes of two different ones: use --emoji 2 or more")
     if split == "held_out" and len(entries) < 200:
         raise ValueError(f"got {len(entries)} emoji, too few for held-out combinations of each: use 200 or more")
     if resolution < 16:

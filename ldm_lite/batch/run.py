@@ -49,7 +49,7 @@ def run_batch(options: BatchOptions, defaults: CheckedOptions, load: LoadOptions
         if beyond := task.store.beyond(table.shards):
             raise ValueError(
                 f"{place}: holds {beyond[0]}, but {table.path} has {table.shards} shards of {table.size} rows: "
-                "take another `out`, or delete that shard and its file in parts/"
+                "use another `out`, or delete that shard and its file in parts/"
             )
         task.store.clean(which, of)
         all_failed = _make(task, range(which, table.shards, of))

@@ -170,10 +170,10 @@ class LoadOptions(RuntimeOptions):
         metavar="FILE",
         common=True,
     )
-    vae: str | None = option(None, "take the autoencoder from this file", metavar="FILE", common=True)
-    unet: str | None = option(None, "take the UNet from this file", metavar="FILE")
+    vae: str | None = option(None, "load the autoencoder from this file", metavar="FILE", common=True)
+    unet: str | None = option(None, "load the UNet from this file", metavar="FILE")
     text_encoder: tuple[str, ...] = option(
-        (), "take a text encoder (CLIP-L, bigG, T5, Qwen3, ...) from this file; repeatable", metavar="FILE"
+        (), "load a text encoder (CLIP-L, bigG, T5, Qwen3, ...) from this file; repeatable", metavar="FILE"
     )
     tokenizer: str | None = option(
         None,

@@ -25,7 +25,7 @@ class FromPng(Feature):
     tasks: ClassVar = ("txt2img",)
     from_png: Any = option(
         None,
-        "take the prompt and the settings from the text of this picture, of AUTOMATIC1111's web UI or ldm_lite (PNG, "
+        "read the prompt and the settings from the text of this picture, of AUTOMATIC1111's web UI or ldm_lite (PNG, "
         "JPEG, WebP); other options override it",
         metavar="FILE",
     )

@@ -7,7 +7,7 @@ from ldm_lite.zoo.families import FAMILY_ROWS
 
 FACE_ID = (
     "an IP-Adapter FaceID, which reads the embedding of a face by InsightFace's network, which ldm_lite does not have: "
-    "take ip-adapter-plus-face or ip-adapter-full-face"
+    "use ip-adapter-plus-face or ip-adapter-full-face"
 )
 FOREIGN = {  # a pattern in a key -> the kind of file; the first match wins
     r"\.lora_(down|up|A|B)\.|\.lora\.(down|up)\.|^bundle_emb\.": "a LoRA (to be added to a checkpoint with `lora`)",

@@ -240,7 +240,7 @@ class TrainOptions(DataOptions, LearnedOptions, OptimiserOptions):
     resume: bool = option(False, "continue the run in that folder", common=True)
     config: str | None = option(
         None,
-        "take the options that are not given from this file: the config.toml of a run",
+        "read the options that are not given from this file: the config.toml of a run",
         metavar="FILE",
         common=True,
     )

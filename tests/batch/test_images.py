@@ -313,7 +313,7 @@ def test_what_is_no_table(
         (["--sampler", "best"], "unknown sampler 'best'"),
         (
             ["--manifest", "parquet"],
-            f"manifest.parquet needs pyarrow: {pip_install('batch')}, or take --manifest jsonl",
+            f"manifest.parquet needs pyarrow: {pip_install('batch')}, or use --manifest jsonl",
         ),
         (["--engine", "ray"], f"ray is not installed: {pip_install('ray')}"),
         (["--engine", "ray", "--workers", "2:1"], "got --workers '2:1', expected a number from 1, or MIN:MAX"),
