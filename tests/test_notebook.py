@@ -12,6 +12,13 @@ from PIL import Image
 NOTEBOOK = Path(__file__).parent.parent / "docs" / "examples" / "first_steps.ipynb"
 
 
+def test_the_names_that_it_imports_exist() -> None:
+    cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
+    code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    imports = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Import | ast.ImportFrom)]
+    exec(compile(ast.Module(imports, []), "imports", "exec"), {})
+
+
 @pytest.mark.slow
 def test_first_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
