@@ -30,6 +30,8 @@ from ldm_lite.zoo.family import Folder
 log = logging.getLogger("ldm_lite")
 
 MOST_SHARDS = 1000
+CHECKPOINTS = (".safetensors", ".ckpt", ".gguf", ".pth", ".pt")
+MOST_NAMED = 10  # files of a folder, in a message
 ROLES = ("unet", "transformer", "vae", "text_encoder", "text_encoder_2", "text_encoder_3")
 # Of a pipeline beside its networks.  Anything else in model_index.json is ignored, and a message says so.
 BESIDE = (
@@ -143,8 +145,12 @@ def _text_encoder(folder: Path, name: str, network: Tensors, open_clip: bool) ->
 
 def _open_network(folder: Path) -> Tensors:
     """Open the weights in the folder of one network, in one file or in shards."""
-    file = _weights([path.name for path in folder.iterdir() if not path.is_dir()])
+    names = sorted(path.name for path in folder.iterdir() if not path.is_dir())
+    file = _weights(names)
     if file is None:
+        if checkpoints := [name for name in names if name.lower().endswith(CHECKPOINTS)]:
+            some = ", ".join(checkpoints[:MOST_NAMED]) + (", ..." if len(checkpoints) > MOST_NAMED else "")
+            raise ValueError(f"{folder}: is not a diffusers folder; use one of its files: {some}")
         raise ValueError(
             f"{folder}: is a folder without weights, expected a checkpoint, or a diffusers folder with weights in "
             "diffusion_pytorch_model.safetensors or the like"

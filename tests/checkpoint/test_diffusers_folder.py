@@ -144,6 +144,17 @@ def test_folders_of_all_image_encoders_are_read(
             open_source(tmp_path)
 
 
+def test_a_folder_of_checkpoints_names_them(tmp_path: Path) -> None:
+    for name in ("b.ckpt", "a.safetensors", "notes.txt", "c.gguf"):
+        (tmp_path / name).touch()
+    with pytest.raises(ValueError, match=r"use one of its files: a\.safetensors, b\.ckpt, c\.gguf$"):
+        ldm_lite.load(tmp_path, device="cpu")
+    for number in range(20):
+        (tmp_path / f"{number}.safetensors").touch()
+    with pytest.raises(ValueError, match=r"17\.safetensors, \.\.\.$"):
+        ldm_lite.load(tmp_path, device="cpu")
+
+
 @pytest.mark.slow
 def test_what_is_wrong_is_one_line(tmp_path: Path) -> None:
     folder, about = save(tmp_path / "lcm", "lcm"), told(LCM)
