@@ -370,7 +370,7 @@ def test_the_tests_of_a_place_are_those_that_speak_of_it() -> None:
         ("train/losses.py", "class DiffusionLoss", "train/"),
         ("formats/gguf.py", "general.alignment", "checkpoint/test_gguf.py"),
         ("features/noise.py", "def change_job", "diffusion/test_noise.py"),
-        ("cli/image_headers.py", "components", "test_image_files.py"),
+        ("image_headers.py", "components", "test_image_files.py"),
         ("serve/library.py", "def works", "serve/test_protection.py"),
     ):
         text = (ROOT / "ldm_lite" / file).read_text(encoding="utf-8")
