@@ -276,7 +276,7 @@ def test_an_option_that_a_message_names_exists() -> None:
     groups: tuple[type, ...] = (Options, Img2img, Inpaint, Upscale, Cascade, StageOptions, LoadOptions, SaveOptions)
     groups = (*groups, Export, Train, Bench, Reconstruct, Verify, ServeOptions, BatchOptions)
     names = {each.name for group in groups for each in dataclasses.fields(group)}
-    names |= {"draw", "output", "C", "f", "config", "run_row"}  # of Python, the original scripts, train.averages alone
+    names |= {"draw", "output", "C", "f", "config", "run_row", "step"}  # of Python, old scripts, train.averages alone
     root, count = Path(ldm_lite.__file__).parent, 0
     for file in sorted(root.rglob("*.py")):
         for text in messages(ast.parse(file.read_text())):
