@@ -167,7 +167,7 @@ class Estimated(TorchDispatchMode):
             flops = 4.0 * q.numel() * k.shape[2] * padded
             self.add("attention", size, flops * FLOPS / 450e12, 4.0)
         else:
-            self.add(class_of(name), size)
+            self.add("pointwise" if name == "biased_sum" else class_of(name), size)
         return out
 
 

@@ -4,6 +4,7 @@ The three weights become views of one tensor, so changes in place are seen.  Gra
 cast, copied or replaced, take three products again.
 """
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -79,7 +80,7 @@ def come_apart(layer: Any) -> None:
         unpatch(layer)
 
 
-@kernel
+@functools.partial(kernel, is_whole=True)
 def _forward(layer: Any, x: Tensor, context: Tensor) -> Tensor:
     if not _is_usable(layer) or context is not x:
         return Attention.forward(layer, x, context)

@@ -33,18 +33,23 @@ class Patch:
         return Patch(self.function, copy.deepcopy(self.module, memo))
 
 
-def kernel(function: Function) -> Function:
+def kernel(function: Function, is_whole: bool = False) -> Function:
     """Decorate a patch that computes what the module's class does, from the same arguments.
 
-    A network that has only such patches still runs as written.
+    A network that has only such patches still runs as written.  One that is whole does not call all of its parts.
     """
-    function.is_kernel = True  # type: ignore[attr-defined]
+    function.is_kernel, function.is_whole = True, is_whole  # type: ignore[attr-defined]
     return function
 
 
 def is_kernel(function: Function | None) -> bool:
     """Whether a patch computes what its module's class does."""
     return getattr(function, "is_kernel", False)
+
+
+def is_whole(function: Function | None) -> bool:
+    """Whether a patch computes what parts of the module do, without calling them."""
+    return getattr(function, "is_whole", False)
 
 
 def patch(module: nn.Module, function: Function) -> None:

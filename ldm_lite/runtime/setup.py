@@ -141,7 +141,7 @@ def _use_kernels(
     vars(network)["plain_kernels"] = PLAIN in kernels
     if device.type == "cuda" or (on_cpu and not in_float32):
         weights_channels_last(network)
-    if device.type == "cuda":
+    if device.type == "cuda" and PLAIN not in kernels:
         fused_norm.use(network)
         if "qkv" in kernels and _is_on(weight, device):  # weights that move come apart
             joined.use(network)

@@ -20,7 +20,7 @@ from ldm_lite.core.layers import Conv1x1
 from ldm_lite.core.plan import Row
 from ldm_lite.runtime import joined
 from ldm_lite.runtime.compile import PLAIN_CALLS
-from ldm_lite.runtime.patching import patch, patch_of
+from ldm_lite.runtime.patching import is_whole, patch, patch_of
 
 LAYERS = (nn.Linear, nn.Conv2d, Conv1x1, nn.GroupNorm, nn.LayerNorm)
 
@@ -42,10 +42,10 @@ class Together:
         self._trials: Counter[object] = Counter()
         self.count = 1  # images in the running batch
         self._same: dict[object, bool] = {}  # what runs -> whether a batch has the bits of single images, and pays
-        joined_layers = list(joined.joined_layers(network))
-        parts_of_joined = {part for layer in joined_layers for part in layer.modules()}
-        layers = [module for module in network.modules() if type(module) in LAYERS and module not in parts_of_joined]
-        for layer in (*joined_layers, *layers):
+        whole = [module for module in network.modules() if is_whole(patch_of(module))]
+        parts = {part for module in whole for part in module.modules()}
+        layers = [module for module in network.modules() if type(module) in LAYERS and module not in parts]
+        for layer in (*whole, *layers):
             patch(layer, _InTurn(self, patch_of(layer) or type(layer).forward))
 
     def __getstate__(self) -> dict[str, Any]:
@@ -93,19 +93,17 @@ class Together:
                 images.append(self._step(network, *image, *how))
         return torch.cat(images, dim=1)
 
-    def layer(self, inner: Callable[..., Tensor], layer: nn.Module, x: Tensor, kind: object = None) -> Tensor:
-        """Run a layer, by its inner forward, image by image where that gives other bits.
-
-        kind tells which of its kernels runs, if that changes.
-        """
+    def layer(self, inner: Callable[..., Tensor], layer: nn.Module, *inputs: Tensor) -> Tensor:
+        """Run a layer, by its inner forward, image by image where that gives other bits."""
         count = self.count
-        if count == 1 or len(x) % count:
-            return inner(layer, x)
-        key = (id(layer), kind, count, x.shape, x.stride(), x.dtype)
+        if count == 1 or len(inputs[0]) % count:
+            return inner(layer, *inputs)
+        kind = joined.is_joined(layer) if "joined" in vars(layer) else None  # else it runs other products
+        key = (id(layer), kind, count, *((x.shape, x.stride(), x.dtype) for x in inputs))
         if key not in self._same:
-            probe = torch.randn_like(x)  # in the layout of x
-            self._same[key] = torch.equal(inner(layer, probe), _each(inner, layer, probe, count))
-        return inner(layer, x) if self._same[key] else _each(inner, layer, x, count)
+            probes = _mapped(torch.randn_like, inputs)  # in the layout of the inputs
+            self._same[key] = torch.equal(inner(layer, *probes), _each(inner, layer, probes, count))
+        return inner(layer, *inputs) if self._same[key] else _each(inner, layer, inputs, count)
 
 
 class _InTurn:
@@ -116,16 +114,8 @@ class _InTurn:
     def __init__(self, together: Together, inner: Callable[..., Tensor]) -> None:
         self.together, self.inner = together, inner
 
-    def __call__(self, layer: nn.Module, x: Tensor, context: Tensor | None = None) -> Tensor:
-        """Run the layer; one of attention, which has a context, if it is joined: it attends to x itself."""
-        if context is None:
-            return self.together.layer(self.inner, layer, x)
-        if context is not x:
-            return self.inner(layer, x, context)
-        return self.together.layer(self._of_itself, layer, x, joined.is_joined(layer))
-
-    def _of_itself(self, layer: nn.Module, x: Tensor) -> Tensor:
-        return self.inner(layer, x, x)
+    def __call__(self, layer: nn.Module, *inputs: Tensor) -> Tensor:
+        return self.together.layer(self.inner, layer, *inputs)
 
 
 def _timed(run: Callable[..., Tensor], network: Network, registers: Tensor, *inputs: Any) -> tuple[Tensor, float]:
@@ -141,14 +131,24 @@ def _timed(run: Callable[..., Tensor], network: Network, registers: Tensor, *inp
     return out, now() - start
 
 
-def _each(inner: Callable[..., Tensor], layer: nn.Module, x: Tensor, count: int) -> Tensor:
-    """Run a layer on the rows of each image; return all rows in the order of x."""
-    last = x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last)
-    layout = torch.channels_last if last else torch.contiguous_format
-    outs = [inner(layer, x[i::count].contiguous(memory_format=layout)) for i in range(count)]
-    last = outs[0].ndim == 4 and outs[0].is_contiguous(memory_format=torch.channels_last)
-    out = outs[0].new_empty((len(x), *outs[0].shape[1:]))
-    out = out.contiguous(memory_format=torch.channels_last) if last else out
-    for i, rows in enumerate(outs):
-        out[i::count] = rows
+def _mapped(change: Callable[[Tensor], Tensor], inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Change the inputs of a layer; those that are the same tensor stay so, as of attention to itself."""
+    changed = {id(x): change(x) for x in inputs}
+    return tuple(changed[id(x)] for x in inputs)
+
+
+def _each(inner: Callable[..., Tensor], layer: nn.Module, inputs: tuple[Tensor, ...], count: int) -> Tensor:
+    """Run a layer on the rows of each image; return all rows in the order of the inputs."""
+    outs = []
+    for i in range(count):
+        rows = _mapped(lambda x: _laid_out(x[i::count], like=x), inputs)  # noqa: B023 (called at once)
+        outs.append(inner(layer, *rows))
+    out = _laid_out(outs[0].new_empty((len(inputs[0]), *outs[0].shape[1:])), like=outs[0])
+    for i, rows_of_image in enumerate(outs):
+        out[i::count] = rows_of_image
     return out
+
+
+def _laid_out(x: Tensor, like: Tensor) -> Tensor:
+    last = like.ndim == 4 and like.is_contiguous(memory_format=torch.channels_last)
+    return x.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)

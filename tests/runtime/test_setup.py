@@ -52,7 +52,7 @@ def test_offloaded_networks_are_set_up_for_where_they_compute(
     assert tried == {"cuda"}
     assert functions(networks["unet"]) == {attention._FUNCTIONS["cudnn"]}
     patches = {patch_of(module) for module in networks["unet"].modules()} - {None}
-    assert patches == {fused_norm._forward}, "not the CPU's kernels"
+    assert patches == {fused_norm._forward, fused_norm._res_block}, "not the CPU's kernels"
 
 
 def test_without_flags_all_is_as_load_has_it(small_path: Path) -> None:
