@@ -80,6 +80,7 @@ def _triton() -> Any:
     return importlib.import_module("ldm_lite.runtime.triton_kernels")
 
 
+@functools.cache
 def runs_on(device: torch.device) -> bool:
     """Whether these kernels are for a device; on the meta device they are counted."""
     has_triton = device.type == "cuda" and torch.version.cuda is not None and importlib.util.find_spec("triton")
