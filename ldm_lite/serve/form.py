@@ -45,7 +45,11 @@ NOT_FOR = {
     "upscale": HIRES | {"width", "height", "fixed_code"},
 }
 SERVER_LIMITS = {"steps": "max_steps", "batch_size": "max_images"}  # limits of the server -> of the fields
-EXAMPLES = [  # of prompts for the bundled model
+UNDERSTANDS = (  # the bundled model
+    "This model draws emoji, flat or 3d: one, two beside each other, or up to three of a kind, on one of 16 colours or "
+    "a gradient."
+)
+EXAMPLES = [  # of prompts for it
     "a red apple on a blue background",
     "a rocket, 3d",
     "a cat and a dog on a yellow background",
@@ -126,6 +130,7 @@ def described(engine: Engine) -> dict[str, Any]:
         # of the first model
         "usual": {name: as_text(value) for name, value in usual.items()} | {"sampler": label(facts.sampler)},
         "examples": EXAMPLES if library.is_bundled else [],
+        "understands": UNDERSTANDS if library.is_bundled else "",
         "max_pixels": engine.limits.max_pixels,
     }
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from PIL import Image
-from serving import engine_of
+from serving import engine_of, library_of
 
 pytestmark = pytest.mark.extra
 pytest.importorskip("fastapi")
@@ -93,8 +93,6 @@ def test_wrong_values_are_one_line_about_their_field(
 
 
 def test_a_plot_has_a_request_for_each_cell(small_path: Path, tmp_path: Path) -> None:
-    from serving import library_of
-
     from ldm_lite.serve import form
 
     for name in ("one", "two"):
@@ -139,7 +137,6 @@ def test_the_settings_of_another_picture_reset_the_form(engine: Any) -> None:
 def test_a_second_pass_may_use_a_network_of_the_server(small_path: Path, tmp_path: Path) -> None:
     import esrgan
     import torch
-    from serving import library_of
 
     from ldm_lite.serve import form
 
@@ -177,3 +174,8 @@ def test_fields_are_described_as_the_options_are_declared(engine: Any) -> None:
     assert groups[0] == "What to make"  # in the order of --help
     assert groups.index("How to sample") < groups.index("Fewer network calls, for nearly the same picture")
     assert about["models"] == ["small"]
+    assert (about["examples"], about["understands"]) == ([], "")
+    bundled = form.described(engine_of(library_of()))
+    assert bundled["examples"]
+    assert bundled["understands"].startswith("This model draws emoji")
+    assert bundled["usual"]["steps"] == "20"

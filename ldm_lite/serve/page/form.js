@@ -114,6 +114,7 @@ function usual(name) {
 
 /** Prompts and shapes to click. */
 function makeChoices() {
+  $("#stage .understands").textContent = about.understands;
   $("#stage .chips").append(...about.examples.map((prompt) => button(prompt, () => apply({ prompt }))));
   const side = +about.usual.width, unit = side < 256 ? 16 : 64;
   const sizes = SHAPES.map(([across, down]) => [across / down, down / across].map((ratio) =>
