@@ -11,7 +11,7 @@ import pytest
 @pytest.mark.slow
 def test_runs_that_are_killed_at_random_end_as_one_that_never_was(tmp_path: Path) -> None:
     """A few of two kinds; `python scripts/kill_runs.py FOLDER` kills 20 runs of every kind."""
-    command = [sys.executable, kill_runs.__file__, tmp_path / "runs", "--kinds", "lora,text", "--runs", "2"]
+    command = [sys.executable, kill_runs.__file__, tmp_path / "runs", "--kinds", "lora,encoded", "--runs", "2"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=3000)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "every run ended in the files of one that was not killed" in done.stdout
