@@ -550,8 +550,9 @@ class Engine:
             if len({ticket.client for ticket in list(self.queue)}) > 1:
                 self.library.wait()  # for what the device has been told to do
             seconds = self.clock() - start
-            for client in clients:
-                self._seconds[client] = self._seconds.get(client, self._turn) + seconds / len(clients)
+            with self._changed:
+                for client in clients:
+                    self._seconds[client] = self._seconds.get(client, self._turn) + seconds / len(clients)
             if run is not None:
                 self._stint = seconds + (self._stint if run is self._last else 0.0)
                 self._last = run

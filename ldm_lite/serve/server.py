@@ -37,6 +37,7 @@ FEWEST_FILES = 32  # of these, if the system allows no more
 MOST_FEW = 8  # connections, whatever the system allows
 KEPT = 8  # connections for the routes that need no key, besides the others
 LOOK = 1.0  # seconds between two looks at a connection
+ARENA_MAX = -8  # M_ARENA_MAX of glibc's malloc.h
 TRIM = 2.0  # seconds after which freed memory goes back to the system
 
 
@@ -216,8 +217,14 @@ def log_lines() -> None:
     logging.getLogger("ldm_lite.access").setLevel(logging.INFO)
 
 
+def _share_arena() -> None:
+    """Let threads that begin later allocate from one arena: glibc gives nothing of the ends of the others back."""
+    if (set_option := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
+        set_option(ARENA_MAX, 1)
+
+
 def _trim() -> None:
-    """Give freed memory back from time to time: glibc keeps what its many threads have freed."""
+    """Give freed memory back from time to time, which glibc keeps."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     while trim is not None:
         time.sleep(TRIM)
@@ -251,6 +258,7 @@ def serve(options: ServeOptions, load: LoadOptions, key: str | None) -> None:
 
     Raises ValueError, OSError: for a model that cannot be loaded, an address that is taken.
     """
+    _share_arena()
     try:  # the address is taken before the model is loaded; uvicorn listens once it is
         family = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)[0][0]
         listening = socket.socket(family, socket.SOCK_STREAM)
