@@ -125,7 +125,8 @@ class _Numbers(Collector):
 class _Guard:
     """ASGI middleware.  Refuses requests by their host name, origin and key; counts, times and logs the answers.
 
-    Each request has an account in the ledger, until its answer is sent.
+    Each request has an account in the ledger, until its answer is sent.  Starlette's TrustedHostMiddleware has no rule
+    for addresses, which pass here, and what counts answers within the application would not see what is refused here.
     """
 
     def __init__(

@@ -457,9 +457,10 @@ async def ended(request: Request, ticket: Ticket) -> None:
     check_ended(ticket)
 
 
-async def changes(tickets: Sequence[Ticket], silence: float = KEEP_ALIVE) -> AsyncIterator[bool]:
-    """Yield True now and after changes of tickets until all have ended, and False after so many seconds of silence."""
+async def changes(tickets: Sequence[Ticket], silence: float | None = None) -> AsyncIterator[bool]:
+    """Yield True now and after changes of tickets until all have ended, and False after seconds of silence."""
     changed, loop, is_last = asyncio.Event(), asyncio.get_running_loop(), False
+    silence = KEEP_ALIVE if silence is None else silence
 
     def notify() -> None:
         if not loop.is_closed():

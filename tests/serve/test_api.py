@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from PIL import Image, ImageDraw
 from serving import Running, b64, opened, wait
+from waiting import wait_for
 
 pytestmark = pytest.mark.extra
 pytest.importorskip("uvicorn")
@@ -125,6 +126,30 @@ def test_interrupting_keeps_what_is_there_and_closing_gives_up(
     stream.close()
     assert make(server, batch_size=2)[-1][1]["images"] == 2
     assert server.engine.totals["cancelled"] == before + 1
+
+
+def test_streams_that_wait_are_not_looked_at(start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch) -> None:
+    """240 of them took a third of a processor, looking ten times a second."""
+    from ldm_lite.serve import api
+
+    server, go, looks, progress = start(), threading.Event(), list[int](), api._progress
+    monkeypatch.setattr(server.engine, "_denoise", lambda run: not go.wait(60))
+    monkeypatch.setattr(api, "_progress", lambda *args: looks.append(1) or progress(*args))
+    connections = [http.client.HTTPConnection("127.0.0.1", server.port, timeout=60) for _ in range(6)]
+    for connection in connections:
+        connection.request(
+            "POST", "/api/images", json.dumps({"prompt": "x", "steps": "2", "width": "32", "height": "32"})
+        )
+    responses = [connection.getresponse() for connection in connections]
+    wait_for(lambda: len(server.engine.queue) == 6 and len(looks) >= 6, "all requests")
+    time.sleep(3 * api.LOOK)
+    before = len(looks)
+    time.sleep(6 * api.LOOK)
+    assert len(looks) == before
+    go.set()
+    assert all(b"event: done" in response.read() for response in responses)
+    for connection in connections:
+        connection.close()
 
 
 def test_a_silent_stream_is_kept_open(

@@ -93,7 +93,7 @@ def test_nothing_is_held_once_requests_have_ended(start: Callable[..., Running])
         connection = HTTPConnection("127.0.0.1", running.port, timeout=60)
         connection.request("POST", path, json.dumps(SMALL | {"steps": 150}))
         wait_for(lambda: running.engine.running, "a request that runs")
-        assert held()["127.0.0.1"] > 0
+        wait_for(lambda: held()["127.0.0.1"] > 0, "what it holds")
         connection.close()
         wait_for(lambda: not running.engine.running, "its end")
     wait_for(lambda: not held(), "an empty ledger")
