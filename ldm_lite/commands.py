@@ -14,7 +14,7 @@ from typing import Any
 
 from ldm_lite.cli import command_options, console, flags
 from ldm_lite.cli.declared import option_rows
-from ldm_lite.cli.options import LoadOptions, SaveOptions, changed
+from ldm_lite.cli.options import LoadOptions, SaveOptions, given, with_features
 from ldm_lite.cli.task_options import Img2imgOptions, InpaintOptions, Txt2imgOptions, UpscaleOptions
 
 
@@ -60,8 +60,8 @@ def main_of(name: str, about: str | None, module: str = "") -> Callable[..., int
             return status
         parsed, original = flags.parse(rest, name, first_line, (*command.groups, *kinds), command.extend)
         options, features = parsed[: len(command.groups)], parsed[len(command.groups) :]
-        if used := tuple(feature for feature in features if feature != type(feature)()):
-            options[0] = changed(options[0], features=used)
+        if used := [feature for feature in features if given(feature)]:
+            options[0] = with_features(options[0], used, set().union(*map(given, used)))
 
         def run() -> None:
             module, _, function = command.run.partition(".")

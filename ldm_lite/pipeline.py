@@ -21,7 +21,7 @@ from ldm_lite import generate
 from ldm_lite.checkpoint.loading import load_model
 from ldm_lite.checkpoint.model import CheckpointModel
 from ldm_lite.cli.declared import option_rows as option_rows
-from ldm_lite.cli.options import LoadOptions, changed
+from ldm_lite.cli.options import LoadOptions, with_features
 from ldm_lite.cli.progress import step_bar
 from ldm_lite.cli.task_options import (
     ConditioningOptions,
@@ -439,7 +439,7 @@ def _prepared(
     on_step, progress = rest.pop("on_step", None), rest.pop("progress", False)
     options = _options(kind, function, rest, ["progress", "on_step", *features.FEATURES])
     if theirs:
-        options = changed(options, features=tuple(features.features_of(theirs)))
+        options = with_features(options, features.features_of(theirs), theirs)
     _check_devices(model)
     prepared = task.prepare(model, options)
     if not progress:

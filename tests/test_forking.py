@@ -1,6 +1,7 @@
 """The diffs of docs/forking.md apply to this checkout, and what they add works."""
 
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -19,6 +20,7 @@ from runs import unet_calls
 
 import ldm_lite
 from ldm_lite import img2img, txt2img, verify
+from ldm_lite.batch import __main__ as batch
 from ldm_lite.core import features
 from ldm_lite.core.features import import_file
 
@@ -204,6 +206,41 @@ def test_options_of_a_feature_beside_the_others(glow: Path, small: ldm_lite.Pipe
     result.save(tmp_path / "a.png")
     [again] = small.txt2img(from_png=tmp_path / "a.png", glow=2.0, output="result")
     assert "Glow: 2.0, Glow halo: 3" in again.parameters
+    # an option that is given overrules a picture's text, at its default too, in Python and as a flag
+    [again] = small.txt2img(from_png=tmp_path / "a.png", halo=1, output="result")
+    assert "Glow: 1.0" in again.parameters
+    assert "halo" not in again.parameters
+
+
+def test_a_flag_of_a_feature_at_its_default_overrules_a_picture(
+    glow: Path, small: ldm_lite.Pipeline, small_path: Path, tmp_path: Path
+) -> None:
+    import_file(glow)
+    small.txt2img("a", glow=1.0, halo=3, steps=1, output="result")[0].save(tmp_path / "a.png")
+    argv = ["--ckpt", str(small_path), "--device", "cpu", "--feature", str(glow), "--halo", "1"]
+    assert txt2img.main([*argv, "--from-png", str(tmp_path / "a.png"), "--out", str(tmp_path / "b.png")]) == 0
+    with Image.open(tmp_path / "b.png") as image:
+        text = image.info["parameters"]
+    assert "Glow: 1.0" in text
+    assert "halo" not in text
+
+
+def test_options_of_a_feature_are_columns_of_batch(
+    glow: Path, small_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table, out = tmp_path / "rows.csv", tmp_path / "out"
+    table.write_text("id,prompt,glow,halo\na,x,1.5,\nb,x,2,4\nc,x,ten,\nd,x,99,\n", encoding="utf-8")
+    argv = [str(table), "--ckpt", str(small_path), "--device", "cpu", "--steps", "1", "--manifest", "jsonl"]
+    assert batch.main([*argv, "--format", "folder", "--feature", str(glow), "--out", str(out)]) == 0
+    rows = {row["row"]: row for row in map(json.loads, (out / "manifest.jsonl").read_text().splitlines())}
+    written = {number: json.loads(next(out.rglob(f"{number:09}.json")).read_text())["parameters"] for number in (0, 1)}
+    assert "Glow: 1.5" in written[0]
+    assert "Glow: 2.0, Glow halo: 4" in written[1]
+    assert "glow 'ten'" in rows[2]["error"]
+    assert "got glow 99" in rows[3]["error"].replace("`", "")
+    glow.write_text(OWN + "\n# changed\n", encoding="utf-8")  # then it is another job
+    assert batch.main([*argv, "--format", "folder", "--feature", str(glow), "--out", str(out)]) == 2
+    assert "feature" in capsys.readouterr().err
 
 
 def test_names_that_clash_and_commands_without_images(

@@ -8,12 +8,14 @@ import hashlib
 import io
 import json
 import logging
+import os
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,8 +24,10 @@ from torch import Tensor
 from ldm_lite.batch.rows import Failed, RowItem, TableRows, describe, group
 from ldm_lite.batch.store import COLUMNS, Report, Task, check_job, collected
 from ldm_lite.batch.table import TableRow as TableRow
-from ldm_lite.cli.task_options import Txt2imgOptions
+from ldm_lite.cli.declared import option_rows
+from ldm_lite.cli.task_options import InpaintOptions, Txt2imgOptions
 from ldm_lite.cli.version import __version__
+from ldm_lite.core.features import import_file
 from ldm_lite.networks import digest
 from ldm_lite.toolkit import (
     Batch,
@@ -68,6 +72,10 @@ class ImageWorker:
     def __init__(self, task: Task) -> None:
         """Load the model.  Raises ValueError, one line, for options that fit no row, or that are not the folder's."""
         self.task, self.store = task, task.store
+        self.features = [task.folder / Path(file).expanduser() for file in task.options.feature]
+        for file in self.features:
+            import_file(file)
+        option_rows(InpaintOptions)  # which refuses names that clash
         self.model = load_model(task.load)
         able = tasks_of(self.model)
         if not {"txt2img", "img2img", "inpaint"} & set(able):
@@ -132,6 +140,8 @@ class ImageWorker:
         family = f"{model.family.title}, {model.schedule.prediction}, {model.family.scale_factor:g}"
         place = {"device": model.device.type, "dtype": short_name(model.dtype)}
         versions = {"ldm_lite": __version__, "torch": torch.__version__}
+        if self.features:
+            changed["feature"] = contents(tuple(map(os.fspath, self.features)))
         return {**changed, **shape, **place, **versions, "model": family, "weights": digest(*model.networks.values())}
 
     def _images(self, items: Sequence[RowItem]) -> Iterator[Made | Failed]:

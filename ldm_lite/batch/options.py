@@ -6,9 +6,10 @@ import typing
 from dataclasses import dataclass
 from typing import Any
 
+from ldm_lite.cli.declared import option_rows
 from ldm_lite.cli.options import MOST, CheckedOptions
 from ldm_lite.cli.task_options import Img2imgOptions, InpaintOptions
-from ldm_lite.core.declare import option
+from ldm_lite.core.declare import option, types_of
 
 # Options of one image, each of which may be a column of the table and, for rows without a value, a flag.
 SHARED = (
@@ -56,6 +57,9 @@ class BatchOptions(CheckedOptions):
         1000, "rows of a shard, which one process makes; only complete ones are kept", within=(1, MOST)
     )
     batch_size: int = option(8, "images at a time, of rows with the same settings", within=(1, 4096))
+    feature: tuple[str, ...] = option(
+        (), "a Python file of features of your own, whose options may be columns; repeat it for several", metavar="FILE"
+    )
     most_pixels: int | None = option(
         None, "rows of more pixels fail (default: 16 times those of the model, or 2048 x 2048)", within=(1, MOST)
     )
@@ -107,7 +111,8 @@ def column_type(name: str) -> Any:
         return str
     if name == "seed":  # of a row, one
         return int
-    if _ALL[name].metadata["parse"] is not None:
+    row, kind = option_rows(InpaintOptions).get(name) or (_ALL[name], Img2imgOptions)
+    if row.metadata["parse"] is not None:
         return None
-    hint = _HINTS[name]
+    hint = _HINTS[name] if name in _HINTS else types_of(kind)[name]
     return next(kind for kind in (int, float, bool, str) if kind in (hint, *typing.get_args(hint)))

@@ -13,7 +13,8 @@ from typing import Any
 from ldm_lite import Pipeline
 from ldm_lite.batch.options import COLUMNS, FILES, LISTS, SHARED, column_type
 from ldm_lite.batch.table import TableRow, as_column
-from ldm_lite.cli.options import SEEDS, CheckedOptions
+from ldm_lite.cli.declared import registered
+from ldm_lite.cli.options import SEEDS, CheckedOptions, changed
 from ldm_lite.cli.synonyms import advice
 from ldm_lite.cli.task_options import Img2imgOptions, InpaintOptions, Txt2imgOptions
 from ldm_lite.toolkit import prompt_kind, text_length, with_networks
@@ -94,6 +95,7 @@ class TableRows:
             if prompt is None and prompt_kind(self.model) != "none":
                 raise ValueError("has no prompt")
             loras = values.pop("lora", ())
+            of_features = {name: values.pop(name) for name in registered() if name in values}
             negative = values.pop("negative_prompt", getattr(self.defaults, "negative_prompt"))  # noqa: B009
             kind = _KINDS[len(files)]
             names = {field.name for field in dataclasses.fields(kind)}
@@ -101,7 +103,7 @@ class TableRows:
                 task, needs = kind.__name__.removesuffix("Options").lower(), "" if files else ": it needs an init_image"
                 raise ValueError(f"got {unused[0]}, which {task} does not have{needs}")
             shared = {key: getattr(self.defaults, key) for key in (*SHARED, "embedding") if key in names}
-            options = kind(**shared | values | {"seed": seed})
+            options = changed(kind(**shared | values | {"seed": seed}), **of_features)
             options = dataclasses.replace(options, seed=0, negative_prompt=None)
             options = with_networks(options, self._networks)
             side = self.model.family.resolution
@@ -152,7 +154,7 @@ class TableRows:
         values: dict[str, Any] = {}
         for column, value in row.items():
             name = as_column(column)
-            if name in COLUMNS:
+            if name in COLUMNS or name in registered():
                 cell = convert(name, value)
                 if name in LISTS:
                     cell = tuple(map(self._with_paths, cell))

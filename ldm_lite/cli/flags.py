@@ -167,6 +167,7 @@ def parse(
         for group in groups:
             names = [field.name for field in dataclasses.fields(group) if field.name in values]
             options.append(group(**{name: values.pop(name) for name in names}))
+            object.__setattr__(options[-1], "_given", {*names})  # of a feature of one's own, too
     except (TypeError, ValueError) as error:
         parser.error(as_flags(str(error)))
     return options, values

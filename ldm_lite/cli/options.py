@@ -8,7 +8,7 @@ Nothing here imports torch, so `--help` is instant.
 import dataclasses
 import functools
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -57,7 +57,7 @@ def given(options: CheckedOptions) -> set[str]:
         for row in dataclasses.fields(feature)
         if differ(getattr(feature, row.name), row.default)
     }
-    return {name for name in getattr(options, "_given", ()) if getattr(options, name) is not None} | own
+    return {name for name in getattr(options, "_given", ()) if getattr(options, name, name) is not None} | own
 
 
 def changed(options: AnyOptions, **changes: Any) -> AnyOptions:
@@ -74,6 +74,13 @@ def changed(options: AnyOptions, **changes: Any) -> AnyOptions:
         changes["features"] = (*(other for other in features if other is not mine), feature)
     replaced = dataclasses.replace(options, **changes)
     object.__setattr__(replaced, "_given", getattr(options, "_given", set()) | changes.keys())
+    return replaced
+
+
+def with_features(options: AnyOptions, features: Sequence[Any], names: Iterable[str]) -> AnyOptions:
+    """Return options with features of one's own, of whose options these names were given, perhaps at their defaults."""
+    replaced = changed(options, features=tuple(features))
+    object.__setattr__(replaced, "_given", {*getattr(replaced, "_given"), *names})  # noqa: B009
     return replaced
 
 
