@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 from PIL import Image
 
 from ldm_lite import Control
+from ldm_lite.cli.declared import option_rows, registered
 from ldm_lite.cli.flags import sections
-from ldm_lite.cli.options import names_files
+from ldm_lite.cli.options import changed, names_files
 from ldm_lite.cli.task_options import HiresOptions, Img2imgOptions, InpaintOptions, Txt2imgOptions, UpscaleOptions
 from ldm_lite.diffusion.names import SAMPLERS, label
 from ldm_lite.diffusion.schedule import SPACINGS, number
@@ -80,6 +81,10 @@ def fields() -> dict[str, Field]:
                 if option.metadata["flag"] and not names_files(option) and option.name not in LEFT_OUT | NOT_FOR[task]:
                     group = str(owner.__doc__).partition(".")[0]
                     by_name.setdefault(option.name, Field(option, group, [])).tasks.append(task)
+        for name, (option, owner) in option_rows(kind).items():  # of features of one's own
+            if owner is not kind and not names_files(option) and task in (getattr(owner, "tasks", ()) or TASKS):
+                group = str(owner.__doc__).partition(".")[0]
+                by_name.setdefault(name, Field(option, group, [])).tasks.append(task)
     return by_name
 
 
@@ -258,7 +263,8 @@ def _options(task: str, values: Mapping[str, Any], engine: Engine) -> Txt2imgOpt
             more = {name: control[name] for name in ("weight", "start", "end", "preprocess")}
             network = library.file("controlnets", control["name"])
             options["control"] = (Control(network, image, name=control["name"], **more),)
-    return TASKS[task](**options)
+    of_features = {name: options.pop(name) for name in registered() if name in options}
+    return changed(TASKS[task](**options), **of_features)
 
 
 def _picture(values: Mapping[str, Any], name: str, what: str, engine: Engine) -> Image.Image:
@@ -279,13 +285,14 @@ def settings(image: Image.Image) -> tuple[dict[str, Any], str, list[str]]:
     if is_first := "Hires upscale" not in kept:  # the strength is that of an image to start from
         kept.pop("Denoising strength", None)
     named, ignored = options_of(text._replace(settings=kept), set())
-    options = Txt2imgOptions(**named)
+    of_features = {name: value for name, value in named.items() if name in registered()}
+    options = Txt2imgOptions(**{name: value for name, value in named.items() if name not in of_features})
     remarks = [f"ignored settings: {', '.join(key[:60] for key in ignored[:40])}"] if ignored else []
     if "Tiling" in text.settings:
         remarks.append("the server makes no seamless images: ignored settings: Tiling")
     always = ("sampler", "spacing", "steps", "scale", "width", "height", "eta")
     values: dict[str, Any] = {
-        name: getattr(options, name) if name in named else field.default
+        name: getattr(options, name, named[name]) if name in named else field.default
         for name, (field, *_) in fields().items()
         if name in named or field.metadata["png"] or name in always
     }

@@ -63,6 +63,9 @@ class ServeOptions(LimitOptions):
     embeddings: str | None = option(
         None, "folder of textual inversions, which prompts use by name", metavar="DIR", common=True
     )
+    feature: tuple[str, ...] = option(
+        (), "a Python file of features of your own, whose options the page shows; repeatable", metavar="FILE"
+    )
     api_key: str | None = option(None, "key that requests need, or @FILE that holds it", metavar="KEY", common=True)
     allow_host: tuple[str, ...] = option(
         (), "name under which the server is reached, besides localhost and addresses; repeatable", metavar="NAME"

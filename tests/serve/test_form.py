@@ -179,3 +179,32 @@ def test_fields_are_described_as_the_options_are_declared(engine: Any) -> None:
     assert bundled["examples"]
     assert bundled["understands"].startswith("This model draws emoji")
     assert bundled["usual"]["steps"] == "20"
+
+
+def test_options_of_a_feature_of_ones_own_are_fields(
+    engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ldm_lite.core import features
+    from ldm_lite.serve import form
+
+    monkeypatch.setattr(features, "FEATURES", dict(features.FEATURES))
+    monkeypatch.setattr(form, "fields", form.fields.__wrapped__)  # which a server calls after its features are known
+    path = tmp_path / "glow.py"
+    path.write_text(
+        "from ldm_lite.core.features import Feature, option, register_feature\n\n\n"
+        "@register_feature\nclass Glow(Feature):\n"
+        '    """Light around things."""\n\n'
+        '    glow: float = option(0.0, "how much", within=(0, 9), png="Glow")\n',
+        encoding="utf-8",
+    )
+    features.import_file(path)
+    [about] = [field for field in form.described(engine)["fields"] if field["name"] == "glow"]
+    assert (about["kind"], about["within"], about["group"]) == ("number", ["0", "9"], "Light around things")
+    assert "glow" in form.axes("img2img")
+    (request,) = read(engine, glow="1.5").requests
+    assert [feature.glow for feature in request.options.features] == [1.5]
+    with pytest.raises(ValueError, match=r"got `glow` 10.0, expected 0 to 9"):
+        read(engine, glow="10")
+    image = Image.new("RGB", (8, 8))
+    image.info["parameters"] = "a cat\nSteps: 5, Glow: 2.5, Version: ldm_lite 0.1"
+    assert form.settings(image)[0]["glow"] == "2.5"
