@@ -267,7 +267,10 @@ def test_a_grid_is_of_a_hundred_images_at_most_for_compat_too(
 
 @pytest.mark.parametrize(
     ("options", "warns"),
-    [({}, False), ({"hires": 2}, True), ({"width": 128}, True), ({"seamless": "x"}, False), ({"height": 32}, False)],
+    [
+        *(({}, False), ({"hires": 2}, True), ({"hires": 1.5}, True), ({"seamless": "x"}, False)),
+        *(({"width": 128}, True), ({"width": 96}, True), ({"height": 32}, True), ({"height": 72}, False)),
+    ],
 )
 def test_the_small_model_says_once_what_it_was_trained_on(
     pipe: Pipeline, options: dict[str, Any], warns: bool, caplog: pytest.LogCaptureFixture
@@ -275,7 +278,7 @@ def test_the_small_model_says_once_what_it_was_trained_on(
     pipe.txt2img(["a", "b"], steps=2, **options)
     messages = [record.getMessage() for record in caplog.records if "was trained at" in record.getMessage()]
     assert messages == warns * [
-        "small was trained at 64 x 64 pixels, and larger images are distorted: use that size, or a larger model"
+        "small was trained at 64 x 64 pixels, and other sizes are distorted: use that size, or a larger model"
     ]
     assert sum("too small a model for `seamless`" in message for message in caplog.messages) == ("seamless" in options)
 
@@ -284,7 +287,7 @@ def test_an_extended_image_of_the_small_model_is_warned_of_once(
     pipe: Pipeline, caplog: pytest.LogCaptureFixture
 ) -> None:
     pipe.inpaint("a", 2 * [torch.zeros(3, 64, 64)], extend="left=64", steps=1)
-    assert len([message for message in caplog.messages if "larger images are distorted" in message]) == 1
+    assert len([message for message in caplog.messages if "other sizes are distorted" in message]) == 1
     caplog.clear()
     pipe.img2img("a", torch.zeros(3, 64, 64), steps=1)
     assert not [message for message in caplog.messages if "was trained on" in message]

@@ -99,10 +99,11 @@ class Task:
     def _warn_of_size(self, shape: tuple[int, int, int]) -> None:
         """Log once that small models, as the bundled one, make nothing of sizes that they were not trained on."""
         side, factor = self.model.family.resolution, self.model.vae.spec.factor
-        if self.model.family.is_small and max(shape[1:]) * factor > 1.5 * side and not self._warned:
+        is_other = any(abs(length * factor - side) > side / 8 for length in shape[1:])
+        if self.model.family.is_small and is_other and not self._warned:
             self._warned.append(True)
             log.warning(
-                "%s was trained at %d x %d pixels, and larger images are distorted: use that size, or a larger model",
+                "%s was trained at %d x %d pixels, and other sizes are distorted: use that size, or a larger model",
                 *(self.model.name, side, side),
             )
 
