@@ -38,6 +38,7 @@ os.environ.update(threads.settings())  # before torch is loaded
 import compare_samplers as comparison
 import numpy as np
 import torch
+from emoji_words import other_names
 from PIL import Image, ImageDraw
 from render_emoji import (
     COLOURED,
@@ -107,6 +108,8 @@ NEW_GRADIENTS_ACROSS = ("{x}, {c} along the left border and {c2} along the right
 NEW_STYLES = {FLAT: ("{x}",), SOLID: ("{x} as a 3d model", "a rendered 3d {x}")}
 SHARE_NEW = 0.25
 KINDS = ("one", "tinted", "two", "counted", "sized", "gradient")
+CALLED, CHARACTERS = "called", "characters"  # one emoji by another name, and as the character that it is
+ALL_KINDS = (*KINDS, CALLED, CHARACTERS)
 STYLES = (FLAT, SOLID)
 FIRST_SEED = 2**40  # of the noise, far from any seed that people try
 FIRST_SCENE = 2**50  # of the classifier's renders, far from those of training
@@ -145,10 +148,17 @@ class Prompt:
 
 
 def draw_prompts(
-    entries: Sequence[Entry], count: int, seed: int, allowed: Callable[[Entry], Sequence[str]]
+    entries: Sequence[Entry], count: int, seed: int, allowed: Callable[[Entry], Sequence[str]], kind: str = "one"
 ) -> list[Prompt]:
     """Prompts of random emoji on random backgrounds, out of those that `allowed` gives for an emoji."""
-    rng, prompts = np.random.default_rng([seed, 0xE40]), []
+
+    def name_of(entry: Entry) -> str:
+        if kind == CALLED:
+            names = other_names()[entry.names[0]]
+            return names[int(rng.integers(len(names)))]
+        return entry.character if kind == CHARACTERS else any_name(rng, entry)
+
+    rng, prompts = np.random.default_rng([seed, 0xE40, *([] if kind == "one" else [ALL_KINDS.index(kind)])]), []
     for k in range(count):
         label = int(rng.integers(len(entries)))
         while not allowed(entries[label]):
@@ -159,8 +169,8 @@ def draw_prompts(
         if choice > 1 - SHARE_PLAIN * (1 - SHARE_NEW) and "white" in colours:
             templates, colour = PLAIN, "white"
         template = templates[int(rng.integers(len(templates)))]
-        text = caption(template, any_name(rng, entries[label]), colour)
-        prompts.append(Prompt(text, template, label, colour, FIRST_SEED + seed * 2**24 + k))
+        text = caption(template, name_of(entries[label]), colour)
+        prompts.append(Prompt(text, template, label, colour, FIRST_SEED + seed * 2**24 + k, kind))
     return prompts
 
 
@@ -233,8 +243,8 @@ def all_prompts(world: World, kinds: Sequence[str], count: int, seed: int, split
 
     for i, kind in enumerate(kinds):
         part = count // len(kinds) + (i < count % len(kinds))
-        if kind == "one":
-            prompts += draw_prompts(world.entries, part, seed, allowed)
+        if kind in ("one", CALLED, CHARACTERS):
+            prompts += draw_prompts(world.entries, part, seed, allowed, kind)
         else:
             shares = {
                 "tinted": {"tinted": 1.0},
@@ -347,7 +357,7 @@ def by_group(verdicts: Sequence[Verdict]) -> dict[str, dict[str, object]]:
     groups["all"] = list(verdicts)
     for name in ("trained wording", "new wording"):
         groups[name] = [v for v in verdicts if v.prompt.group == name]
-    for kind in KINDS:
+    for kind in ALL_KINDS:
         groups[kind] = [v for v in verdicts if v.prompt.kind == kind]
     for style in STYLES:
         groups[style] = [v for v in verdicts if v.prompt.style == style]
@@ -945,7 +955,7 @@ def run(args: argparse.Namespace) -> None:
     settings = Settings(args.sampler or pipe.family.sampler, steps, scale, args.batch)
     named_plan(settings.sampler, pipe.schedule, steps)  # a mistake is said before the classifier is trained
     kinds, styles = args.kinds.split(","), tuple(args.styles.split(","))
-    for what, asked, known in (("kind", kinds, KINDS), ("style", styles, STYLES)):
+    for what, asked, known in (("kind", kinds, ALL_KINDS), ("style", styles, STYLES)):
         if unknown := [name for name in asked if name not in known]:
             raise ValueError(f"got the {what} {unknown[0]!r}, expected some of {', '.join(known)}")
     if not 2 <= args.colours <= len(COLOURS):
@@ -1009,7 +1019,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--emoji", type=int, default=440, metavar="N", help="how many of the vocabulary it knows (default: %(default)s)"
     )
     parser.add_argument(
-        "--kinds", default=",".join(KINDS), metavar="LIST", help=f"of {','.join(KINDS)} (default: %(default)s)"
+        "--kinds", default=",".join(KINDS), metavar="LIST", help=f"of {','.join(ALL_KINDS)} (default: %(default)s)"
     )
     parser.add_argument(
         "--styles", default=",".join(STYLES), metavar="LIST", help=f"of {','.join(STYLES)} (default: %(default)s)"

@@ -40,7 +40,7 @@ PRINTING = {
     *("tasks.command", "tasks.export", "tasks.reconstruct", "tasks.verify"),
     *("train.__main__", "train.averages"),
     "batch.__main__",
-    "core.__main__",
+    *("core.__main__", "core.words"),
 }
 COMMANDS = {
     "txt2img",

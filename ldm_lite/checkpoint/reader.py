@@ -35,6 +35,7 @@ FILE_OPENERS: list[tuple[bytes, Any]] = [
 ]
 # ... and a pattern of a key -> Tensors -> Tensors in the original layout, or None; all that match, in this order.
 KEY_ADAPTERS: list[tuple[str, str]] = [
+    *files.ADAPTERS,
     (  # of networks whose other keys are those of a known family
         r"(^|\.)(time_embed\.timestep_embedder|context_embedder_norm|caption_projection\.0\.linear|byt5_in"
         r"|context_embedder\.token_refiner|(text|visual)_transformer_blocks)\.|individual_token_refiner\."
@@ -237,7 +238,7 @@ EMA = "model_ema."
 METADATA_OF_ROLE = {
     "unet": ("unet_num_heads", "unet_head_dim", "sample_size"),
     "vae": ("scaling_factor", "shift_factor"),
-    "text_encoder": ("text_activation", "text_num_heads", "text_skip"),
+    "text_encoder": ("text_activation", "text_num_heads", "text_skip", "words"),
     "text_encoder_2": ("text_2_activation", "text_2_num_heads"),
 }
 

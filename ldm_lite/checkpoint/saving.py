@@ -47,6 +47,8 @@ def save_model(model: CheckpointModel, path: Path) -> None:
     metadata = describe(model.family)
     if model.family.sampler != FAMILY_ROWS[metadata["family"]].sampler:
         metadata[f"{PREFIX}sampler"] = model.family.sampler
+    if model.family.words:  # training, which describes the family too, may teach others
+        metadata[f"{PREFIX}words"] = model.family.words
     if not isinstance(model.family.noise, Flow):
         usual = model.family.noise.schedule(model.schedule.prediction)
         if model.schedule.spacing is not None:

@@ -6,6 +6,7 @@ Shape letters: B prompts, K chunks of T tokens each, D width of the context.
 
 import dataclasses
 import logging
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from ldm_lite.checkpoint.model import CheckpointModel
 from ldm_lite.cli.task_options import ConditioningOptions
 from ldm_lite.core.denoise import Conditioning as Parts
 from ldm_lite.core.files import imported
+from ldm_lite.core.words import unknown_words
 from ldm_lite.diffusion.guidance import Guidance, classifier_free
 from ldm_lite.models.bert import BERTTextEncoder
 from ldm_lite.models.ops import guidance_embedding
@@ -94,6 +96,9 @@ def encode_prompts(model: CheckpointModel, prompts: Prompts, options: PromptOpti
         for prompt in dict.fromkeys(prompts):
             if line := tokenizer.too_long(tokenizer.clean(prompt or "")):
                 log.warning("%s", line)
+    for prompt in dict.fromkeys(prompts) if model.family.words else ():
+        if unknown := unknown_words(_without_syntax(model, prompt or "", options.syntax), model.family.words):
+            log.warning("%s %s", model.name, unknown)
     with model.phase(*model.family.texts):
         return conditioner.encode(model, prompts, options)
 
@@ -199,6 +204,15 @@ def _as_read(model: CheckpointModel, prompts: Iterable[str | None], syntax: str)
     """Return prompts as plain text where the text encoder has no weights.  Raises ValueError for a prompt with some."""
     plain = syntax != "plain" and not conditioner_of(model).has_weights
     return [without_weights(prompt) if plain and prompt else prompt for prompt in prompts]
+
+
+def _without_syntax(model: CheckpointModel, prompt: str, syntax: str) -> str:
+    """Return the words of a prompt, without weights and the names of embeddings."""
+    pieces = imported("ldm_lite.text.prompt:parse")(prompt) if syntax == "a1111" else [(prompt, 1.0)]
+    text = " ".join(piece for piece, _ in pieces if isinstance(piece, str))
+    for name, _ in [] if model.tokenizer is None else model.tokenizer.added:
+        text = re.sub(re.escape(name), " ", text, flags=re.IGNORECASE)
+    return text
 
 
 def image_size(model: CheckpointModel, options: PromptOptions) -> tuple[int, int]:

@@ -45,6 +45,7 @@ class Family:
     resolution: int  # pixels per side
     steps: int
     scale: float  # of classifier-free guidance
+    words: str = ""  # that the text encoder was trained on, if not on all: see words.py
 
     @property
     def schedule(self) -> Schedule:
@@ -64,6 +65,7 @@ FACTS: dict[str, tuple[str, Any]] = {
     "sampler": ("sampler", str),
     "steps": ("steps", int),
     "guidance": ("scale", float),
+    "words": ("words", str),
 }
 # And of a network, whose weights do not tell its heads: kind -> fact, and the size in its spec that heads divide.
 HEADS = {"unet": ("unet_num_heads", "model_channels"), "clip": ("text_num_heads", "width")}
@@ -219,7 +221,7 @@ def schedule_of(file: Tensors, family: Family) -> Schedule:
 
 def facts_of(family: Family) -> dict[str, str]:
     """Return the metadata of which with_facts() makes the same family again: see saving.save."""
-    values = {fact: getattr(family, field) for fact, (field, _) in FACTS.items()}
+    values = {fact: value for fact, (field, _) in FACTS.items() if (value := getattr(family, field)) != ""}
     heads = {fact: family.specs[kind].heads for kind, (fact, _) in HEADS.items()}
     facts = {"family": "sd1", **values, **heads}
     return {PREFIX + fact: str(value) for fact, value in facts.items()}

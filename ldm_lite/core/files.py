@@ -96,7 +96,7 @@ OPENERS: list[tuple[bytes, Any]] = [
     (rb"PK\x03\x04|\x80", _open_torch),  # a zip file, or a pickle alone
 ]
 # A pattern of a key, and a function Tensors -> Tensors in the original layout, or None.  All that match are tried.
-ADAPTERS: list[tuple[str, Any]] = []
+ADAPTERS: list[tuple[str, Any]] = [(r"token_embedding\.rows$", f"{__package__}.words:whole_tables")]
 
 
 def imported(entry: Any) -> Any:

@@ -18,6 +18,7 @@ from ldm_lite.core.image import MOST_PIXELS
 from ldm_lite.core.layers import AttentionFn, shared_copy, use_attention
 from ldm_lite.core.plan import Plan
 from ldm_lite.core.schedule import Level, Schedule
+from ldm_lite.core.words import unknown_words
 
 log = logging.getLogger("ldm_lite")
 
@@ -101,6 +102,8 @@ class Model:
         for text in dict.fromkeys(prompts):
             if dropped := self.family.tokenizer.dropped(text):
                 log.warning("the prompt is too long, dropped: %s", dropped)
+            if unknown := unknown_words(text, self.family.words):
+                log.warning("%s %s", self.name, unknown)
         return self.family.condition(self, prompts)
 
     @torch.no_grad()

@@ -161,7 +161,7 @@ class _Unpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-_DTYPES = {torch.float16: "F16", torch.float32: "F32"}  # in .safetensors files
+_DTYPES = {torch.float16: "F16", torch.float32: "F32", torch.int32: "I32"}  # in .safetensors files
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:

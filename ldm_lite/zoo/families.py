@@ -377,6 +377,7 @@ METADATA_FACTS = (
     Fact("shift_factor", "shift_factor", float),
     Fact("resolution", "resolution", int, required=True),
     Fact("sample_size", gives=("resolution",), in_folders=True),  # of the latents
+    Fact("words", "words"),
     Fact("steps", "steps", int),
     Fact("guidance", "scale", float),
     Fact("sampler", "sampler", in_folders=True),

@@ -3,6 +3,7 @@
 import copy
 import importlib.util
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,16 +12,17 @@ import texts
 import torch
 import train_emoji
 from PIL import Image
-from safetensors.torch import load_file
 from torch.nn import functional as F
 from training import losses
 
 import ldm_lite
 from ldm_lite.checkpoint import hub
 from ldm_lite.checkpoint.parts import load_autoencoder
+from ldm_lite.checkpoint.reader import open_checkpoint, parts_of
 from ldm_lite.cli.options import LoadOptions
 from ldm_lite.core.tokenizer import END as EOT
 from ldm_lite.core.tokenizer import START as SOT
+from ldm_lite.models.clip import CLIPTextModel
 from ldm_lite.pipeline import Pipeline
 from ldm_lite.train.batches import Batch, Draws
 from ldm_lite.train.options import TrainOptions
@@ -50,6 +52,11 @@ def run(command: str, renderer: Path, out: Path, *more: str) -> Path:
     small_run = () if command == "new" else SMALL_RUN
     assert train_emoji.main([command, "--renderer", str(renderer), "--out", str(out), *small_run, *more]) == 0
     return out if command == "new" else out / "model.safetensors"
+
+
+def tensors_of(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a checkpoint, with whole token tables."""
+    return dict(parts_of(open_checkpoint(path)).file)
 
 
 @pytest.fixture(scope="module")
@@ -101,10 +108,50 @@ def test_tokens_that_no_caption_has_stay_zero(start: Path, renderer: Path, tmp_p
     assert used_tokens(start) == used_tokens(after) == tokens
 
 
+def test_other_words_stand_where_the_usual_ones_did() -> None:
+    assert train_emoji.aligned([SOT, 5, 6, 7, 9, EOT, EOT, EOT], [SOT, 5, 8, 9, EOT, EOT, EOT, EOT]) == [
+        *(0, 1, 2, 2, 3, 4, 5, 6)
+    ]
+    assert train_emoji.aligned([SOT, 5, 9, EOT, EOT, EOT], [SOT, 5, 6, 8, 9, EOT]) == [0, 1, 4, 5, 5, 5]
+    assert train_emoji.aligned([SOT, 7, EOT, EOT], [SOT, 5, 6, EOT]) == [0, 2, 3, 3]
+
+
+def test_other_words_are_copied_from_the_usual_ones(bundled: Pipeline) -> None:
+    model = replace(bundled, networks=copy.deepcopy(dict(bundled.networks)))
+    caption, other = "a cat on a red background", "a moggy on a red background"
+    assert isinstance(model.text_encoder, CLIPTextModel)
+    encoder, tokenizer = model.text_encoder.requires_grad_(True), model.tokenizer
+    ids, usual_ids = tokenizer([other]), tokenizer([caption])
+    places = train_emoji.aligned(ids[0].tolist(), usual_ids[0].tolist())
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_emoji, "reworded", lambda text, rng: (other, text)[int(rng.integers(2))])
+        usual = encoder(usual_ids)
+        apart = F.mse_loss(encoder(ids), usual[:, places])
+        with torch.enable_grad():
+            train_emoji.copy_words(model, [caption], 40, seed=0, size=4)
+        assert F.mse_loss(encoder(ids), usual[:, places]) < 0.2 * apart
+        assert F.mse_loss(encoder(usual_ids), usual) < 0.2 * apart
+    table = encoder.embeddings.token_embedding.weight
+    assert int((table != bundled.text_encoder.embeddings.token_embedding.weight).any(dim=1).sum()) <= 10
+
+
+def test_a_packed_checkpoint_is_the_same_model_with_its_words(start: Path, tmp_path: Path) -> None:
+    path = tmp_path / "packed.safetensors"
+    assert train_emoji.main(["pack", "--ckpt", str(start), "--out", str(path)]) == 0
+    assert path.stat().st_size < start.stat().st_size - 10_000_000
+    whole, packed = tensors_of(start), tensors_of(path)
+    assert whole.keys() == packed.keys()
+    assert all(torch.equal(packed[key], value) for key, value in whole.items())
+    words = ldm_lite.load(path, device="cpu").family.words.splitlines()
+    assert "colours: white, black, red, orange, green, blue" in words, "those that the six captions have"
+    assert not any("apple" in line for line in words)
+
+
 @pytest.mark.slow
 def test_a_text_encoder_learns_alone(renderer: Path, tmp_path: Path) -> None:
     bundled = str(hub.bundled())
     more = ("--ckpt", bundled, "--scenes", "6", "--steps", "30", "--caption-dropout", "0", "--min-timestep", "900")
+    more += ("--copy-steps", "2", "--truth", "1")
     path = run("text", renderer, tmp_path / "a", *more)
     values = losses(tmp_path / "a")
     assert np.mean(values[-5:]) < 0.7 * np.mean(values[:5])
@@ -112,12 +159,13 @@ def test_a_text_encoder_learns_alone(renderer: Path, tmp_path: Path) -> None:
     run("text", renderer, tmp_path / "b", *more, "--resume")
     assert losses(tmp_path / "b") == values
     assert parts.read_bytes() == path.read_bytes()
-    before, after = load_file(bundled), load_file(path)
+    before, after = tensors_of(hub.bundled()), tensors_of(path)
     assert before.keys() == after.keys()
     changed = {key for key, value in before.items() if not torch.equal(after[key], value)}
     assert changed
     assert all(key.startswith("cond_stage_model.") for key in changed)
-    assert ldm_lite.load(path, device="cpu").family == ldm_lite.load(device="cpu").family
+    known = ldm_lite.load(device="cpu").family
+    assert ldm_lite.load(path, device="cpu").family == replace(known, words=""), "it may have learned others"
     assert (tmp_path / "a" / "loss.png").exists() == (importlib.util.find_spec("matplotlib") is not None)
 
 
@@ -168,12 +216,12 @@ def test_a_decoder_learns_alone(renderer: Path, tmp_path: Path) -> None:
     parts = run("decoder", renderer, tmp_path / "b", *more, "--minutes", "0")
     run("decoder", renderer, tmp_path / "b", *more, "--resume")
     assert parts.read_bytes() == path.read_bytes()
-    before, after = load_file(hub.bundled()), load_file(path)
+    before, after = tensors_of(hub.bundled()), tensors_of(path)
     assert before.keys() == after.keys()
     changed = {key for key, value in before.items() if not torch.equal(after[key], value)}
     assert {key.split(".")[1] for key in changed} == {"decoder", "post_quant_conv"}
     assert all(key.startswith("first_stage_model.") for key in changed)
-    assert ldm_lite.load(path, device="cpu").family == ldm_lite.load(device="cpu").family
+    assert ldm_lite.load(path, device="cpu").family == replace(ldm_lite.load(device="cpu").family, words="")
 
 
 def test_slopes_are_compared_wherever_edges_lie_and_as_steep_as_they_are() -> None:

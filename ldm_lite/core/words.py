@@ -1,0 +1,85 @@
+"""The words that a text encoder was trained on, as a file's metadata list them: `python -m ldm_lite.core.words [FILE]`.
+
+Other words are read, but as what they are not: a model says so, and this prints what it knows, a line for each thing.
+"""
+
+import difflib
+import functools
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from torch import Tensor
+
+from ldm_lite.core.family import PREFIX
+from ldm_lite.core.files import Tensors, imported, open_tensors
+
+# Letters, a number, or one character of any other kind that is no punctuation, such as an emoji.
+WORD = re.compile(r"[^\W\d_]+|\d+|[^\w\s\x00-\x7f\ufe0f\u200d\u2010-\u2027]")
+MOST_UNKNOWN = 5
+
+
+@functools.lru_cache(maxsize=8)
+def _known(words: str) -> frozenset[str]:
+    return frozenset(WORD.findall(words.lower()))
+
+
+def unknown_words(text: str, words: str) -> str:
+    """Say which words of a text are not in a list, and which are spelled like them; "" if there is no list, or none."""
+    known = _known(words)
+    unknown = [word for word in dict.fromkeys(WORD.findall(text)) if word.lower() not in known]
+    if not known or not unknown:
+        return ""
+    named = ", ".join(map(repr, unknown[:MOST_UNKNOWN])) + ", ..." * (len(unknown) > MOST_UNKNOWN)
+    alike = (difflib.get_close_matches(word.lower(), known, n=2, cutoff=0.75) for word in unknown[:MOST_UNKNOWN])
+    nearest = ", ".join(dict.fromkeys(word for words_alike in alike for word in words_alike))
+    hint = f"; nearest: {nearest}" if nearest else ""
+    advice = f"`python -m {__package__}.words` lists what it knows"
+    return f"was not trained with {named}, in which it reads nothing{hint}; {advice}"
+
+
+def main() -> int:
+    """Print the words of a file, or of the bundled model; return the exit code."""
+    path = Path(sys.argv[1]) if len(sys.argv) > 1 else imported(f"{__package__}.pipeline:bundled")()
+    try:
+        metadata = open_tensors(path).metadata
+    except (ValueError, OSError) as error:
+        print(f"{__package__}.words: {error}", file=sys.stderr)
+        return 1
+    print(metadata.get(f"{PREFIX}words") or metadata.get("words") or f"{path}: lists no words: it may know any")
+    return 0
+
+
+# ---- tables of which a file holds the learned rows ------------------------------------------------------------------
+
+ROW_NUMBERS = (
+    "token_embedding.rows"  # (N,): the numbers of the rows that token_embedding.weight (N,D) holds; others are zero
+)
+MOST_ROWS = 2**20
+
+
+def whole_tables(tensors: Tensors) -> Tensors:
+    """Return a file's tensors with its token tables as networks have them, up to the last row that the file holds.
+
+    Raises ValueError, one line, for rows without numbers that rise from 0 or more.
+    """
+    shapes, numbers = dict(tensors.shapes), {}
+    for key in [key for key in tensors if key.endswith(ROW_NUMBERS)]:
+        table, rows = key.removesuffix("rows") + "weight", tensors[key].long()
+        height, *width = shapes.get(table, ())
+        is_rising = rows.shape == (height,) and height > 0 and rows[0] >= 0 and bool((rows.diff() > 0).all())
+        if len(width) != 1 or not is_rising or rows[-1] >= MOST_ROWS:
+            raise ValueError(f"in {tensors.path.name} the rows of {table} have no numbers that rise: download it again")
+        del shapes[key]
+        shapes[table], numbers[table] = (int(rows[-1]) + 1, *width), rows
+
+    def read(key: str) -> Tensor:
+        values = tensors.read(key)
+        return values.new_zeros(shapes[key]).index_copy(0, numbers[key], values) if key in numbers else values
+
+    return replace(tensors, shapes=shapes, read=read)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
