@@ -116,23 +116,34 @@ def test_other_words_stand_where_the_usual_ones_did() -> None:
     assert train_emoji.aligned([SOT, 7, EOT, EOT], [SOT, 5, 6, EOT]) == [0, 2, 3, 3]
 
 
-def test_other_words_are_copied_from_the_usual_ones(bundled: Pipeline) -> None:
+def test_other_words_are_copied_from_the_usual_ones_which_stay(bundled: Pipeline) -> None:
     model = replace(bundled, networks=copy.deepcopy(dict(bundled.networks)))
-    caption, other = "a cat on a red background", "a moggy on a red background"
+    caption, other = "a cat on a red background", "a zeppelin on a red background"
     assert isinstance(model.text_encoder, CLIPTextModel)
-    encoder, tokenizer = model.text_encoder.requires_grad_(True), model.tokenizer
+    encoder, tokenizer = model.text_encoder, model.tokenizer
     ids, usual_ids = tokenizer([other]), tokenizer([caption])
     places = train_emoji.aligned(ids[0].tolist(), usual_ids[0].tolist())
+    before = encoder.embeddings.token_embedding.weight.clone()
     with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(train_emoji, "reworded", lambda text, rng: (other, text)[int(rng.integers(2))])
         usual = encoder(usual_ids)
         apart = F.mse_loss(encoder(ids), usual[:, places])
         with torch.enable_grad():
             train_emoji.copy_words(model, [caption], 40, seed=0, size=4)
-        assert F.mse_loss(encoder(ids), usual[:, places]) < 0.2 * apart
-        assert F.mse_loss(encoder(usual_ids), usual) < 0.2 * apart
-    table = encoder.embeddings.token_embedding.weight
-    assert int((table != bundled.text_encoder.embeddings.token_embedding.weight).any(dim=1).sum()) <= 10
+        assert F.mse_loss(encoder(ids), usual[:, places]) < 0.5 * apart
+        assert torch.equal(encoder(usual_ids), usual)
+    table, known = encoder.embeddings.token_embedding.weight, before.any(dim=1)
+    assert torch.equal(table[known], before[known])
+
+
+@pytest.mark.needs("emoji font")
+def test_a_model_learns_words(tmp_path: Path) -> None:
+    path = tmp_path / "words.safetensors"
+    more = ("--renderer-options", '{"emoji":440}', "--scenes", "3", "--steps", "2")
+    assert train_emoji.main(["words", "--ckpt", str(hub.bundled()), "--out", str(path), *more]) == 0
+    before, after = tensors_of(hub.bundled()), tensors_of(path)
+    [changed] = [key for key, value in before.items() if not torch.equal(after[key], value)]
+    assert changed.endswith("token_embedding.weight")
 
 
 def test_a_packed_checkpoint_is_the_same_model_with_its_words(start: Path, tmp_path: Path) -> None:
@@ -151,7 +162,6 @@ def test_a_packed_checkpoint_is_the_same_model_with_its_words(start: Path, tmp_p
 def test_a_text_encoder_learns_alone(renderer: Path, tmp_path: Path) -> None:
     bundled = str(hub.bundled())
     more = ("--ckpt", bundled, "--scenes", "6", "--steps", "30", "--caption-dropout", "0", "--min-timestep", "900")
-    more += ("--copy-steps", "2", "--truth", "1")
     path = run("text", renderer, tmp_path / "a", *more)
     values = losses(tmp_path / "a")
     assert np.mean(values[-5:]) < 0.7 * np.mean(values[:5])
