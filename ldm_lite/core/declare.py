@@ -14,8 +14,8 @@ from typing import Any
 
 MOST_CHARACTERS = 20_000  # limit of a text: CLIP reads about 400, and long words take quadratic time
 FINITE = (-math.inf, math.inf)
-# The rest is for packages around this one, and nothing here reads it: a range of scales, its reason, and of a row what
-# is a function of the feature's own file, and so not known before it is imported.
+# For packages around this one; nothing here reads these three constants.  OF_CLASS are the parts of a row that are
+# functions of the feature's own file, and so are not known before it is imported.
 SCALES = (0, 100)
 WHY_SCALES = "1 is no guidance; below 0 the image follows the negative prompt, far above 30 only noise is left"
 OF_CLASS = ("reads", "written", "from_text", "no_effect")
@@ -32,25 +32,27 @@ def option(
     within: tuple[float, float] | None = None,
     reason: str | None = None,
     parse: Callable[[str, Any], Any] | None = None,
-    used_by: tuple[str, ...] | None = None,
     excludes: tuple[str, ...] = (),
+    reads: Callable[[str], Any] | None = None,
+    no_effect: Callable[[Any], str | None] | None = None,
+    # for packages around this one
+    used_by: tuple[str, ...] | None = None,
     png: str | None = None,
     keys: tuple[str, ...] = (),
     restored: dict[str, Any] | None = None,
     always: bool = False,
-    reads: Callable[[str], Any] | None = None,
     written: Callable[[Any], Any] | None = None,
     from_text: Callable[[Mapping[str, str], set[str]], Any] | None = None,
-    no_effect: Callable[[Any], str | None] | None = None,
 ) -> Any:
-    """Declare a dataclass field that is also a flag: --its-name, and further spellings in `flags`.
+    """Declare a dataclass field that is an option: a keyword argument of tasks, and the flag --its-name.
 
     `within` is the range of a number (always finite), with its `reason`; `choices` are its values; `parse` turns (name,
     text) into the value.  `excludes` are options that it does not go with.  In a feature, `reads` turns its text into
     what `feature.reading(name)` returns, or raises ValueError before a model is loaded; `no_effect` is a job -> why it
     has none in it, or None.
 
-    The rest is for packages around this one, and nothing here reads it.  Of a command line: a flag whose field is a
+    The rest is for packages around this one, and nothing here reads it.  Of a command line: `flags` are further
+    spellings; a flag whose field is a
     tuple may be repeated; --help shows `common` flags, --help-all the rest too; `metavar` is the value's name in help;
     FILE, PATH or DIR in it marks options that name files; `used_by` names the text encoders that use the option.
     Of a picture's text: `png` is its key, `keys` are further ones that it is read from; `written` (value -> what stands
@@ -130,6 +132,8 @@ def _typed(name: str, value: Any, kinds: Sequence[Any]) -> Any:
     single = isinstance(value, (str, bytes)) or not hasattr(value, "__iter__") or getattr(value, "ndim", 1) == 0
     if several and not single:
         return tuple(_typed(name, item, (kind,)) for item in value)
+    # Whole numbers pass as floats, numpy's and torch's numbers become Python's, a path becomes its text, and a spacing
+    # may be a function; a bool is no number, and a text is nothing else.
     is_flag = isinstance(value, bool) or str(getattr(value, "dtype", "")) in ("bool", "torch.bool")
     try:
         if is_flag and kind is not bool:  # which is a whole number to Python
@@ -143,7 +147,6 @@ def _typed(name: str, value: Any, kinds: Sequence[Any]) -> Any:
     except (TypeError, ValueError):
         pass
     else:
-        # A text may be a path; a spacing may be a function of your own.
         text = kind is str and (isinstance(value, (str, os.PathLike)) or (name == "spacing" and callable(value)))
         if text or (kind is float and isinstance(value, int)):
             return os.fspath(value) if isinstance(value, os.PathLike) else value

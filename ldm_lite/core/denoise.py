@@ -7,8 +7,9 @@ x = a x0 + s eps now and x = a' x0 + s' eps after the row, it does this:
     h = 0 * x + 1 * out                  # row.h_of_out = (0, 1): H is eps, as DDIM chose
     x = (a'/a) * x + (s' - a' s/a) * h   # row.mix: Song et al. 2021, eq. 12, as coefficients of x and h
 
-Other samplers have other coefficients, of the H of earlier calls and of noise too.  To see latents in a debugger,
-stop in run_row, or look at each State that run_plan yields.
+Other samplers have other coefficients, of the H of earlier calls and of noise too.  What a run keeps from call to call
+are its registers: the latent X, a latent put ASIDE, and the last three predictions H1, H2, H3 (plan.py).  To see
+latents in a debugger, stop in run_row, or look at each State that run_plan yields.
 
 An InputSource gives the inputs of each call.  Features wrap it: InputSource -> InputSource.
 
@@ -52,7 +53,7 @@ class Branch(NamedTuple):
     """A conditioning that the network runs on, and what its output counts for."""
 
     conditioning: Conditioning
-    # At a guidance scale of 1; a tensor (1,h,w) has one for each position.  That of the first branch is not used.
+    # Multiplied by the guidance scale; a tensor (1,h,w) has one for each position.  The first branch's is not used.
     weight: float | Tensor = 1.0
     # False for a negative prompt, and for a branch of your own that is no prompt: see Outputs.cond.
     positive: bool = True

@@ -1,4 +1,4 @@
-"""Job: all that a run needs, in slots that features replace; run() turns it into events.
+"""Job: all that a run needs, in slots that features replace; run_batches() turns it into events.
 
 Shape letters: B images of a batch, C channels, h w latent size.
 """

@@ -33,7 +33,7 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 class Pipeline(Model):
-    """A loaded model with the tasks as methods.
+    """A loaded model with the tasks as methods.  Its fields, with_networks and with_attention are model.Model's.
 
     `options` are the fields of options.Options, by name, and the options of features.  Raises ValueError, one line,
     for options that do not fit.
@@ -69,6 +69,7 @@ class Pipeline(Model):
         return (event for event in events if isinstance(event, State))
 
     # ---- parts ------------------------------------------------------------------------------------------------------
+    # For loops of your own: tasks call none of them, and features do not apply in them.
 
     def noise(
         self,

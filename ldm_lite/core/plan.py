@@ -36,7 +36,7 @@ class Plan:
     adds_noise: NDArray[np.bool_]  # (N,) whether the row uses noise
     remembers: NDArray[np.bool_]  # (N,) whether H joins the history
     initial: float  # the first latent is unit noise times this
-    end: Level  # the level of the result
+    end: Level  # the level of the result, for who looks at a plan: no run reads it
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.num_steps} steps, {len(self.t)} calls of the network)"
@@ -87,7 +87,10 @@ class Rows:
     rows: list[_PlannedCall] = field(default_factory=list)
 
     def add(self, step: int, now: Level, x: Array, aside: Array = ASIDE, remember: bool = True) -> None:
-        """Add a call at level `now`: the latent becomes x, and H joins the history if `remember`."""
+        """Add a call at level `now`: the latent becomes x, ASIDE becomes `aside`, H joins the history if `remember`.
+
+        These expressions read all registers as they were before the call; by default ASIDE stays what it was.
+        """
         history = (H, H1, H2) if remember else (H1, H2, H3)  # the new H1, H2 and H3
         mix = np.array([x, aside, *history])
         self.rows.append(_PlannedCall(now, mix, step, remember))

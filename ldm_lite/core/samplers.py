@@ -22,7 +22,11 @@ SAMPLERS: dict[str, Sampler] = {}
 
 
 def sampler(function: Sampler) -> Sampler:
-    """Add a function to SAMPLERS.  Raises ValueError unless make_plan can call it: (schedule, steps, spacing=...)."""
+    """Add a function to SAMPLERS.  Raises ValueError unless make_plan can call it: (schedule, steps, spacing=...).
+
+    `eta` is passed on to a function that has it.  Other parameters keep their defaults in a task: to set them, call the
+    function yourself, and give the task its plan, `plan=`.
+    """
     spacing = inspect.signature(function).parameters.get("spacing")
     if spacing is None or spacing.default is spacing.empty:
         raise ValueError(
@@ -98,9 +102,10 @@ def _transfer(now: Level, after: Level, eps: Array, x: Array = X, eta: float = 0
 def _noise_shares(now: Level, after: Level, eta: float) -> tuple[float, float]:
     """How much of the next latent is eps, the noise that is kept, and how much fresh noise.
 
-    That of noise is sigma of Song et al. 2021, eq. 16, by a^2 + s^2 = 1; that of eps is sqrt(s^2 - sigma^2).
+    Song et al. 2021, eqs. 12 and 16, at the levels (a, s) now and (a', s') after: with r = (s'/a') / (s/a) and
+    a^2 + s^2 = 1, 1 - r^2 = (1 - a^2/a'^2) / s^2.  So fresh = eta s' sqrt(1 - r^2), and kept = sqrt(s'^2 - fresh^2).
     """
-    ratio = now.a * after.s / (after.a * now.s)  # of the two levels' s / a
+    ratio = now.a * after.s / (after.a * now.s)
     kept = after.s * np.sqrt(1 - eta**2 + (eta * ratio) ** 2)
     fresh = eta * after.s * np.sqrt((1 - ratio) * (1 + ratio))
     return float(kept), float(fresh)
@@ -138,7 +143,8 @@ def plms(schedule: Schedule, steps: int, spacing: str | Spacing = "leading") -> 
             rows.add(i, now, _transfer(now, after, H))
         elif i == 0:
             rows.add(i, now, _transfer(now, after, H), aside=X)
-            # The original makes this call at the next timestep, which a single step to timestep 0 does not have.
+            # The original makes this call at the next of its own timesteps, which do not include the end, 0: with a
+            # single step it is the first one again.
             ahead = after if len(levels) > 2 or after.t > 0 else after._replace(t=now.t)
             rows.add(i, ahead, _transfer(now, after, (H1 + H) / 2, x=ASIDE), remember=False)
         elif i == 1:

@@ -71,7 +71,7 @@ class Schedule:
 
     @cached_property
     def sigmas(self) -> Array:
-        """sqrt((1 - alpha_bar) / alpha_bar), (1000,), ascending, at most 4096 (infinity at zero terminal SNR)."""
+        """sqrt((1 - alpha_bar) / alpha_bar), (1000,), ascending; 4096 stands for infinity (zero terminal SNR)."""
         return np.sqrt((1.0 - self.alpha_bar) / np.maximum(self.alpha_bar, 2.0**-24))
 
     def at(self, t: int) -> Level:
@@ -85,7 +85,7 @@ class Schedule:
         return level_of(t, float(np.exp(np.interp(t, index, np.log(self.sigmas)))))
 
     def at_sigma(self, sigma: float) -> Level:
-        """The level of a sigma, with its fractional timestep, or the nearest that there is, which a warning says."""
+        """The level of exactly this sigma.  Beyond the schedule its timestep is the last one, which a warning says."""
         low, high = float(self.sigmas[0]), float(self.sigmas[-1])
         if not low * (1 - 1e-6) <= sigma <= high * (1 + 1e-6):
             log.warning("sigma %.4g is outside of the range that the network knows, %.4g to %.4g", sigma, low, high)

@@ -16,7 +16,7 @@ from typing import IO, Any, BinaryIO
 import torch
 
 MOST_PICKLE = 64 * 2**20  # bytes
-MOST_OPERATIONS = 1_000_000  # seconds; Stable Diffusion with an EMA copy takes 60,000
+MOST_OPERATIONS = 1_000_000  # which take seconds; a Stable Diffusion with its EMA copy has 60,000
 _lock = threading.Lock()  # PyTorch's list of allowed classes belongs to the process
 
 
@@ -104,6 +104,7 @@ def _stand_ins(pickled: IO[bytes]) -> Iterator[type]:
             taken = opcode.stack_before  # what the operation takes from the stack; a mark stands for all above it
             start = len(stack) - len(taken)
             if pickletools.markobject in taken:
+                # APPENDS and the like also take what lies below their mark: the list, then the mark, then its items.
                 start = marks.pop() - taken.index(pickletools.markobject)
             if "GET" in opcode.name:
                 cost = memo[argument]

@@ -183,6 +183,7 @@ class ResBlock(nn.Module):
 
     def __init__(self, in_channels: int, out_channels: int, emb_channels: int) -> None:
         super().__init__()
+        # Made in this order, in which a seed draws their first weights.
         conv_in = nn.Conv2d(in_channels, out_channels, 3, padding=1)
         conv_out = nn.Conv2d(out_channels, out_channels, 3, padding=1)
         self.in_layers = nn.Sequential(
@@ -256,7 +257,7 @@ class UNet(nn.Module):
 
         # middle
         layers = [self.res_block(channels, channels)]
-        second = self.res_block(channels, channels)
+        second = self.res_block(channels, channels)  # made before what it follows, as a seed draws their first weights
         layers += self.transformers(channels, None)
         self.middle_block = Block([*layers, second])
         self.skip_channels = tuple(skips)

@@ -151,7 +151,7 @@ def test_perturbed_attention(block: Callable[[str], dict[str, Any]], pipe: Pipel
     """Ahn et al. 2024, eq. 16, with classifier-free guidance and without: a step of DDIM from v, by three calls."""
     block(PERTURBED)
     noise, t = pipe.noise(), torch.tensor([1.0])
-    identity = pipe.with_attention(lambda q, k, v: v, "output_blocks.1*attn1")
+    identity = pipe.with_attention(lambda q, k, v: v, "output_blocks.1.*attn1")
     context = pipe.encode_prompt("a cat")["context"]
     with torch.no_grad():
         uncond, cond = (pipe.unet(noise, t, text) for text in (pipe.encode_prompt("")["context"], context))
