@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ldm_lite.core import Pipeline, load
+from ldm_lite.core.family import PREFIX
 from ldm_lite.core.words import main, unknown_words
 
 LIST = "🍎 red apple, apple\n🌶 chili pepper\ncolours: white\nbesides: a, on, 2, t-shirt"
@@ -38,7 +39,7 @@ def test_other_words_are_said_with_those_that_are_spelled_alike(text: str, parts
     message = unknown_words(text, LIST)
     assert "\n" not in message
     assert all(part in message for part in parts), message
-    assert "core.words` lists what it knows" in message
+    assert ".words` lists what it knows" in message
 
 
 def test_a_model_says_what_it_was_not_trained_with(small: Pipeline, caplog: pytest.LogCaptureFixture) -> None:
@@ -50,7 +51,7 @@ def test_a_model_says_what_it_was_not_trained_with(small: Pipeline, caplog: pyte
 
 def write(path: Path, content: dict[str, Tensor]) -> Path:
     """Write tensors with the list of words."""
-    save_file(content, path, METADATA | {"ldm_lite.words": LIST})
+    save_file(content, path, METADATA | {f"{PREFIX}words": LIST})
     return path
 
 
