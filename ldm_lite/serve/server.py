@@ -1,6 +1,7 @@
 """Runs the application with uvicorn until a signal comes, with limits for slow and for many connections."""
 
 import ctypes
+import gc
 import logging
 import os
 import socket
@@ -228,6 +229,7 @@ def _trim() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     while trim is not None:
         time.sleep(TRIM)
+        gc.collect()  # an answer that is given up is a cycle, with its images
         trim(0)
 
 
@@ -278,6 +280,8 @@ def serve(options: ServeOptions, load: LoadOptions, key: str | None) -> None:
         if key is None and host not in ("127.0.0.1", "::1"):
             log.warning("anyone who reaches %s can use the server: `api_key=KEY` limits that", place)
         log_lines()
+        gc.collect()
+        gc.freeze()  # what is there now stays: a collection has only requests to look at
         threading.Thread(target=_trim, daemon=True).start()
         run = config(make_app(engine, options, key), options, connections, backlog)
         _Server(run, engine).run(sockets=[listening])
