@@ -36,7 +36,8 @@ def benchmark(options: BenchOptions, on_result: Callable[[Report], None] = lambd
     ValueError for invalid options, and if the minutes are over before anything has begun.
     """
     deadline = time.monotonic() + 60 * options.minutes
-    titles = {name: configuration(name).title for name in options.configs}  # raises ValueError for an unknown one
+    rows = {name: configuration(name) for name in options.configs}  # raises ValueError for an unknown one
+    titles = {name: f"{row.title}; attention {row.attention}" for name, row in rows.items()}
     asked, options = options, resolved(options)
     cells = [
         Cell(section, dtype, batch)

@@ -36,7 +36,7 @@ def versions(name: str, options: BenchOptions) -> str:
     if name == "openvino" and options.device != "cpu":
         raise Unavailable("is for CPUs")
     text = ", ".join(f"{module} {number}" for module, number in numbers.items()).removeprefix(f"{name} ")
-    return text if name == "openvino" else f"{text}, attention of PyTorch's choice"
+    return text if name == "openvino" else f"{text}, attention sdpa"
 
 
 class PeerWorkload:

@@ -228,7 +228,8 @@ class FamilyRow:
     scheduler: str | None = None  # in a diffusers folder, which tells it from others with the same networks
     called: str = ""  # a pattern of what trainers and hubs call it, by which a LoRA's metadata name its base
     base_version: str = ""  # what kohya's trainer calls it in a LoRA's metadata
-    look_alikes: Mapping[str, str] = field(default_factory=dict)  # a pattern of a key that a network of its keys lacks
+    # A pattern of a key that a network of its keys lacks.
+    look_alikes: Mapping[str, str] = field(default_factory=dict, hash=False)
     of_folder: Callable[[Folder], str | None] | None = None  # the name of the row that a diffusers folder tells
     hints: tuple[Hint, ...] = ()
     recipes: tuple[Recipe, ...] = ()  # the first whose word a file's name has gives its defaults
