@@ -27,6 +27,7 @@ import toy_z_image
 import ldm_lite
 from ldm_lite import Pipeline
 from ldm_lite.runtime import setup
+from ldm_lite.tasks.job import Task
 
 if machine.BARE:
     machine.strip()
@@ -49,6 +50,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if counts[test] % mark.args[0]:
                 item.add_marker("slow")
             counts[test] += 1
+
+
+@pytest.fixture(autouse=True)
+def _sizes_of_miniatures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Miniature models run at half their size, to save time: what they would say of it is tested in one place."""
+    monkeypatch.setattr(Task, "warn_of_size", lambda task, shape: None)
 
 
 @pytest.fixture(autouse=True)

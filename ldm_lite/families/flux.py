@@ -20,7 +20,7 @@ from ldm_lite.families.sd1 import CLIP_L_FILE, SD1
 from ldm_lite.models.clip import CLIP_L
 from ldm_lite.models.flux import RELEASED, FluxSpec
 from ldm_lite.models.t5 import T5_FILE, T5_XXL
-from ldm_lite.zoo.family import KL_F8_16, FamilyRow, Flow, Hint, Recipe
+from ldm_lite.zoo.family import KL_F8_16, FamilyRow, Flow, Folder, Hint, Recipe
 
 MASK = 64  # channels of Fill's mask: the 8x8 pixels of a latent position
 INPUTS = ("img_in", "diffusion_model_img_in", "lora_unet_img_in", "transformer_x_embedder")  # names of the first layer
@@ -30,6 +30,11 @@ def variant(spec: FluxSpec) -> object:
     """What tells the rows apart: whether it reads the guidance scale, and what it reads beside the latents."""
     beside = spec.in_channels - spec.out_channels
     return spec.guidance, {0: "", spec.out_channels: "image", spec.out_channels + MASK: "mask"}.get(beside, beside)
+
+
+def of_folder(folder: Folder) -> str | None:
+    """Return the row that a folder's pipeline tells."""
+    return "flux_kontext" if folder.name == "FluxKontextPipeline" else None
 
 
 def widened(family: FamilyRow, unet: Tensors, loras: Sequence[Any]) -> tuple[FamilyRow, Tensors]:
@@ -76,7 +81,7 @@ DEV = replace(
     with_loras=widened,
     called=r"flux(?![-_. ]?2)",
     base_version="flux1",
-    of_folder=lambda folder: "flux_kontext" if folder.name == "FluxKontextPipeline" else None,
+    of_folder=of_folder,
     recipes=(
         Recipe(r"schnell", "black-forest-labs/FLUX.1-schnell", 4, 1.0, "euler flow:shift=1"),
         Recipe(r"turbo", "alimama-creative/FLUX.1-Turbo-Alpha", 8, 3.5, lora=r"turbo[-_ ]?alpha|flux.*turbo"),

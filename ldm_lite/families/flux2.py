@@ -17,12 +17,17 @@ from ldm_lite.families.sd1 import SD1
 from ldm_lite.models.flux2 import KL_F16_128, RELEASED, Flux2Spec
 from ldm_lite.models.ops import inside
 from ldm_lite.models.qwen3 import QWEN3_4B
-from ldm_lite.zoo.family import Flow, Recipe, References
+from ldm_lite.zoo.family import Flow, Folder, Recipe, References
 
 # Logarithms of the shift of 200 steps, which grow with the image's tokens: see flow_by_steps.
 BY_SIZE = (0.00016927 * 256 + 0.45666666, 0.00016927 * 4096 + 0.45666666)
 
 MOST = 1024**2  # pixels of a reference
+
+
+def of_folder(folder: Folder) -> str | None:
+    """Return the row that a folder's pipeline tells: the base, unless it says that it is distilled."""
+    return None if folder.pipeline.get("is_distilled") is True else "flux2_klein_base"
 
 
 def fitted(image: Image.Image, unit: int) -> Image.Image:
@@ -63,7 +68,7 @@ KLEIN = replace(
     scale=1.0,
     called=r"flux[-_. ]?2|klein",
     base_version="flux_2_klein_4b",
-    of_folder=lambda folder: None if folder.pipeline.get("is_distilled") is True else "flux2_klein_base",
+    of_folder=of_folder,
     references=References(fitted),
     recipes=(Recipe(r"(?<![a-z])base(?![a-z])", "black-forest-labs/FLUX.2-klein-base-4B", 50, 4.0),),
 )

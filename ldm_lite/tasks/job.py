@@ -96,7 +96,7 @@ class Task:
             for number in range(place * size, (place + 1) * size)
         ]
 
-    def _warn_of_size(self, shape: tuple[int, int, int]) -> None:
+    def warn_of_size(self, shape: tuple[int, int, int]) -> None:
         """Log once that small models, as the bundled one, make nothing of sizes that they were not trained on."""
         side, factor = self.model.family.resolution, self.model.vae.spec.factor
         is_other = any(abs(length * factor - side) > side / 8 for length in shape[1:])
@@ -126,7 +126,7 @@ class Task:
         **slots: Any,
     ) -> TaskJob:
         """Return the job of images of a latent shape (C,h,w), changed by the features but one; others may be slots."""
-        self._warn_of_size(shape)
+        self.warn_of_size(shape)
         texts = texts or self.texts
         job = TaskJob(
             model=self.model,

@@ -195,7 +195,7 @@ def test_damaged_files(
 
 def test_pictures_and_folders(load: Callable[[str], Pipeline], tmp_path: Path) -> None:
     Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
-    refuse(load("sd2"), r"a\.png: is a picture: .* take its \.pt", tmp_path / "a.png")
+    refuse(load("sd2"), r"a\.png: is a picture: .* use its \.pt", tmp_path / "a.png")
     refuse(load("sd2"), "is a folder, expected a textual inversion: name its files", tmp_path)
 
 
