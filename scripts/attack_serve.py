@@ -375,8 +375,8 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=10, help="of each kind")
     parser.add_argument("--minutes", type=float, default=30, help="of the mixed run")
     parser.add_argument("--only", default="", help="kinds with this in their names")
-    given = parser.parse_args()
-    chosen, failures = {name: kind for name, kind in kinds().items() if given.only in name}, list[str]()
+    arguments = parser.parse_args()
+    chosen, failures = {name: kind for name, kind in kinds().items() if arguments.only in name}, list[str]()
     with tempfile.TemporaryDirectory() as folder:
         networks = Path(folder) / "networks"
         networks.mkdir()
@@ -392,7 +392,7 @@ def main() -> int:
             for name, kind in chosen.items():
                 for many in (False, True):
                     watch = Watch(server)
-                    statuses = attack(server, kind, many, given.seconds)
+                    statuses = attack(server, kind, many, arguments.seconds)
                     most, slowest = watch.end()
                     left = settle(server, 2.5) - idle
                     row = f"{name}, {'many addresses' if many else 'one address'}"
@@ -400,8 +400,8 @@ def main() -> int:
                     print(f"{row}: {told}", flush=True)
                     if most - idle > MOST_MIB or slowest > MOST_SECONDS:
                         failures.append(f"{row}: {told}")
-            if given.minutes:
-                report = mixed(server, given.minutes, kinds())
+            if arguments.minutes:
+                report = mixed(server, arguments.minutes, kinds())
                 print(json.dumps(report, indent=2))
                 failures += ["memory is left"] * (report["after"] - report["before"] > MOST_LEFT)
                 failures += ["an image differs"] * ("good 999" in report["counts"])

@@ -90,5 +90,5 @@ if __name__ == "__main__":
     parser.add_argument("--side", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--engines", nargs="+", choices=list(ENGINES), default=list(ENGINES), help="one process first")
-    given = parser.parse_args()
-    memory(given) if given.memory else speed(given)
+    arguments = parser.parse_args()
+    memory(arguments) if arguments.memory else speed(arguments)

@@ -50,8 +50,8 @@ def main() -> None:
     for extra in sys.argv[3:] or [extra for extra in extras if extra != "suite"]:  # the sum of others
         start, environment = time.monotonic(), wheel.parent / "extra"
         venv.create(environment, clear=True)
-        [own] = environment.glob("lib/python*/site-packages")
-        (own / "wheel.pth").write_text(f"{packages}\n")
+        [its_packages] = environment.glob("lib/python*/site-packages")
+        (its_packages / "wheel.pth").write_text(f"{packages}\n")
         python = str(environment / "bin" / "python")
         install = [
             sys.executable,

@@ -223,7 +223,11 @@ def styled(world: World, prompts: Sequence[Prompt], seed: int) -> list[Prompt]:
     rng, asked = np.random.default_rng([seed, 0xE42]), []
     for prompt in prompts:
         tinted = [(world.entries[thing.label], thing.tint) for thing in prompt.things if thing.tint]
-        known = [each for each in world.styles if all(tint in tints(e, world.source(each)) for e, tint in tinted)]
+        known = [
+            style_name
+            for style_name in world.styles
+            if all(tint in tints(e, world.source(style_name)) for e, tint in tinted)
+        ]
         style = known[int(rng.integers(len(known)))] if known else FLAT
         wordings = NEW_STYLES[style] if prompt.group == "new wording" or style == FLAT else STYLED[style]
         text = wordings[int(rng.integers(len(wordings)))].format(x=prompt.text)
@@ -334,21 +338,21 @@ class Verdict:
 
 def summary(verdicts: Sequence[Verdict]) -> dict[str, object]:
     """The accuracies: of background and identity, of both; and of what only some prompts ask for."""
-    found: dict[str, object] = {
+    accuracies: dict[str, object] = {
         "background": share([v.background for v in verdicts]),
         "identity": share([v.identity for v in verdicts]),
         "both": share([v.background and v.identity for v in verdicts]),
     }
     for name, kind in (("composition", "two"), ("count", "counted")):
         if asked := [v.placed for v in verdicts if v.prompt.kind == kind]:
-            found[name] = share(asked)
+            accuracies[name] = share(asked)
     if asked := [v.tinted for v in verdicts if any(thing.tint for thing in v.prompt.things)]:
-        found["colour"] = share(asked)
+        accuracies["colour"] = share(asked)
     if asked := [v.sized for v in verdicts if v.prompt.kind == "sized"]:
-        found["size"] = share(asked)
+        accuracies["size"] = share(asked)
     if any(v.prompt.style != FLAT for v in verdicts):
-        found["style"] = share([v.styled for v in verdicts])
-    return found
+        accuracies["style"] = share([v.styled for v in verdicts])
+    return accuracies
 
 
 def by_group(verdicts: Sequence[Verdict]) -> dict[str, dict[str, object]]:
@@ -665,11 +669,11 @@ def descriptor(world: World, folder: Path, say: Callable[[str], None]) -> Descri
                 nets.load_state_dict({key: file.get_tensor(key) for key in file.keys()})  # noqa: SIM118
                 rates = float(about["clean"]), float(about["worsened"])
                 return Descriptor(nets["emoji"], *rates, nets["layout"], world)  # type: ignore[arg-type]
-    made = train_descriptor(world, say)
-    about = {**key, "clean": str(made.clean), "worsened": str(made.worsened)}
+    descriptor = train_descriptor(world, say)
+    about = {**key, "clean": str(descriptor.clean), "worsened": str(descriptor.worsened)}
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(nn.ModuleDict({"emoji": made.net, "layout": made.layout_net}).state_dict(), path, about)
-    return made
+    save_file(nn.ModuleDict({"emoji": descriptor.net, "layout": descriptor.layout_net}).state_dict(), path, about)
+    return descriptor
 
 
 # ---- images ---------------------------------------------------------------------------------------------------------
@@ -819,7 +823,7 @@ def looks(
     through = [torch.cat(kept).clamp(0, 1), (torch.stack(again).float().cpu() + 1) / 2]
     psnr = [float(-10 * (y - first).square().mean((1, 2, 3)).log10().mean()) for y in through]
     features, others = classify.features(x), classify.features(renders_of(prompts, classify.world, 1))
-    fid = [frechet(each, features) for each in (classify.features(images), others)]
+    fid = [frechet(theirs, features) for theirs in (classify.features(images), others)]
     names = ("laplacian", "gradients", "grain", "marks", "psnr", "psnr_350", "fid", "fid_renders")
     cells = [
         (to_pil(2 * pixels - 1), text)
@@ -880,16 +884,16 @@ def compare(
         batch_size=count,
     )
     cases = {case.name: case for case in comparison.cases(pipe)}
-    points = [each for each in kept["points"].values() if each["steps"] in steps and each["name"] in cases]
-    judged = {"count": count, "prompts": zlib.crc32("\n".join(each.text for each in prompts).encode())}
-    for point in sorted(points, key=lambda each: steps.index(each["steps"])):
+    points = [point for point in kept["points"].values() if point["steps"] in steps and point["name"] in cases]
+    judged = {"count": count, "prompts": zlib.crc32("\n".join(prompt.text for prompt in prompts).encode())}
+    for point in sorted(points, key=lambda point: steps.index(point["steps"])):
         if judged.items() <= point.items():
             continue
         case = cases[point["name"]]
         latents = comparison.latents(comparison.job_of(pipe, asked, case, point["steps"])).float()
         images = torch.stack([(pixels + 1) / 2 for pixels in pipe.decode_pixels(latents)])
         verdicts = judge(images, prompts, classify)
-        shares = {name: sum(getattr(each, name) for each in verdicts) / count for name in comparison.ACCURACIES}
+        shares = {name: sum(getattr(verdict, name) for verdict in verdicts) / count for name in comparison.ACCURACIES}
         point |= {**shares, **judged}
         write_whole(path, json.dumps(kept, indent=1) + "\n")
         say(f"{case.name}, {point['steps']} steps: identity {shares['identity']:.0%}, {shares['background']:.0%}")
@@ -923,10 +927,10 @@ def plot(points: Sequence[dict[str, object]], path: Path) -> None:
 
 def _line(numbers: dict[str, object]) -> str:
     cells = []
-    for name, one in numbers.items():
-        assert isinstance(one, dict)
-        low, high = one["interval"]
-        cells.append(f"{name} {one['share']:6.1%} [{low:.1%}, {high:.1%}]")
+    for name, accuracy in numbers.items():
+        assert isinstance(accuracy, dict)
+        low, high = accuracy["interval"]
+        cells.append(f"{name} {accuracy['share']:6.1%} [{low:.1%}, {high:.1%}]")
     return "  ".join(cells)
 
 
@@ -934,9 +938,9 @@ def table(groups: dict[str, dict[str, object]]) -> str:
     """One line for each group of prompts."""
     lines = []
     for name, numbers in groups.items():
-        one = numbers["identity"]
-        assert isinstance(one, dict)
-        lines.append(f"{name:48} {one['count']:5}  {_line(numbers)}")
+        identity = numbers["identity"]
+        assert isinstance(identity, dict)
+        lines.append(f"{name:48} {identity['count']:5}  {_line(numbers)}")
     return "\n".join(lines)
 
 

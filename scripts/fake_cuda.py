@@ -113,7 +113,7 @@ def jobs(model: CheckpointModel, folder: str) -> Iterator[tuple[str, Callable[[]
     if family.unet.context_dim == 768 and family.unet.in_channels == 4 and family.conditioner == "clip":
         controls = (Control("net", image, guess=True), Control("adapter", image, start=0.5))
         networks = [fake_network(lambda: ControlNet(family.unet)), fake_network(lambda: T2IAdapter(ADAPTER))]
-        loaded = [LoadedControl(*each) for each in zip(controls, networks, strict=True)]
+        loaded = [LoadedControl(*pair) for pair in zip(controls, networks, strict=True)]
         with mock.patch.object(control_feature, "load_controls", return_value=loaded):
             yield "control", lambda: list(txt2img(model, Txt2imgOptions(**prompt, control=controls)))
         yield "loss", lambda: loss(family, model)

@@ -88,7 +88,7 @@ def check_name(name: str) -> None:
         raise ValueError(f"got the name {name!r}, expected letters, digits and underscores, as in mylab")
     files = [*CORE.glob("*.py"), *TESTS.glob("*.py")]
     taken = {*sys.stdlib_module_names, *imports(files), *(path.stem for path in TESTS.glob("*.py")), "ldm_lite"}
-    if name.lower() in {other.lower() for other in taken} or importlib.util.find_spec(name) is not None:
+    if name.lower() in {module.lower() for module in taken} or importlib.util.find_spec(name) is not None:
         raise ValueError(f"there is a module {name} already, which the package would hide: use another name")
 
 

@@ -74,7 +74,7 @@ def attempt(kind: str, folder: Path, out: Path, killed_at: float | None, victim:
     Raises AssertionError if a process ends with an error that nobody caused.
     """
     data, model = folder / ("latents" if kind == "encoded" else "data"), folder / "small.safetensors"
-    given = ["--data", data, "--ckpt", model, "--out", out, "--resume", "--device", "cpu", "--data-workers", "1"]
+    arguments = ["--data", data, "--ckpt", model, "--out", out, "--resume", "--device", "cpu", "--data-workers", "1"]
     count, port = PROCESSES.get(kind, 1), _free_port()
     children = []
     for rank in range(count):
@@ -87,7 +87,7 @@ def attempt(kind: str, folder: Path, out: Path, killed_at: float | None, victim:
             with open(out.with_suffix(".log"), "ab") as log:
                 os.dup2(log.fileno(), 1)
                 os.dup2(log.fileno(), 2)
-            os._exit(command.main([*map(os.fspath, given), *ALL, *KINDS[kind]]))
+            os._exit(command.main([*map(os.fspath, arguments), *ALL, *KINDS[kind]]))
         children.append(child)
     if killed_at is not None:
         time.sleep(killed_at)
@@ -146,8 +146,8 @@ def differences(kind: str, folder: Path, runs: int, chance: random.Random) -> tu
         if not attempt(kind, folder, out, chance.uniform(0, whole), number % PROCESSES.get(kind, 1)):
             kills, early = kills + 1, early + (not (out / "state.pt").exists())
             attempt(kind, folder, out, None)
-        found = contents(out)
-        names = sorted(name for name in expected | found if found.get(name, 0) != expected.get(name, 0))
+        after_kills = contents(out)
+        names = sorted(name for name in expected | after_kills if after_kills.get(name, 0) != expected.get(name, 0))
         wrong += [f"{kind}/{number}/{name}" for name in names]
     return wrong, kills, early
 

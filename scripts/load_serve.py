@@ -146,7 +146,7 @@ class Load:
         pipe = ldm_lite.load(device="cpu")
         a1111 = {"prompt_syntax": "a1111", "negative_prompt": ""}
         self.wanted = {
-            path: [pipe.txt2img(**each, **more)[0].tobytes() for each in self.requests]
+            path: [pipe.txt2img(**request, **more)[0].tobytes() for request in self.requests]
             for path, more in ((OPENAI, {}), (A1111, a1111))
         }
         self.counts, self.seconds = Counter[str](), list[float]()
@@ -266,8 +266,8 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=120)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--kill", action="store_true", help="kill the server half way, and start it again")
-    given = parser.parse_args()
-    measured, load = measure(given.clients, given.seconds, given.steps, given.kill)
+    arguments = parser.parse_args()
+    measured, load = measure(arguments.clients, arguments.seconds, arguments.steps, arguments.kill)
     print(json.dumps(measured, indent=2))
     return int(load.counts["wrong"] > 0 or bool(measured["files"]))
 

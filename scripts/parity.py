@@ -182,8 +182,8 @@ def families(args: argparse.Namespace, checks: Checks) -> None:
             command = [sys.executable, __file__, "family-side", args.family, "--dtype", args.dtype]
             command += ["--size", str(args.size), "--side", side, "--out", str(out)]
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-            made = json.loads(done.stdout.splitlines()[-1])
-            took = f"load {made['load']:.0f} s, {STEPS} steps {made['steps']:.1f} s, peak {made['peak']:.2f} GiB"
+            report = json.loads(done.stdout.splitlines()[-1])
+            took = f"load {report['load']:.0f} s, {STEPS} steps {report['steps']:.1f} s, peak {report['peak']:.2f} GiB"
             print(f"{side:10} {took}", flush=True)
             latents[side] = torch.load(out, weights_only=True)
     checks.compare("latents", latents["ldm_lite"], latents["diffusers"], DTYPE_LIMITS[args.dtype])
@@ -267,11 +267,11 @@ def deepfloyd_if(args: argparse.Namespace, checks: Checks) -> None:
         network: Any = original_if(spec, args.originals.resolve())
         network.load_state_dict(pipe.unet.state_dict(), strict=True, assign=True)
         network.eval()
-        start, given, forward = time.perf_counter(), {}, type(network).forward
+        start, embeddings, forward = time.perf_counter(), {}, type(network).forward
         if spec.super_resolution:  # its own forward draws noise; the one that it calls does not
-            given = {"aug_emb": network.aug_proj(sinusoids(level, spec.model_channels))}
+            embeddings = {"aug_emb": network.aug_proj(sinusoids(level, spec.model_channels))}
             forward = type(network).__base__.forward
-        theirs = forward(network, x, t, context, **given)
+        theirs = forward(network, x, t, context, **embeddings)
         print(f"the original: {time.perf_counter() - start:.1f} s")
     checks.compare(f"IF stage {args.stage}", ours, theirs, 1e-5)
 
@@ -327,9 +327,9 @@ def control(args: argparse.Namespace, checks: Checks) -> None:
         sizes, pooled = torch.tensor([[128.0, 128, 0, 0, 128, 128]] * 2), toy.normal(3, 2, 1280)
         y = torch.cat([pooled, sinusoids(sizes.flatten(), 256).view(2, -1)], dim=1)
         image = toy.picture(h=128, w=128)
-        given = {"text_embeds": pooled, "time_ids": sizes}
+        conditions = {"text_embeds": pooled, "time_ids": sizes}
         hint = image.expand(2, -1, -1, -1)
-        down, middle = theirs(x, toy.T, context, hint, added_cond_kwargs=given, return_dict=False)
+        down, middle = theirs(x, toy.T, context, hint, added_cond_kwargs=conditions, return_dict=False)
         with tempfile.TemporaryDirectory() as folder:
             theirs.save_pretrained(folder)
             del theirs
@@ -371,7 +371,7 @@ def z_image(normal: Callable[..., Tensor], checks: Checks) -> None:
     theirs.load_state_dict(weights, assign=True)
     x, context, t = normal(2, 16, 18, 26), normal(2, 70, spec.context_dim), torch.tensor([0.3, 0.9])
     captions = [context[0], context[1, :20]]
-    out = torch.stack(theirs([each[:, None] for each in x], t, captions)[0])[:, :, 0]
+    out = torch.stack(theirs([image_latents[:, None] for image_latents in x], t, captions)[0])[:, :, 0]
     mine = ours(x, t, context, torch.tensor([[70], [20]]))
     checks.compare(f"Z-Image, width {spec.width}", mine, out, 1e-5)
 
@@ -411,11 +411,11 @@ def transformers(args: argparse.Namespace, checks: Checks) -> None:
         with on_meta():
             block = JointBlock(sd3, 0)
             options = {"qk_norm": "rms" if sd3.qk_norm else None, "x_block_self_attn": sd3.dual_depth > 0}
-            other = mmditx.JointBlock(sd3.width, sd3.heads, mlp_ratio=4.0, qkv_bias=True, pre_only=False, **options)
+            original = mmditx.JointBlock(sd3.width, sd3.heads, mlp_ratio=4.0, qkv_bias=True, pre_only=False, **options)
         filled(block)
-        other.load_state_dict(block.state_dict(), assign=True)
+        original.load_state_dict(block.state_dict(), assign=True)
         text, image, c = normal(1, 154, sd3.width), normal(1, tokens.shape[1], sd3.width), normal(1, sd3.width)
-        both = block(text, image, torch.nn.functional.silu(c)), other(text, image, c=c)
+        both = block(text, image, torch.nn.functional.silu(c)), original(text, image, c=c)
         for what, mine, out in zip(("text", "image"), *both, strict=True):
             checks.compare(f"{name}, width {sd3.width}, {what}", mine, out, 1e-5)
 
@@ -467,8 +467,8 @@ def parse() -> argparse.Namespace:
 def main() -> int:
     """Run the comparison and return the exit status."""
     args, checks = parse(), Checks()
-    found = {each.metadata["Name"]: each.version for each in importlib.metadata.distributions()}
-    print(", ".join(f"{name} {found[name]}" for name in ("torch", "diffusers", "transformers") if name in found))
+    versions = {package.metadata["Name"]: package.version for package in importlib.metadata.distributions()}
+    print(", ".join(f"{name} {versions[name]}" for name in ("torch", "diffusers", "transformers") if name in versions))
     args.compare(args, checks)
     return int(checks.failed)
 

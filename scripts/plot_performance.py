@@ -24,7 +24,7 @@ def main() -> None:
     axes = figure.subplots()
     colors = ["#3b6fb6" if name.startswith("ours") else "#b8bfc9" for name in names]
     bars = axes.barh(range(len(names)), seconds, color=colors, height=0.7)
-    axes.bar_label(bars, [f"{each:.3g} s" for each in seconds], padding=4)
+    axes.bar_label(bars, [f"{number:.3g} s" for number in seconds], padding=4)
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
     axes.set_xlim(0, 1.12 * max(seconds))

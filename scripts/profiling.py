@@ -244,7 +244,7 @@ def timed(
 def print_times(times: Times, unit: str, scale: float = 1.0) -> None:
     """Print medians with quartiles, and the median ratio of the second work to the first."""
     for name, seconds in times.items():
-        low, median, high = statistics.quantiles([scale * each for each in seconds], n=4)
+        low, median, high = statistics.quantiles([scale * second for second in seconds], n=4)
         print(f"{name}: {median:.2f} {unit}, quartiles {low:.2f} to {high:.2f}")
     first, second = times.values()
     print(f"ratio {statistics.median(b / a for a, b in zip(first, second, strict=True)):.3f}")
@@ -319,8 +319,8 @@ def convolutions(args: argparse.Namespace) -> None:
             "ours": ours,
         }
         plain, fast = (1e3 * min(seconds) for seconds in timed(works, args.rounds, clock).values())
-        wanted, found = (work() for work in works.values())
-        difference = (found - wanted).norm() / wanted.norm()
+        wanted, output = (work() for work in works.values())
+        difference = (output - wanted).norm() / wanted.norm()
         shape = f"{batch} x {channels} -> {num_out}, {side} x {side}"
         print(f"{shape}, {way}, {plain:.1f}, {fast:.1f}, {fast / plain:.2f}, {difference:.1e}", flush=True)
 

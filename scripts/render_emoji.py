@@ -328,7 +328,7 @@ class Entry:
 
 
 def _vocabulary() -> tuple[Entry, ...]:
-    named = (each.strip().split(" ", 1) for each in NAMES.replace("\n", " ").split(";"))
+    named = (entry_text.strip().split(" ", 1) for entry_text in NAMES.replace("\n", " ").split(";"))
     names = {character: tuple(name.strip() for name in text.split(",")) for character, text in named}
     characters = "".join(ORDER.split())
     return tuple(Entry(c, names.get(c) or (unicodedata.name(c).lower(),)) for c in characters)
@@ -403,8 +403,8 @@ def with_article(name: str) -> str:
 
 # Plurals that no rule gives; the last word of a name decides.
 PLURALS = dict(
-    each.split()
-    for each in """
+    forms.split()
+    for forms in """
 mouse mice,goose geese,man men,woman women,child children,person people,tooth teeth,foot feet,leaf leaves,
 wolf wolves,knife knives,loaf loaves,scarf scarves,fish fish,blowfish blowfish,sheep sheep,deer deer,bison bison,
 shrimp shrimp,squid squid,ox oxen,die dice,tomato tomatoes,potato potatoes,volcano volcanoes,mango mangoes,
@@ -579,9 +579,9 @@ def hue(character: str, font: str | None = None) -> tuple[float, float, float] |
     body = weight * (np.abs((hsv[..., 0] - centre + 0.5) % 1 - 0.5) < NEAR)
     if body.sum() < BODY * alpha.sum():
         return None
-    own = (body[..., None] * hsv).sum((0, 1)) / body.sum()
+    mean_hsv = (body[..., None] * hsv).sum((0, 1)) / body.sum()
     turn = (body * ((hsv[..., 0] - centre + 0.5) % 1 - 0.5)).sum() / body.sum()
-    return (centre + float(turn)) % 1, float(own[1]), float(own[2])
+    return (centre + float(turn)) % 1, float(mean_hsv[1]), float(mean_hsv[2])
 
 
 @functools.cache
@@ -601,20 +601,20 @@ def tints(entry: Entry, font: str | None = None) -> dict[str, str]:
 @functools.lru_cache(maxsize=4096)
 def tinted(character: str, colour: str, font: str | None = None) -> Image.Image:
     """An emoji with what has its main hue in a colour of TINTS; as it is if that is its own.  RGBA."""
-    image, own = glyph(character, font), hue(character, font)
-    assert own is not None
+    image, main_hue = glyph(character, font), hue(character, font)
+    assert main_hue is not None
     h, s, v = _hsv(COLOURS[colour])
-    rgb = [round(255 * value) for value in colorsys.hsv_to_rgb(*own)]
+    rgb = [round(255 * value) for value in colorsys.hsv_to_rgb(*main_hue)]
     apart = {name: math.dist(rgb, COLOURS[name]) for name in TINTS}
     if min(apart.values()) == apart[colour] < 90:
         return image
     hsv = np.asarray(image.convert("RGB").convert("HSV"), np.float32) / 255
-    away = (hsv[..., 0] - own[0] + 0.5) % 1 - 0.5
+    away = (hsv[..., 0] - main_hue[0] + 0.5) % 1 - 0.5
     body = np.clip((NEAR + 0.05 - np.abs(away)) / 0.05, 0, 1) * np.clip((hsv[..., 1] - 0.12) / 0.15, 0, 1)
     new = np.stack([
         (h + 0.3 * away) % 1,
-        np.clip(hsv[..., 1] * s / own[1], 0, 1),
-        np.clip(v * (hsv[..., 2] / own[2]) ** 0.8, 0, 1),
+        np.clip(hsv[..., 1] * s / main_hue[1], 0, 1),
+        np.clip(v * (hsv[..., 2] / main_hue[2]) ** 0.8, 0, 1),
     ], -1)  # fmt: skip
     shifted = Image.fromarray((new * 255).round().astype(np.uint8), "HSV").convert("RGB")
     out = Image.composite(shifted, image.convert("RGB"), Image.fromarray((body * 255).astype(np.uint8)))

@@ -125,8 +125,8 @@ def run_openvino(folder: Path, pixels: int, steps: int, threads: int) -> None:
     scheduler.set_timesteps(steps)
     x = torch.randn(1, 4, pixels // 8, pixels // 8, generator=torch.Generator().manual_seed(SEED))
     for t in scheduler.timesteps:
-        without, given = torch.from_numpy(unet([torch.cat([x, x]), t, context])[0]).chunk(2)
-        x = scheduler.step(without + SCALE * (given - without), t, x).prev_sample
+        without, with_text = torch.from_numpy(unet([torch.cat([x, x]), t, context])[0]).chunk(2)
+        x = scheduler.step(without + SCALE * (with_text - without), t, x).prev_sample
     rgb = torch.from_numpy(decode([x / 0.18215])[0])[0].clamp(-1, 1).add(1).mul(127.5).round().byte()
     Image.fromarray(rgb.permute(1, 2, 0).numpy()).save(folder / PNG)
 

@@ -50,8 +50,10 @@ class Strength:
     def __str__(self) -> str:
         """The weights as they are written behind a file."""
         text = f"{self.text:g}" if self.text == self.unet else f"{self.text:g}:{self.unet:g}"
-        blocks = self.blocks if isinstance(self.blocks, str) else ",".join(f"{each:g}" for each in self.blocks or ())
-        return f"{text}:lbw={blocks}" if self.blocks is not None else text
+        blocks = self.blocks
+        if isinstance(blocks, tuple):
+            blocks = ",".join(f"{weight:g}" for weight in blocks)
+        return text if blocks is None else f"{text}:lbw={blocks}"
 
     def by_block(self, networks: Mapping[str, nn.Module]) -> dict[str, float]:
         """Return the factor of each block by its name; nothing without `lbw`.
@@ -94,7 +96,7 @@ def _blocks(unet: LDMUNet) -> tuple[list[str], list[str]]:
     blocks += [("M00", unet.middle_block)]
     blocks += [(f"OUT{i:02}", block) for i, block in enumerate(unet.output_blocks)]
     kinds = (SpatialTransformer, AttentionBlock)
-    attending = [name for name, block in blocks if any(isinstance(each, kinds) for each in block.modules())]
+    attending = [name for name, block in blocks if any(isinstance(module, kinds) for module in block.modules())]
     return ["BASE", *(name for name, _ in blocks)], ["BASE", *attending]
 
 
@@ -120,8 +122,8 @@ def strength_of(parts: Sequence[str]) -> Strength:
     named: dict[str, str] = {}
     numbers: list[str] = []
     for part in map(str.strip, parts):
-        if found := NAMED.fullmatch(part):
-            named["lbw" if found[1] == "w" else found[1]] = found[2].strip()
+        if match := NAMED.fullmatch(part):
+            named["lbw" if match[1] == "w" else match[1]] = match[2].strip()
         elif numbers and not re.fullmatch(NUMBER, part):
             named["lbw"] = part  # the extension's older syntax
         else:

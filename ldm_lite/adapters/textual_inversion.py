@@ -54,18 +54,19 @@ def open_embeddings(source: str | os.PathLike[str]) -> list[Embedding]:
     Raises FileNotFoundError or ValueError, one line, for any other file.
     """
     text = os.fspath(source)
-    name, given, text = text.partition("=") if "=" in text and not Path(text).exists() else ("", "", text)
+    name, equals, text = text.partition("=") if "=" in text and not Path(text).exists() else ("", "", text)
     path = hub.resolve(text)
     if path.suffix.lower() in PICTURES:
         raise ValueError(f"{path}: is a picture: an embedding inside one is not read: use its .pt or .safetensors")
     if path.is_dir():
         raise ValueError(f"{path}: is a folder, expected a textual inversion: name its files, one by one")
     file = named(open_checkpoint(path))
-    if found := bundled_embeddings(file):
-        if given and len(found) > 1:
-            names = ", ".join(each.name for each in found)
-            raise ValueError(f"{path}: holds {len(found)} textual inversions ({names}), expected one for NAME=FILE")
-        return [replace(each, name=_name(name)) if given else each for each in found]
+    if embeddings := bundled_embeddings(file):
+        if equals and len(embeddings) > 1:
+            names = ", ".join(embedding.name for embedding in embeddings)
+            count = len(embeddings)
+            raise ValueError(f"{path}: holds {count} textual inversions ({names}), expected one for NAME=FILE")
+        return [replace(embedding, name=_name(name)) if equals else embedding for embedding in embeddings]
     several = file.shapes.keys() <= {"clip_l", "clip_g"}
     if not several and len(file.shapes) > 1:
         some = next(iter(file.shapes))
@@ -74,9 +75,9 @@ def open_embeddings(source: str | os.PathLike[str]) -> list[Embedding]:
             "string_to_param, emb_params, clip_l and clip_g, or one tensor by the name of its token"
         )
     vectors, stored = _vectors(file, list(file.shapes)), next(iter(file.shapes)).removeprefix(f"{INVERSION}.")
-    name = _name(name if given else path.stem)
-    other = stored not in UNNAMED and stored.lower() != name.lower()
-    return [Embedding(path.name, name, vectors, stored if other else None)]
+    name = _name(name if equals else path.stem)
+    differs = stored not in UNNAMED and stored.lower() != name.lower()
+    return [Embedding(path.name, name, vectors, stored if differs else None)]
 
 
 def bundled_embeddings(file: Tensors) -> list[Embedding]:
@@ -87,7 +88,7 @@ def bundled_embeddings(file: Tensors) -> list[Embedding]:
             keys.setdefault(match[1], []).append(key)
         elif key.startswith("bundle_emb."):
             raise ValueError(f"{file.path}: holds {key}, expected emb_params, string_to_param, clip_l or clip_g in it")
-    return [Embedding(file.path.name, _name(name), _vectors(file, each)) for name, each in keys.items()]
+    return [Embedding(file.path.name, _name(name), _vectors(file, its_keys)) for name, its_keys in keys.items()]
 
 
 def _name(text: str) -> str:
@@ -103,17 +104,17 @@ def _vectors(file: Tensors, keys: Sequence[str]) -> dict[int, Tensor]:
         if len(file.shapes[key]) not in (1, 2) or 0 in file.shapes[key]:
             size = " x ".join(map(str, file.shapes[key])) or "a single number"
             raise ValueError(f"{file.path}: {key} is {size}, which are not a textual inversion: expected n x D")
-    found: dict[int, Tensor] = {}
+    vectors: dict[int, Tensor] = {}
     for key in keys:
         tensor = file.read(key).detach()
         if not tensor.is_floating_point() or not torch.isfinite(tensor.float()).all():
             raise ValueError(f"{file.path}: {key} holds NaN, infinity or no floating point: the file is damaged")
-        if tensor.shape[-1] in found:
+        if tensor.shape[-1] in vectors:
             raise ValueError(f"{file.path}: two of its tensors are {tensor.shape[-1]} wide: the file is damaged")
-        found[tensor.shape[-1]] = tensor.float().reshape(-1, tensor.shape[-1])
-    if len({len(vectors) for vectors in found.values()}) > 1:
+        vectors[tensor.shape[-1]] = tensor.float().reshape(-1, tensor.shape[-1])
+    if len({len(rows) for rows in vectors.values()}) > 1:
         raise ValueError(f"{file.path}: clip_l and clip_g differ in their number of vectors: the file is damaged")
-    return found
+    return vectors
 
 
 def with_embeddings(model: M, sources: Sequence[str | os.PathLike[str]]) -> M:
@@ -166,7 +167,7 @@ def learn(model: M, embeddings: Iterable[Embedding], option: str) -> M:
         added[embedding.name] = tuple(range(first, first + count))
         is_word = len(replace(tokenizer, added=()).encode(embedding.name)) == 1
         word = ", no longer for the word" * is_word
-        other = "" if embedding.stored is None else f"; the name stored in it, {embedding.stored!r}, is not used"
+        remark = "" if embedding.stored is None else f"; the name stored in it, {embedding.stored!r}, is not used"
         vectors = f"{count} vector{'s' * (count > 1)}"
-        log.info("%s: in a prompt, %r stands for %s%s%s", embedding.file, embedding.name, vectors, word, other)
+        log.info("%s: in a prompt, %r stands for %s%s%s", embedding.file, embedding.name, vectors, word, remark)
     return replace(model, tokenizer=replace(tokenizer, added=tuple(added.items())), learned=learned)

@@ -177,10 +177,10 @@ def check_memory(
     ways += ["GGUF files, whose weights stay in blocks"]
     if is_elsewhere:
         ways += ["no `offload` and `storage`, for which weights are loaded here, if the device has the memory"]
-    each = ", ".join(f"{role} {size / 2**30:.1f}" for role, size in sizes.items() if size > needed / 20)
+    by_role = ", ".join(f"{role} {size / 2**30:.1f}" for role, size in sizes.items() if size > needed / 20)
     raise ValueError(
-        f"{parts[largest].path}: the networks take {needed / 2**30:.0f} GiB in {short_name(dtypes[largest])} ({each}), "
-        f"but this machine has {memory / 2**30:.0f} GiB of memory: use {' or '.join(ways)}"
+        f"{parts[largest].path}: the networks take {needed / 2**30:.0f} GiB in {short_name(dtypes[largest])} "
+        f"({by_role}), but this machine has {memory / 2**30:.0f} GiB of memory: use {' or '.join(ways)}"
     )
 
 

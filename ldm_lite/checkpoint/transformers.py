@@ -105,8 +105,8 @@ def fitted(shapes: Mapping[str, Shapes], metadata: Mapping[str, str]) -> FamilyR
             f"is {row.title}, which reads text with {_titles(kinds)}: name the file of {_titles(missing)} with "
             f"`text_encoder=FILE`, which may be repeated{_instead(row, missing)}"
         )
-    clip, other = (texts.get(kind) for kind in CLIPS)
-    if clip and other and shapes["text_encoder"].get("text_projection.weight", (0,))[0] == clip.width:
+    clip, open_clip = (texts.get(kind) for kind in CLIPS)
+    if clip and open_clip and shapes["text_encoder"].get("text_projection.weight", (0,))[0] == clip.width:
         texts[CLIPS[0]] = replace(clip, projection=True)  # alone its pooled output is read as it is
     if "vae" not in shapes:
         raise ValueError(f"is {row.title} without its autoencoder: name its file with `vae=FILE`{_instead(row)}")

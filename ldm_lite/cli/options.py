@@ -51,13 +51,13 @@ def _expected(name: str, value: Any, choices: Sequence[str]) -> str:
 
 def given(options: CheckedOptions) -> set[str]:
     """The names of the options that were given, whatever their values, except None."""
-    own = {
+    of_features = {
         row.name
         for feature in getattr(options, "features", ())
         for row in dataclasses.fields(feature)
         if differ(getattr(feature, row.name), row.default)
     }
-    return {name for name in getattr(options, "_given", ()) if getattr(options, name, name) is not None} | own
+    return {name for name in getattr(options, "_given", ()) if getattr(options, name, name) is not None} | of_features
 
 
 def changed(options: AnyOptions, **changes: Any) -> AnyOptions:
@@ -71,7 +71,7 @@ def changed(options: AnyOptions, **changes: Any) -> AnyOptions:
         mine = next((feature for feature in features if type(feature) is kind), None)
         value = {name: changes.pop(name)}
         feature = kind(**value) if mine is None else dataclasses.replace(mine, **value)
-        changes["features"] = (*(other for other in features if other is not mine), feature)
+        changes["features"] = (*filter(lambda kept: kept is not mine, features), feature)
     replaced = dataclasses.replace(options, **changes)
     object.__setattr__(replaced, "_given", getattr(options, "_given", set()) | changes.keys())
     return replaced

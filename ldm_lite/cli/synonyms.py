@@ -382,8 +382,8 @@ def advice(name: str, options: Mapping[str, str], place: str, python: bool = Fal
 
 def of_attribute(name: str, table: Mapping[str, str]) -> str:
     """Return what to use in place of an attribute that is not there, as a clause, or ""."""
-    found = (text for names, text in table.items() if any(fnmatchcase(name, known) for known in names.split()))
-    return next(found, "")
+    texts = (text for names, text in table.items() if any(fnmatchcase(name, known) for known in names.split()))
+    return next(texts, "")
 
 
 def of_value(option: str, value: object, choices: Collection[str]) -> str:

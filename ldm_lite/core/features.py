@@ -99,8 +99,8 @@ class Feature:
         place = key if isinstance(key, str) else id(key)
         if place not in self.state:
             self.state[place] = key, change(key)  # the key stays alive, so that no other object gets its id
-        made: T = self.state[place][1]
-        return made
+        result: T = self.state[place][1]
+        return result
 
     def log(self, level: int, message: str) -> None:
         """Log a message once in a run, however many images start from an input of their own."""

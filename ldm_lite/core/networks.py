@@ -86,12 +86,12 @@ def load_network(kind: str, spec: Any, tensors: Tensors, device: torch.device, d
     """
     network = build(kind, spec)
     shapes = {key: tuple(value.shape) for key, value in network.state_dict().items()}
-    found = tensors.shapes
-    extra = found.keys() - shapes.keys()
+    stored = tensors.shapes
+    extra = stored.keys() - shapes.keys()
     differences = {
-        "missing": sorted(shapes.keys() - found.keys()),
+        "missing": sorted(shapes.keys() - stored.keys()),
         "unexpected": sorted(key for key in extra if not NO_WEIGHTS.search(key)),
-        "of another shape": [key for key in shapes if key in found and found[key] != shapes[key]],
+        "of another shape": [key for key in shapes if key in stored and stored[key] != shapes[key]],
     }
     for what, keys in differences.items():
         if keys:

@@ -149,15 +149,15 @@ def difference_of(network: nn.Module, expected: nn.Module) -> str:
     """Say in which module a network differs from another in more than the values of its weights; "" if in none."""
     modules, others = dict(modules_of(network)), dict(modules_of(expected))
     for name, module in modules.items():
-        other, place = others.get(name), name or "the network"
-        if other is None:
+        counterpart, place = others.get(name), name or "the network"
+        if counterpart is None:
             return f"load() would leave out {place}, a {type(module).__name__}"
-        if type(module) is not type(other):
-            return f"{place} is a {type(module).__name__}, where load() would make a {type(other).__name__}"
-        shapes, expected_shapes = _shapes(module), _shapes(other)
+        if type(module) is not type(counterpart):
+            return f"{place} is a {type(module).__name__}, where load() would make a {type(counterpart).__name__}"
+        shapes, expected_shapes = _shapes(module), _shapes(counterpart)
         if shapes != expected_shapes:
             return f"{place} has tensors {shapes}, where load() would make {expected_shapes}"
-        for key in _changed_attributes(module, other):
+        for key in _changed_attributes(module, counterpart):
             return f"{place} has {key.strip('_').replace('_', ' ')} of its own, which load() would not give it"
     missing = [name for name in others if name not in modules]
     return f"load() would add {missing[0]}" if missing else ""

@@ -120,11 +120,11 @@ def are_swapped(names: Collection[str], others: Mapping[str, str]) -> set[str]:
 
 def renamed(modules: Collection[str], others: Mapping[str, str]) -> dict[str, Renamed]:
     """Return diffusers' modules of those of a network, where they have other names or are several."""
-    swapped, found = are_swapped(modules, others), {}
+    swapped, new_names = are_swapped(modules, others), {}
     for module in modules:
         for last in ("", ".scale"):
             theirs, number = row_of(module + last, others)
             if theirs is not None:
                 names = theirs.removeprefix("~").removesuffix(".weight" if last else "").replace("*", number).split()
-                found[module] = Renamed(tuple(names), module in swapped)
-    return found
+                new_names[module] = Renamed(tuple(names), module in swapped)
+    return new_names

@@ -41,8 +41,8 @@ def to_transformers(stored: Tensors) -> Tensors:
         elif joined := JOINED.search(name):
             rows, *rest = checked_shape(stored.shapes, key, 2 if joined[1] == "weight" else 1)
             for i, part in enumerate("qkv"):
-                own = f"vision_model.{name[: joined.start()]}.self_attn.{part}_proj.{joined[1]}"
-                shapes[own], places[own] = (multiple(rows, 3, f"the length of {key}"), *rest), (key, i)
+                part_name = f"vision_model.{name[: joined.start()]}.self_attn.{part}_proj.{joined[1]}"
+                shapes[part_name], places[part_name] = (multiple(rows, 3, f"the length of {key}"), *rest), (key, i)
         else:
             shapes[f"vision_model.{name}"], places[f"vision_model.{name}"] = shape, (key, None)
 

@@ -62,14 +62,14 @@ def _fits(scale: tuple[int, ...], weight: tuple[int, ...]) -> bool:
 
 def _check_formats(tensors: Tensors) -> None:
     """Raise ValueError if the file says that a weight is in another format than fp8."""
-    found: list[Any] = []
+    layers: list[Any] = []
     try:
         if QUANTIZATION in tensors.metadata:
-            found += json.loads(tensors.metadata[QUANTIZATION])["layers"].values()
+            layers += json.loads(tensors.metadata[QUANTIZATION])["layers"].values()
         for key in tensors:
             if key.endswith(".comfy_quant"):
-                found.append(json.loads(bytes(tensors[key].tolist())))
-        formats = {str(layer["format"]) for layer in found}
+                layers.append(json.loads(bytes(tensors[key].tolist())))
+        formats = {str(layer["format"]) for layer in layers}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"its description of the quantisation is damaged ({error})") from error
     if unknown := formats - set(_FORMATS):

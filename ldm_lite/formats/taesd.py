@@ -23,11 +23,11 @@ def whole(tensors: Tensors) -> Tensors | None:
     beside = tensors.path.with_name(tensors.path.name.replace(half, OTHER[half]))
     if beside == tensors.path or not beside.is_file():
         return view
-    other = _named(open_checkpoint(beside))
-    if other is None or _half(other) != OTHER[half]:
+    second_half = _named(open_checkpoint(beside))
+    if second_half is None or _half(second_half) != OTHER[half]:
         return view
     log.info("%s: taken together with %s", tensors.path.name, beside.name)
-    places = {key: (part, key) for part in (view, other) for key in part}
+    places = {key: (part, key) for part in (view, second_half) for key in part}
     return joined(tensors.path, places, tensors.metadata)
 
 

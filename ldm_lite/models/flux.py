@@ -364,8 +364,8 @@ def embedder_names(within: str) -> dict[str, str]:
     """Return the names of the layers of embedders, which diffusers has inside of another module."""
     layers = {"in_layer": "linear_1", "out_layer": "linear_2"}
     return {
-        f"{name}.{ours}": f"{within}.{other}.{theirs}"
-        for name, other in EMBEDDERS.items()
+        f"{name}.{ours}": f"{within}.{embedder}.{theirs}"
+        for name, embedder in EMBEDDERS.items()
         for ours, theirs in layers.items()
     }
 

@@ -106,14 +106,14 @@ def _computes(device: torch.device, dtype: torch.dtype, channels: int, groups: i
     x = 3 + 2 * waves.view(2, 9, 7, channels).permute(0, 3, 1, 2)
     shift, bias = waves[: 2 * channels].view(2, channels), waves[-channels:]
     try:
-        found = _group_norm(x, norm.weight, norm.bias, groups, norm.eps, True, shift, bias)
+        normed = _group_norm(x, norm.weight, norm.bias, groups, norm.eps, True, shift, bias)
         total = _biased_sum(x, x, bias)
     except Exception as error:  # compilers raise anything
         log.warning("group norm by PyTorch: our kernel does not run (%s)", str(error).partition("\n")[0][:150])
         return False
     shifted = x.float() + (shift + bias)[:, :, None, None].float()
     expected = F.silu(F.group_norm(shifted, groups, eps=norm.eps)), 2 * x.float() + bias.float()[:, None, None]
-    difference = max(float((a.float() - b).norm() / b.norm()) for a, b in zip((found, total), expected, strict=True))
+    difference = max(float((a.float() - b).norm() / b.norm()) for a, b in zip((normed, total), expected, strict=True))
     if not difference < 0.02:
         log.warning("group norm by PyTorch: our kernel differs from it by %.1e", difference)
     return difference < 0.02

@@ -192,8 +192,8 @@ class TaskJob(Job):
         settings = {"Seed": item.seed, "Size": f"{width}x{height}", **self.settings_for(item)}
         first = ("Steps", "Sampler", "Schedule type", "CFG scale", "Seed", "Size", "Model")  # as in A1111
         text = {name: settings[name] for name in (*first, *settings) if settings.get(name) is not None}
-        given = self.task.options.negative_prompts
-        negative = item.negative or given[item.number % len(given)]  # an empty one is written, none is not
+        negatives = self.task.options.negative_prompts
+        negative = item.negative or negatives[item.number % len(negatives)]  # an empty one is written, none is not
         key = self.keys.get(item.number, "")
         about = parameters(item.prompt, negative, text)
         return Result(pixels, item.prompt, item.seed, about, self.truncated, key, text)

@@ -44,8 +44,9 @@ LOG = "log.jsonl"
 def load_weights(network: nn.Module, weights: dict[str, Tensor]) -> None:
     """Load a network's weights, divided among processes as it is.  Raises any exception for those of another one."""
     before = network.state_dict()
-    if other := [name for name, value in weights.items() if name in before and value.dtype != before[name].dtype]:
-        raise ValueError(f"{other[0]} is of {weights[other[0]].dtype}")
+    for name, value in weights.items():
+        if name in before and value.dtype != before[name].dtype:
+            raise ValueError(f"{name} is of {value.dtype}")
     network.load_state_dict(weights | {name: distributed.shard_like(weights[name], before[name]) for name in before})
 
 
