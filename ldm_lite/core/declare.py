@@ -3,6 +3,7 @@
 From a row come a keyword argument in Python, a flag with its help, checks, and a picture's text, written and read.
 """
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -25,17 +26,17 @@ def option(
     default: Any,
     help: str,
     *flags: str,
-    positional: bool = False,
-    common: bool = False,
     choices: Sequence[str] | None = None,
-    metavar: str | None = None,
     within: tuple[float, float] | None = None,
     reason: str | None = None,
     parse: Callable[[str, Any], Any] | None = None,
     excludes: tuple[str, ...] = (),
     reads: Callable[[str], Any] | None = None,
     no_effect: Callable[[Any], str | None] | None = None,
-    # for packages around this one
+    # for packages around this one, as `flags` are
+    positional: bool = False,
+    common: bool = False,
+    metavar: str | None = None,
     used_by: tuple[str, ...] | None = None,
     png: str | None = None,
     keys: tuple[str, ...] = (),
@@ -48,11 +49,11 @@ def option(
 
     `within` is the range of a number (always finite), with its `reason`; `choices` are its values; `parse` turns (name,
     text) into the value.  `excludes` are options that it does not go with.  In a feature, `reads` turns its text into
-    what `feature.reading(name)` returns, or raises ValueError before a model is loaded; `no_effect` is a job -> why it
-    has none in it, or None.
+    what `feature.reading(name)` returns, or raises ValueError before a model is loaded; `no_effect` is
+    a function of the job that returns why the option has no effect in it, or None.
 
-    The rest is for packages around this one, and nothing here reads it.  Of a command line: `flags` are further
-    spellings; a flag whose field is a
+    The rest is for packages around this one, and nothing here reads it.  Of their command lines: `flags` are further
+    spellings; `positional` options may be given without one; a flag whose field is a
     tuple may be repeated; --help shows `common` flags, --help-all the rest too; `metavar` is the value's name in help;
     FILE, PATH or DIR in it marks options that name files; `used_by` names the text encoders that use the option.
     Of a picture's text: `png` is its key, `keys` are further ones that it is read from; `written` (value -> what stands
@@ -132,22 +133,17 @@ def _typed(name: str, value: Any, kinds: Sequence[Any]) -> Any:
     single = isinstance(value, (str, bytes)) or not hasattr(value, "__iter__") or getattr(value, "ndim", 1) == 0
     if several and not single:
         return tuple(_typed(name, item, (kind,)) for item in value)
-    # Whole numbers pass as floats, numpy's and torch's numbers become Python's, a path becomes its text, and a spacing
-    # may be a function; a bool is no number, and a text is nothing else.
+    # A bool is not a number here, though it is one to Python.  Whole numbers are accepted for floats, unchanged.
     is_flag = isinstance(value, bool) or str(getattr(value, "dtype", "")) in ("bool", "torch.bool")
-    try:
-        if is_flag and kind is not bool:  # which is a whole number to Python
-            raise TypeError
-        if kind is int:
-            return operator.index(value)
+    with contextlib.suppress(TypeError, ValueError):
         if kind is bool and single and value in (True, False):
             return bool(value)
-        if kind is float and not isinstance(value, (int, str)):
-            return float(value)
-    except (TypeError, ValueError):
-        pass
-    else:
-        text = kind is str and (isinstance(value, (str, os.PathLike)) or (name == "spacing" and callable(value)))
-        if text or (kind is float and isinstance(value, int)):
-            return os.fspath(value) if isinstance(value, os.PathLike) else value
+        if kind is int and not is_flag:
+            return operator.index(value)
+        if kind is float and not is_flag and not isinstance(value, str):
+            return value if isinstance(value, int) else float(value)
+        if kind is str and isinstance(value, (str, os.PathLike)):
+            return os.fspath(value)
+        if name == "spacing" and callable(value):  # a function of your own
+            return value
     raise TypeError(f"got `{name}` {value!r:.50}, expected {TYPES[kind]}" + " or a list of them" * several)

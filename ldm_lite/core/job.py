@@ -34,8 +34,8 @@ class Item(NamedTuple):
 class Job:
     """A run of images of one size.
 
-    Everything that differs between tasks, and what features change, is a slot.  Functions in slots get the job as an
-    argument, so they see slots that are replaced later, such as its model or plan.
+    Everything that differs between tasks, and what features change, is a slot.  Functions in slots whose type says
+    so get the job as an argument, so they see slots that are replaced later, such as its model or plan.
     """
 
     model: Model

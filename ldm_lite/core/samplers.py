@@ -143,9 +143,9 @@ def plms(schedule: Schedule, steps: int, spacing: str | Spacing = "leading") -> 
             rows.add(i, now, _transfer(now, after, H))
         elif i == 0:
             rows.add(i, now, _transfer(now, after, H), aside=X)
-            # The original makes this call at the next of its own timesteps, which do not include the end, 0: with a
-            # single step it is the first one again.
-            ahead = after if len(levels) > 2 or after.t > 0 else after._replace(t=now.t)
+            ahead = after
+            if len(levels) == 2 and after.t == 0:  # the original tells the network timesteps[min(i + 1, last)]
+                ahead = after._replace(t=now.t)  # so with a single step it is told its own again
             rows.add(i, ahead, _transfer(now, after, (H1 + H) / 2, x=ASIDE), remember=False)
         elif i == 1:
             rows.add(i, now, _transfer(now, after, (3 * H - H1) / 2))

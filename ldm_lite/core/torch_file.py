@@ -86,8 +86,8 @@ def _pickles(file: BinaryIO, is_zip: bool) -> Iterator[IO[bytes]]:
 def _stand_ins(pickled: IO[bytes]) -> Iterator[type]:
     """Read a pickle's operations, and yield classes for the inert names in them.
 
-    Raises ValueError for other names, and for too many operations: a tuple counts with all that it holds, for it may
-    hold another one many times, and a text with its length.
+    Raises ValueError for other names, and for too many operations: a tuple counts with all that it holds, since
+    what hashes or prints it visits all of that, also a tuple that it holds many times; a text counts with its length.
     """
     # A pickle is a program for a machine with a stack.  It is followed here with sizes in place of objects: before
     # each operation, stack[i] is the cost of what would be the i-th object on the machine's stack, marks are the

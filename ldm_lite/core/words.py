@@ -52,6 +52,8 @@ def main() -> int:
 
 
 # ---- tables of which a file holds the learned rows ------------------------------------------------------------------
+# A model that was trained on few words has learned few of CLIP's 49408 token vectors: its file holds these rows alone,
+# and their numbers.
 
 ROW_NUMBERS = (
     "token_embedding.rows"  # (N,): the numbers of the rows that token_embedding.weight (N,D) holds; others are zero
@@ -67,7 +69,7 @@ def whole_tables(tensors: Tensors) -> Tensors:
     shapes, numbers = dict(tensors.shapes), {}
     for key in [key for key in tensors if key.endswith(ROW_NUMBERS)]:
         table, rows = key.removesuffix("rows") + "weight", tensors[key].long()
-        height, *width = shapes.get(table, ())
+        height, *width = shapes.get(table) or (0,)
         is_rising = rows.shape == (height,) and height > 0 and rows[0] >= 0 and bool((rows.diff() > 0).all())
         if len(width) != 1 or not is_rising or rows[-1] >= MOST_ROWS:
             raise ValueError(f"in {tensors.path.name} the rows of {table} have no numbers that rise: download it again")
