@@ -201,8 +201,8 @@ class Run:
 
     @property
     def tickets(self) -> list[Ticket]:
-        """Whose images they are."""
-        return list(dict.fromkeys(unit.ticket for unit in self.units))
+        """Whose images they are, without those that have ended, which hear of no further step."""
+        return list(dict.fromkeys(unit.ticket for unit in self.units if not unit.ticket.ended))
 
     @property
     def is_over(self) -> bool:

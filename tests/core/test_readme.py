@@ -27,7 +27,7 @@ README = next(
     path for path in (Path(__file__).parents[1] / "README.md", PACKAGE / "README.md") if path.exists()
 ).read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-START, SAMPLER, PLAN, ATTENTION, GUIDANCE, THRESHOLD, PERTURBED, PROMPT_TO_PROMPT, PREVIEWS, TRAINING = BLOCKS
+START, SAMPLER, PLAN, ATTENTION, GUIDANCE, THRESHOLD, PERTURBED, PROMPT_TO_PROMPT, AWAY, PREVIEWS, TRAINING = BLOCKS
 
 
 @pytest.fixture
@@ -193,6 +193,24 @@ def test_prompt_to_prompt(block: Callable[[str], dict[str, Any]], pipe: Pipeline
     *_, alone = pipe.stream("a green pear", seed=7, **options)
     assert error(alone.latents, second.latents) > 0.1
     assert error(second.latents, first.latents) < error(alone.latents, first.latents)
+
+
+def test_one_more_prompt_as_a_branch(block: Callable[[str], dict[str, Any]], pipe: Pipeline) -> None:
+    """With guidance and without: a step of DDIM from v, by three calls."""
+    block(AWAY)
+    noise, t = pipe.noise(), torch.tensor([1.0])
+    with torch.no_grad():
+        uncond, cond, away = (
+            pipe.unet(noise, t, pipe.encode_prompt(text)["context"]) for text in ("", "a cat", "a dog")
+        )
+    [(a, s), (end_a, end_s)] = [(level.a, level.s) for level in (pipe.schedule.at(1), pipe.schedule.at(0))]
+    for scale, guided in (
+        (4, uncond + 4 * (cond - uncond) - 2 * (away - uncond)),
+        (1, cond - 0.5 * (away - cond)),
+    ):
+        wanted = end_a * (a * noise - s * guided) + end_s * (s * noise + a * guided)
+        [state] = pipe.stream("a cat", steps=1, scale=scale, away_from="a dog")
+        assert error(state.latents, wanted) < 1e-5
 
 
 def test_previews_and_maps(block: Callable[[str], dict[str, Any]]) -> None:

@@ -187,11 +187,11 @@ def test_progress_preview_and_interrupt(engine: Any) -> None:
     first.listen(lambda: steps.append(first.step))
     engine.start()
     assert len(finished(first)) == 1
-    assert max(steps) <= 6
     assert first.preview() is not None
     assert first.interrupted
     assert finished(second)[0].image.size == (32, 32)
     assert second.step == 30
+    assert max(steps) <= 6  # it heard of no step after its end
 
 
 def test_an_interrupted_request_ends_though_the_first_of_its_batch_goes_on(engine: Any) -> None:
