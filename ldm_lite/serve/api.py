@@ -23,7 +23,8 @@ from ldm_lite import Control
 from ldm_lite.image import to_pil
 from ldm_lite.serve import form, http
 from ldm_lite.serve.http import Body, PictureRequest, Refused, encoded, event, open_base64, read_json, reading
-from ldm_lite.serve.queue import QUEUED, Engine, Ticket
+from ldm_lite.serve.queue import Engine
+from ldm_lite.serve.ticket import QUEUED, Ticket
 from ldm_lite.tasks import xy
 
 PAGE = Path(__file__).parent / "page"

@@ -28,7 +28,8 @@ from ldm_lite.serve.a1111 import routes as a1111
 from ldm_lite.serve.http import Reader, Refused, answer, one_line
 from ldm_lite.serve.ledger import ACCOUNT, CLIENT, Account, Full, Ledger, TooLarge
 from ldm_lite.serve.options import ServeOptions
-from ldm_lite.serve.queue import Engine, Stopping
+from ldm_lite.serve.queue import Engine
+from ldm_lite.serve.ticket import Stopping
 
 access = logging.getLogger("ldm_lite.access")
 

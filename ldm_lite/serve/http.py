@@ -33,7 +33,8 @@ from ldm_lite.cli.pictures import text_of, write_picture
 from ldm_lite.image import decode_image, to_rgb, upright
 from ldm_lite.serve import ledger
 from ldm_lite.serve.ledger import ACCOUNT, CLIENT, Full, TooLarge
-from ldm_lite.serve.queue import BYTES, CANCELLED, Engine, Stopping, Ticket, report
+from ldm_lite.serve.queue import Engine
+from ldm_lite.serve.ticket import BYTES, CANCELLED, Stopping, Ticket, report
 
 BodyKind = TypeVar("BodyKind", bound="Body")
 T = TypeVar("T")

@@ -23,7 +23,8 @@ from ldm_lite.image import to_rgb
 from ldm_lite.serve import http
 from ldm_lite.serve.http import Body, Encoding, Refused, open_bytes, read_json, reading
 from ldm_lite.serve.ledger import CLIENT
-from ldm_lite.serve.queue import Engine, Ticket
+from ldm_lite.serve.queue import Engine
+from ldm_lite.serve.ticket import Ticket
 
 # OpenAI's own models, which clients name by default: they mean the default model, unless a file has such a name.
 ALIASES = re.compile(r"(?P<dalle>dall-e-[\w.-]{1,80})|(?:chat)?gpt-image-[\w.-]{1,80}")

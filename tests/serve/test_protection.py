@@ -29,6 +29,7 @@ from ldm_lite.cli.task_options import Img2imgOptions, InpaintOptions
 from ldm_lite.serve import http, queue, server
 from ldm_lite.serve.http import Refused, open_bytes, validated
 from ldm_lite.serve.ledger import CLIENT, Account, TooLarge
+from ldm_lite.serve.ticket import Ticket, report
 
 OPENAI, TXT2IMG, IMG2IMG = "/v1/images/generations", "/sdapi/v1/txt2img", "/sdapi/v1/img2img"
 EXTRAS = "/sdapi/v1/extra-batch-images"
@@ -810,7 +811,7 @@ def test_nothing_is_kept_of_requests_that_ended(running: Running) -> None:
 
     def tickets() -> int:
         gc.collect()
-        return sum(type(item) is queue.Ticket and item._engine is running.engine for item in gc.get_objects())
+        return sum(type(item) is Ticket and item._engine is running.engine for item in gc.get_objects())
 
     wait_for(lambda: tickets() <= 1, "the end of all requests but the last")
 
@@ -844,8 +845,8 @@ def test_the_log_says_everything_again_with_its_time(monkeypatch: Any, capsys: A
         try:
             raise KeyError("ours")
         except KeyError as error:
-            queue.report(error)
-            queue.report(error)  # once for each error
+            report(error)
+            report(error)  # once for each error
     finally:
         log.setLevel(level)
         logging.getLogger("ldm_lite.access").setLevel(logging.NOTSET)

@@ -16,7 +16,7 @@ from serving import Running, b64, engine_of, finished, library_of, submit
 import ldm_lite
 from ldm_lite import Pipeline
 from ldm_lite.cli.task_options import Txt2imgOptions
-from ldm_lite.serve.queue import RUNNING, Ticket
+from ldm_lite.serve.ticket import RUNNING, Ticket
 
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")

@@ -8,7 +8,8 @@ from pydantic import Field
 from ldm_lite.image import PIXEL_UPSCALERS, to_rgb
 from ldm_lite.serve.http import Body, PictureRequest, Refused, open_base64
 from ldm_lite.serve.library import Library
-from ldm_lite.serve.queue import Engine, Ticket
+from ldm_lite.serve.queue import Engine
+from ldm_lite.serve.ticket import Ticket
 
 FACES = ("gfpgan_visibility", "codeformer_visibility")
 MULTIPLE = 8  # of the sides of an enlarged image

@@ -30,7 +30,8 @@ from ldm_lite.serve.a1111.translation import (
 )
 from ldm_lite.serve.http import Encoding, PictureRequest, Refused, answer_with, encoded, open_base64, read_json, reading
 from ldm_lite.serve.ledger import CLIENT
-from ldm_lite.serve.queue import Engine, Ticket
+from ldm_lite.serve.queue import Engine
+from ldm_lite.serve.ticket import Ticket
 from ldm_lite.text.parameters import read_parameters, text_of
 
 EMPTY = (

@@ -21,7 +21,8 @@ from ldm_lite.serve import http
 from ldm_lite.serve.a1111.controlnet import Unit, controls
 from ldm_lite.serve.http import Body, Refused, open_base64
 from ldm_lite.serve.library import Library, Loras
-from ldm_lite.serve.queue import Engine, Ticket
+from ldm_lite.serve.queue import Engine
+from ldm_lite.serve.ticket import Ticket
 from ldm_lite.toolkit import lora_weight
 
 LATENT_UPSCALERS = [  # of latents
