@@ -33,7 +33,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     if page.file.src_uri in PAGES.values():
         return markdown
     tables = re.sub(
-        r"^options: ([\w.]+)\.(\w+)$", lambda found: options_table(*found.groups()), markdown, flags=re.MULTILINE
+        r"^options: ([\w.]+)\.(\w+)$", lambda match: options_table(*match.groups()), markdown, flags=re.MULTILINE
     )
     return with_links(tables, f"docs/{page.file.src_uri}")
 
@@ -53,14 +53,14 @@ def with_links(text: str, source: str) -> str:
     """Return the text of a file with its links to other files of the repository as links of the site."""
     folder = (ROOT / source).parent
 
-    def place(found: re.Match[str]) -> str:
-        before, target, anchor = found[1], found[2], found[3] or ""
+    def place(match: re.Match[str]) -> str:
+        before, target, anchor = match[1], match[2], match[3] or ""
         if ":" in target or not target:
-            return found[0]
+            return match[0]
         path = (folder / target).resolve()
         name = path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else target
         if name in PAGES:
             return f"{before}{PAGES[name]}{anchor}"
-        return f"{before}{name.removeprefix('docs/')}{anchor}" if name.startswith("docs/") else found[0]
+        return f"{before}{name.removeprefix('docs/')}{anchor}" if name.startswith("docs/") else match[0]
 
     return re.sub(r"""(\]\(|src=")([^)"#\s]*)(#[^)"\s]*)?""", place, text)

@@ -24,9 +24,9 @@ def activations(unet: nn.Module, parameters: set[int], *args: Tensor, **inputs: 
             kept.setdefault(current[0], {})[id(tensor.untyped_storage())] = tensor
         return tensor
 
-    def begin(block: nn.Module, given: tuple[object, ...]) -> None:
+    def begin(block: nn.Module, arguments: tuple[object, ...]) -> None:
         current[0] = id(block)
-        num_inputs[0] += sum(value.nbytes for value in given if isinstance(value, Tensor))
+        num_inputs[0] += sum(value.nbytes for value in arguments if isinstance(value, Tensor))
 
     for block in blocks(unet):
         block.register_forward_pre_hook(begin)

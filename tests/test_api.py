@@ -40,8 +40,8 @@ def test_prompts_and_seeds_in_lists_are_single_runs(pipe: Pipeline) -> None:
     assert torch.equal(both[0], pixels(pipe, "a cat", seed=3)[0])
     assert torch.equal(both[1], pixels(pipe, "a dog in a house", seed=9)[0])
     together = pixels(pipe, ["a cat", "a dog in a house"], seed=[3, 9], batch_size=2)
-    for one, other in zip(both, together, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    for single, batched in zip(both, together, strict=True):
+        torch.testing.assert_close(single, batched, rtol=1e-4, atol=1e-4)
 
 
 def test_images_come_out_in_four_kinds(pipe: Pipeline) -> None:
@@ -60,11 +60,11 @@ def test_images_go_in_as_path_pil_numpy_and_tensor(pipe: Pipeline, tmp_path: Pat
     Image.fromarray(array).save(tmp_path / "photo.png")
     tensor = torch.from_numpy(array.copy()).permute(2, 0, 1) / 127.5 - 1
     kinds = [tmp_path / "photo.png", Image.fromarray(array), array, array / 255.0, tensor, tensor[None]]
-    made = [pipe.img2img("a cat", kind, steps=2, output="tensor")[0] for kind in kinds]
-    assert all(torch.equal(each, made[0]) for each in made)
+    images = [pipe.img2img("a cat", kind, steps=2, output="tensor")[0] for kind in kinds]
+    assert all(torch.equal(image, images[0]) for image in images)
     many = pipe.img2img("a cat", [array, array[:, ::-1]], steps=2, output="tensor", seed=[42, 42])
-    assert torch.equal(many[0], made[0])
-    assert not torch.equal(many[1], made[0])
+    assert torch.equal(many[0], images[0])
+    assert not torch.equal(many[1], images[0])
     mask = np.zeros(array.shape[:2], np.uint8)
     mask[:32] = 255
     painted = [
@@ -81,15 +81,15 @@ def test_the_parts_make_what_txt2img_makes(pipe: Pipeline) -> None:
     by_parts = pipe.decode(latents, output="tensor")
     whole = pixels(pipe, "a cat", negative_prompt="", seed=5, batch_size=2)
     pixels_of_image = pixels(pipe, cond=cond.context.expand(2, -1, -1), uncond=uncond, noise=noise, batch_size=2)
-    for parts, one, other in zip(by_parts, whole, pixels_of_image, strict=True):
-        torch.testing.assert_close(parts, one, rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    for parts, from_text, from_tensors in zip(by_parts, whole, pixels_of_image, strict=True):
+        torch.testing.assert_close(parts, from_text, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(from_text, from_tensors, rtol=1e-4, atol=1e-4)
 
 
 def test_an_image_of_given_noise_has_no_seed_in_its_text(pipe: Pipeline) -> None:
     cond, noise = pipe.encode_prompt("a cat"), pipe.noise(seed=5, height=64, width=64)
-    for given, has_seed in (({"cond": cond, "noise": noise}, False), ({"cond": cond}, True)):
-        [result] = pipe.txt2img(height=64, width=64, steps=1, output="result", **given)
+    for inputs, has_seed in (({"cond": cond, "noise": noise}, False), ({"cond": cond}, True)):
+        [result] = pipe.txt2img(height=64, width=64, steps=1, output="result", **inputs)
         assert ("Seed: " in result.parameters) == has_seed
 
 
@@ -102,8 +102,8 @@ def test_ready_conditioning_of_sdxl_keeps_its_vector(tmp_path: Path) -> None:
     assert cond.y is not None
     pixels_of_image = pixels(pipe, cond=cond, uncond=uncond)
     assert torch.equal(pixels_of_image[0], pixels(pipe, "a cat", negative_prompt="")[0])
-    other = Conditioning(cond.context, cond.y + 1)
-    assert not torch.equal(pixels_of_image[0], pixels(pipe, cond=other, uncond=uncond)[0])
+    shifted = Conditioning(cond.context, cond.y + 1)
+    assert not torch.equal(pixels_of_image[0], pixels(pipe, cond=shifted, uncond=uncond)[0])
     with pytest.raises(ValueError, match="y: got none, expected one of shape"):
         pixels(pipe, cond=cond.context, uncond=uncond.context)
 
@@ -204,9 +204,9 @@ def test_values_of_another_type_are_a_type_error(pipe: Pipeline, options: dict[s
 
 
 def test_numbers_of_numpy_and_torch_are_python_s(pipe: Pipeline) -> None:
-    one = pixels(pipe, "a cat", seed=3)[0]
+    image = pixels(pipe, "a cat", seed=3)[0]
     for seed in (np.int64(3), torch.tensor(3), np.array([3]), range(3, 4)):
-        assert torch.equal(pixels(pipe, (text for text in ["a cat"]), seed=seed)[0], one)
+        assert torch.equal(pixels(pipe, (text for text in ["a cat"]), seed=seed)[0], image)
         assert torch.equal(pipe.noise(seed, 64, 64), pipe.noise([3], 64, 64))
     assert pipe.encode_prompt(text for text in ["a cat", "a dog"]).context.shape[0] == 2  # type: ignore[arg-type, union-attr]
 
@@ -243,9 +243,9 @@ def test_a_plan_of_another_network_or_beside_a_sampler_is_refused(
     pipe: Pipeline, predicting: Callable[..., Pipeline]
 ) -> None:
     assert pipe.family.prediction == "eps"
-    other = predicting("v").plan("ddim", 2)
+    plan = predicting("v").plan("ddim", 2)
     with pytest.raises(ValueError, match=r"this plan is for another network: .* predicts eps"):
-        pipe.txt2img("a cat", plan=other)
+        pipe.txt2img("a cat", plan=plan)
     with pytest.raises(ValueError, match="got `plan` and `steps`, which it replaces"):
         pipe.txt2img("a cat", plan=pipe.plan("ddim", 2), steps=3)
 
@@ -308,8 +308,8 @@ def test_a_stream_of_wrong_options_fails_at_once(pipe: Pipeline) -> None:
 
 def test_masks_may_be_bool(pipe: Pipeline) -> None:
     mask = np.arange(64)[:, None].repeat(64, 1) < 32
-    made = [pipe.inpaint("a cat", toy.photo(), kind, steps=1, output="tensor")[0] for kind in (mask, mask * 1.0)]
-    assert torch.equal(*made)
+    images = [pipe.inpaint("a cat", toy.photo(), kind, steps=1, output="tensor")[0] for kind in (mask, mask * 1.0)]
+    assert torch.equal(*images)
 
 
 def test_a_control_says_all_of_itself() -> None:

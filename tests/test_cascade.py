@@ -73,11 +73,11 @@ def upscaler(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def command(files: dict[str, Path], out: Path, *flags: object) -> int:
     """Run the command with ready embeddings and small images; return its exit status."""
     folder = files["if_I"].parent
-    given = {"--stage-1": files["if_I"], "--stage-2": files["if_II"], "--H": 8, "--W": 8, "--steps": "4,3"}
-    given |= {"--prompt-embeds": folder / "context.npy", "--negative-embeds": folder / "uncond.safetensors"}
-    given |= {"--sampler": "ddpm_respaced", "--device": "cpu", "--out": out}
-    given |= dict(zip(flags[::2], flags[1::2], strict=True))
-    return main([str(part) for flag, value in given.items() if value is not None for part in (flag, value)])
+    options = {"--stage-1": files["if_I"], "--stage-2": files["if_II"], "--H": 8, "--W": 8, "--steps": "4,3"}
+    options |= {"--prompt-embeds": folder / "context.npy", "--negative-embeds": folder / "uncond.safetensors"}
+    options |= {"--sampler": "ddpm_respaced", "--device": "cpu", "--out": out}
+    options |= dict(zip(flags[::2], flags[1::2], strict=True))
+    return main([str(part) for flag, value in options.items() if value is not None for part in (flag, value)])
 
 
 def refused(capsys: pytest.CaptureFixture[str], *args: object) -> str:
@@ -283,8 +283,8 @@ def test_embeddings_are_read_from_any_kind_of_file(
     images = {}
     for name in ("a.npy", "b.pt", "c.safetensors"):
         out = tmp_path / f"{name}.png"
-        one = ("--stage-2", None, "--steps", "2", "--prompt-embeds", tmp_path / name)
-        assert command(files, out, *one) == 0
+        arguments = ("--stage-2", None, "--steps", "2", "--prompt-embeds", tmp_path / name)
+        assert command(files, out, *arguments) == 0
         images[name] = np.asarray(Image.open(out), dtype=float)
     assert np.array_equal(images["a.npy"], images["c.safetensors"])
     assert toy.relative_error(images["b.pt"], images["a.npy"]) < 0.05
@@ -325,9 +325,9 @@ def test_t5_reads_prompts_from_a_file_in_parts(tmp_path: Path) -> None:
     ids = torch.zeros(2, 77, dtype=torch.long)
     ids[0, :4], ids[1, 0] = torch.tensor([3, 4, 5, 1]), 1
     # max_distance, which weights do not tell, is 128 in released encoders; the miniature has 12.
-    other = T5Encoder(replace(toy.T5, max_distance=128)).eval()
-    other.load_state_dict(encoder.state_dict())
-    torch.testing.assert_close(context, other(ids, ids != 0), rtol=1e-4, atol=1e-5)
+    released = T5Encoder(replace(toy.T5, max_distance=128)).eval()
+    released.load_state_dict(encoder.state_dict())
+    torch.testing.assert_close(context, released(ids, ids != 0), rtol=1e-4, atol=1e-5)
     with pytest.raises(ValueError, match="needs all of them"):
         encode_t5(["a"], StageOptions(t5=parts[1:], device="cpu"))
 

@@ -43,11 +43,11 @@ def test_files_are_those_of_the_original_script(with_ema: Path, tmp_path: Path, 
     else:
         arguments += ["--H", "32", "--W", "32"]
     assert COMMANDS[command].main(arguments) == 0
-    made = {path.relative_to(tmp_path / "out").as_posix(): path for path in (tmp_path / "out").rglob("*.png")}
+    files = {path.relative_to(tmp_path / "out").as_posix(): path for path in (tmp_path / "out").rglob("*.png")}
     theirs = {key.removeprefix(f"{name}/"): GOLDEN[key] for key in GOLDEN.files if key.startswith(f"{name}/")}
-    assert made.keys() == theirs.keys()
+    assert files.keys() == theirs.keys()
     for path, pixels in theirs.items():
-        ours = np.asarray(Image.open(made[path])).astype(int)
+        ours = np.asarray(Image.open(files[path])).astype(int)
         assert ours.shape == pixels.shape
         difference = np.abs(ours - pixels)
         assert difference.max() <= 1
@@ -91,8 +91,9 @@ def test_families_whose_original_takes_ema_weights() -> None:
 def test_defaults_are_those_of_the_original_script(bundled: Pipeline) -> None:
     second = replace(bundled, family=SD2)
     assert second.family.text == OPEN_CLIP_H
-    made = Compat().change_options(second, Txt2imgOptions(compat=True))[1]
-    assert (made.scale, made.repeats, made.images_at_a_time, made.height, made.width) == (9.0, 3, 3, 512, 512)
+    options = Compat().change_options(second, Txt2imgOptions(compat=True))[1]
+    assert (options.scale, options.repeats, options.images_at_a_time) == (9.0, 3, 3)
+    assert (options.height, options.width) == (512, 512)
     image = Compat().change_options(second, Img2imgOptions(compat=True))[1]
     assert (image.scale, image.repeats, image.images_at_a_time, image.strength) == (9.0, 1, 2, 0.8)
     first = Compat().change_options(bundled, Img2imgOptions(compat=True, strength=0.5))[1]

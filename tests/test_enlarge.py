@@ -42,8 +42,8 @@ def test_equals_the_original(scale: int, layout: str, tmp_path: Path) -> None:
 
 def test_both_copies_in_a_file_are_the_average(tmp_path: Path) -> None:
     """As Real-ESRGAN's own script takes them."""
-    other = {key: value + 1 for key, value in weights(4).items()}
-    torch.save({"params": other, "params_ema": weights(4)}, tmp_path / "both.pth")
+    params = {key: value + 1 for key, value in weights(4).items()}
+    torch.save({"params": params, "params_ema": weights(4)}, tmp_path / "both.pth")
     network = ldm_lite.Upscaler(tmp_path / "both.pth", device="cpu").network
     assert torch.equal(network.conv_last.bias, weights(4)["conv_last.bias"])
 

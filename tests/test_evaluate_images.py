@@ -29,7 +29,7 @@ def folders(tmp_path: Path) -> list[str]:
 def test_mistakes_are_one_line(
     folders: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = [
+    mistakes = [
         ([], "expected a folder of images, and --reference FOLDER or --clip MODEL"),
         ([folders[0]], "expected a folder of images, and --reference FOLDER or --clip MODEL"),
         ([str(tmp_path / "none"), "--clip", "x"], "none: is not a folder, expected one of images"),
@@ -41,7 +41,7 @@ def test_mistakes_are_one_line(
         raise ImportError(name)
 
     monkeypatch.setattr(evaluate.importlib, "import_module", missing)
-    for arguments, message in given:
+    for arguments, message in mistakes:
         assert evaluate.main(arguments) == 2
         assert message in capsys.readouterr().err
 
@@ -49,7 +49,7 @@ def test_mistakes_are_one_line(
         raise RuntimeError("operator torchvision::nms does not exist")
 
     monkeypatch.setattr(evaluate.importlib, "import_module", unfit)
-    assert evaluate.main(given[-2][0]) == 2
+    assert evaluate.main(mistakes[-2][0]) == 2
     assert "torch_fidelity does not run here (operator torchvision::nms does not exist)" in capsys.readouterr().err
 
 
@@ -60,8 +60,8 @@ def test_photos_of_any_size_and_format_are_measured(
     calls: list[dict[str, Any]] = []
     names = ("frechet_inception_distance", "precision", "recall")
 
-    def measured(**given: Any) -> dict[str, float]:
-        calls.append(given)
+    def measured(**options: Any) -> dict[str, float]:
+        calls.append(options)
         return dict.fromkeys(names, 0.5)
 
     monkeypatch.setattr(evaluate, "_imported", lambda name: SimpleNamespace(calculate_metrics=measured))
@@ -93,32 +93,32 @@ def test_distances_are_frechets_and_of_neighbours(
     with pytest.MonkeyPatch.context() as patch:  # random weights: the real ones are not here
         patch.setattr(inception, "load_state_dict", lambda self, values: None)
         torch.save({}, path)
-        made = inception("it", ["2048"], feature_extractor_weights_path=str(path))
-    torch.save(made.state_dict(), path)
+        network = inception("it", ["2048"], feature_extractor_weights_path=str(path))
+    torch.save(network.state_dict(), path)
     arguments = [folders[0], "--inception", str(path), "--batch-size", "3", "--reference"]
     assert evaluate.main([*arguments, folders[0]]) == 0
     same = json.loads(capsys.readouterr().out)
     assert same == {"fid": pytest.approx(0, abs=1e-3), "precision": 1, "recall": 1}
     assert evaluate.main([*arguments, folders[1]]) == 0
-    other = json.loads(capsys.readouterr().out)
+    distances = json.loads(capsys.readouterr().out)
     features = []
     for folder in folders:
-        pixels = [np.array(Image.open(each)) for each in sorted(Path(folder).glob("*.png"))]
+        pixels = [np.array(Image.open(file)) for file in sorted(Path(folder).glob("*.png"))]
         with torch.no_grad():
-            features.append(made(torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2))[0].double().numpy())
+            features.append(network(torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2))[0].double().numpy())
     a, b = features
     x, y = (a - a.mean(0)) / 5**0.5, (b - b.mean(0)) / 5**0.5
     eigenvalues = np.linalg.eigvals(x @ y.T @ y @ x.T).real  # those of the product of both covariances but zeros
     wanted = ((a.mean(0) - b.mean(0)) ** 2).sum() + a.var(0, ddof=1).sum() + b.var(0, ddof=1).sum()
     wanted -= 2 * np.sqrt(np.clip(eigenvalues, 0, None)).sum()
-    assert other["fid"] == pytest.approx(wanted, rel=1e-2)
+    assert distances["fid"] == pytest.approx(wanted, rel=1e-2)
 
     def share(of: np.ndarray, among: np.ndarray) -> float:  # type: ignore[type-arg]
         radii = np.sort(np.linalg.norm(among[:, None] - among, axis=2), axis=1)[:, 3]
         return float((np.linalg.norm(of[:, None] - among, axis=2) <= radii).any(axis=1).mean())
 
-    assert other["precision"] == pytest.approx(share(a, b))
-    assert other["recall"] == pytest.approx(share(b, a))
+    assert distances["precision"] == pytest.approx(share(a, b))
+    assert distances["recall"] == pytest.approx(share(b, a))
 
     photos = tmp_path / "photos"  # of other sizes and formats
     photos.mkdir()

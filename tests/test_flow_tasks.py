@@ -108,12 +108,12 @@ def test_inpainting_keeps_the_rest(name: str, pipes: dict[str, Pipeline], folder
     """What is kept has the noise of every level, (1 - s) x0 + s eps, and none at the end."""
     pipe, files = pipes[name], (folder / "image.png", folder / "mask.png")
     with unet_calls(pipe) as calls, decoded_latents(pipe) as latents:
-        made = pixels(pipe.inpaint("a", *files, steps=3))
+        inpainted = pixels(pipe.inpaint("a", *files, steps=3))
     kept = pixels([Image.open(folder / "image.png")])
     outside = np.ones((32, 48), dtype=bool)
     outside[8:24, 16:40] = False
-    assert np.array_equal(made[:, outside], kept[:, outside])
-    assert not np.array_equal(made, kept)
+    assert np.array_equal(inpainted[:, outside], kept[:, outside])
+    assert not np.array_equal(inpainted, kept)
     mean, plan = pipe.encode(folder / "image.png"), pipe.sized((4, 4, 6)).plan(pipe.family.sampler, 3)
     a, s = plan.level[1].tolist()
     level = a * mean + s * pipe.noise(42, height=32, width=48)
@@ -180,7 +180,7 @@ def test_the_scale_is_what_dev_reads(pipes: dict[str, Pipeline]) -> None:
     pipe.txt2img("a", height=32, width=32, steps=1, scale=7.0)
     pipe.txt2img("a", height=32, width=32, steps=1)
     hook.remove()
-    assert [each.tolist() for each in seen] == [[7.0], [2.5]]
+    assert [scale.tolist() for scale in seen] == [[7.0], [2.5]]
     with pytest.raises(ValueError, match="give a number"):
         pipe.txt2img("a", steps=1, guidance=lambda step: 3.0)
 
@@ -239,8 +239,8 @@ def test_what_makes_no_sense_is_refused(options: dict[str, Any], message: str, p
 )
 def test_offload_and_storage(name: str, options: dict[str, str], folder: Path, pipes: dict[str, Pipeline]) -> None:
     size = {"height": 32, "width": 32, "steps": 2}
-    other = ldm_lite.load(folder / f"{name}.safetensors", device="cpu", **options)
-    difference = np.abs(pixels(other.txt2img("a", **size)) - pixels(pipes[name].txt2img("a", **size)))
+    pipe = ldm_lite.load(folder / f"{name}.safetensors", device="cpu", **options)
+    difference = np.abs(pixels(pipe.txt2img("a", **size)) - pixels(pipes[name].txt2img("a", **size)))
     assert difference.max() <= (0 if "offload" in options else 60)
 
 
@@ -248,8 +248,8 @@ def test_offload_and_storage(name: str, options: dict[str, str], folder: Path, p
 @pytest.mark.parametrize("name", SOME)
 def test_compiled_steps(name: str, folder: Path, pipes: dict[str, Pipeline]) -> None:
     size = {"height": 32, "width": 32, "steps": 2}
-    other = ldm_lite.load(folder / f"{name}.safetensors", device="cpu", compile="step")
-    assert np.abs(pixels(other.txt2img("a", **size)) - pixels(pipes[name].txt2img("a", **size))).max() <= 2
+    pipe = ldm_lite.load(folder / f"{name}.safetensors", device="cpu", compile="step")
+    assert np.abs(pixels(pipe.txt2img("a", **size)) - pixels(pipes[name].txt2img("a", **size))).max() <= 2
 
 
 @pytest.mark.slow
@@ -271,7 +271,7 @@ def test_the_samplers_command_compares_those_of_flows(
     assert compare_samplers.main([*ckpt, *arguments]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[1:6]] == names.split(",")
-    errors = {line.split()[0]: [float(each) for each in line.split()[4:6]] for line in lines[1:6]}
+    errors = {line.split()[0]: [float(error) for error in line.split()[4:6]] for line in lines[1:6]}
     assert all(few > many for few, many in errors.values())
 
 
@@ -364,9 +364,9 @@ def test_whole_runs_are_those_of_the_originals(run: str, tmp_path: Path) -> None
         context, y = toy_flow.negative(spec)
         uncond = Conditioning(context, y)
     if kind == ["skip"]:
-        given = {"cond": cond, "uncond": uncond, "noise": x, "height": 48, "width": 80, "batch_size": 2}
+        inputs = {"cond": cond, "uncond": uncond, "noise": x, "height": 48, "width": 80, "batch_size": 2}
         pipe = skipping(pipe, toy_flow.SKIP["end"])
-        latents = run_latents(pipe, sampler="euler", steps=toy_flow.STEPS, scale=scale, **given)
+        latents = run_latents(pipe, sampler="euler", steps=toy_flow.STEPS, scale=scale, **inputs)
     else:
         sampler = "dpmpp_2m_sd3" if kind == ["dpmpp_2m"] else "euler"
         latents = pipe.denoise(x, cond, uncond, pipe.plan(sampler, toy_flow.STEPS), scale)

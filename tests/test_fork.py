@@ -209,7 +209,7 @@ def test_a_fork_is_installed_and_tested_and_makes_the_image(source: Path, tmp_pa
     paths = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
     (packages / "installed.pth").write_text("\n".join(sorted(paths)))
     # Without a setuptools that is new enough, pip downloads one.
-    versions = [int(found.version.partition(".")[0]) for found in metadata.distributions(name="setuptools")]
+    versions = [int(package.version.partition(".")[0]) for package in metadata.distributions(name="setuptools")]
     isolation = ["--no-build-isolation"] if max(versions, default=0) >= 77 else []
     run(python, "-m", "pip", "install", "--quiet", "--no-deps", *isolation, source)
     where = run(python, "-c", "import sys, mylab; print(mylab.__file__, 'ldm_lite' in sys.modules)")

@@ -84,12 +84,12 @@ def test_scale_1_is_no_guidance(bundled: Pipeline) -> None:
         rocket, cat = bundled.encode_prompt("rocket"), bundled.encode_prompt("cat")
         plan, noise = bundled.plan("ddim", 2), bundled.noise(0)
         plain = bundled.denoise(noise, rocket, None, plan, 7.5)
-        one = bundled.denoise(noise, rocket, cat, plan, 1.0)
+        unguided = bundled.denoise(noise, rocket, cat, plan, 1.0)
         guided = bundled.denoise(noise, rocket, cat, plan, 2.0)
     finally:
         hook.remove()
     assert calls == [1, 1, 1, 1, 2, 2]
-    assert torch.equal(plain, one)
+    assert torch.equal(plain, unguided)
     assert not torch.equal(plain, guided)
 
 
@@ -105,13 +105,13 @@ def test_what_runs_in_the_unet_s_place_gets_all_that_it_reads(bundled: Pipeline)
             seen.append((tuple(t.shape), tuple(context.shape)))
             return self.unet(x, t, context)
 
-    plan, noise, other = bundled.plan("ddim", 3), torch.zeros(1, *SHAPE), Other()
+    plan, noise, network = bundled.plan("ddim", 3), torch.zeros(1, *SHAPE), Other()
 
     def wrap(source: InputSource) -> InputSource:
-        return lambda call: source(call)._replace(network=other)
+        return lambda call: source(call)._replace(network=network)
 
     denoise(bundled, noise, ALONE, plan, wrap=wrap)
-    bundled.with_networks(unet=other).denoise(noise, NOTHING, None, plan)
+    bundled.with_networks(unet=network).denoise(noise, NOTHING, None, plan)
     assert seen == [((1,), (1, 77, 112))] * 6
 
 
@@ -148,8 +148,8 @@ def test_a_replaced_attention_of_two_arguments_runs_in_every_step(bundled: Pipel
     block: Any = bundled.unet.get_submodule("output_blocks.3.1.transformer_blocks.0")
     wanted = run(bundled, "ddim", ["a red apple"], [1], 4)
     with mock.patch.dict(block._modules, attn2=Own(block.attn2)):
-        found = run(bundled, "ddim", ["a red apple"], [1], 4)
-    assert torch.equal(found, wanted)
+        latents = run(bundled, "ddim", ["a red apple"], [1], 4)
+    assert torch.equal(latents, wanted)
     assert seen == [(2, 40, 112)] * 4
 
 
@@ -204,11 +204,11 @@ def test_the_class_or_the_vector_has_the_network_s_shape(bundled: Pipeline) -> N
         ({}, None, (2,)),
     )
     context = torch.zeros(2, 77, 112)
-    for sizes, fitting, other in cases:
+    for sizes, fitting, unfitting in cases:
         model = replace(bundled, family=replace(bundled.family, unet=replace(bundled.family.unet, **sizes)))
-        for shape in (fitting, other):
+        for shape in (fitting, unfitting):
             y = None if shape is None else torch.zeros(shape)
-            wrong = shape == other
+            wrong = shape == unfitting
             with pytest.raises(ValueError, match="y: got") if wrong else contextlib.nullcontext():
                 check_conditioning(model, (2, *SHAPE), Conditioning(context, y))
 
@@ -313,8 +313,8 @@ def test_dpm_adaptive_has_steps_of_its_own_for_every_image(small_path: Path) -> 
     options = {"sampler": "DPM adaptive", "steps": 6, "seed": 3, "output": "tensor", "scale": 2.0}
     both = pipe.txt2img(["a cat", "a dog"], batch_size=2, **options)
     alone = [pipe.txt2img(prompt, **(options | {"seed": 3 + k}))[0] for k, prompt in enumerate(("a cat", "a dog"))]
-    for one, other in zip(both, alone, strict=True):
-        torch.testing.assert_close(one, other, atol=1e-4, rtol=0)
+    for batched, single in zip(both, alone, strict=True):
+        torch.testing.assert_close(batched, single, atol=1e-4, rtol=0)
     for state in pipe.stream("a cat", sampler="DPM adaptive", steps=6):
         assert state.x0.shape == state.latents.shape
         states.append(state.step)

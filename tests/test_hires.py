@@ -115,9 +115,9 @@ def test_a_batch_and_a_sampler_of_its_own(pipe: Pipeline) -> None:
 def test_prompts_of_its_own(pipe: Pipeline, tmp_path: Path) -> None:
     """The second pass reads them alone: it is that of a job with these prompts, from the first pass's latents."""
     arguments = {**FIRST, "hires": 2.0, "hires_steps": 3, "hires_strength": 0.5}
-    own = {"hires_prompt": "a cat", "hires_negative_prompt": "bad", "negative_prompt": "worse"}
-    states = list(pipe.stream("a dog, a house", **arguments | own))
-    [result] = pipe.txt2img("a dog, a house", output="result", **arguments | own)
+    prompts = {"hires_prompt": "a cat", "hires_negative_prompt": "bad", "negative_prompt": "worse"}
+    states = list(pipe.stream("a dog, a house", **arguments | prompts))
+    [result] = pipe.txt2img("a dog, a house", output="result", **arguments | prompts)
     enlarged = F.interpolate(states[3].latents, size=tuple(states[-1].latents.shape[2:]), mode="bilinear")
     torch.testing.assert_close(states[-1].latents, by_hand(pipe, enlarged, 3, 0.5), atol=1e-4, rtol=1e-4)
     assert result.prompt == "a dog, a house"
@@ -139,8 +139,8 @@ def test_prompts_count_on_in_the_second_pass(pipe: Pipeline) -> None:
         ("[a cat:a dog:9.0]", "a cat"),
         ("[a dog:a cat:-1]", "a cat"),
     ]
-    for one, other in same:
-        [[first], [second]] = (pipe.txt2img(prompt, output="result", **arguments) for prompt in (one, other))
+    for early, plain in same:
+        [[first], [second]] = (pipe.txt2img(prompt, output="result", **arguments) for prompt in (early, plain))
         assert torch.equal(first.pixels, second.pixels)
 
 

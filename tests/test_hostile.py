@@ -80,8 +80,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ldm_lite.Pipe
 
 def problems(model: tuple[Path, ldm_lite.Pipeline], seeds: range, seconds: float = 10) -> list[str]:
     """What is wrong with how cases end; the limit of time is for a busy machine."""
-    found = ((seed, fuzz.check(*model, seed, seconds)) for seed in seeds)
-    return [f"seed {seed}: {problem}" for seed, problem in found if problem]
+    outcomes = ((seed, fuzz.check(*model, seed, seconds)) for seed in seeds)
+    return [f"seed {seed}: {problem}" for seed, problem in outcomes if problem]
 
 
 @pytest.mark.filterwarnings("ignore")

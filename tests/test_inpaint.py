@@ -252,10 +252,10 @@ def test_the_command(tmp_path: Path, apple: Image.Image, capsys: pytest.CaptureF
     files = ["--init-img", os.fspath(tmp_path / "apple.png"), "--mask", os.fspath(tmp_path / "apple_mask.png")]
     assert run([CAT, *files], tmp_path / "one.png") == 0
     assert run([CAT, "--indir", os.fspath(tmp_path)], tmp_path / "two.png") == 0
-    with Image.open(tmp_path / "one.png") as one, Image.open(tmp_path / "two.png") as two:
-        assert one.tobytes() == two.tobytes()
-        assert not changed(np.asarray(one), apple)[:, :64].any()
-        assert "Denoising strength: 1.0, Init image: apple.png" in one.info["parameters"]
+    with Image.open(tmp_path / "one.png") as by_name, Image.open(tmp_path / "two.png") as by_folder:
+        assert by_name.tobytes() == by_folder.tobytes()
+        assert not changed(np.asarray(by_name), apple)[:, :64].any()
+        assert "Denoising strength: 1.0, Init image: apple.png" in by_name.info["parameters"]
     errors = capsys.readouterr().err
     assert "apple.png: 50 % of it is repainted" in errors
     assert "strength 1: the last 2 of 2 steps, 2 UNet calls" in errors

@@ -69,7 +69,7 @@ def module(path: Path) -> str:
 
 def imports(path: Path) -> set[str]:
     """Modules of ldm_lite that a file imports anywhere, without "ldm_lite."."""
-    found = set()
+    modules = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "ldm_lite":
             base = node.module.removeprefix("ldm_lite").lstrip(".")
@@ -78,12 +78,12 @@ def imports(path: Path) -> set[str]:
                 is_module = (PACKAGE / Path(*inner.split("."))).with_suffix(".py").exists() or (
                     PACKAGE / Path(*inner.split("."))
                 ).is_dir()
-                found.add(inner if is_module else base)
+                modules.add(inner if is_module else base)
         elif isinstance(node, ast.Import):
-            found |= {
+            modules |= {
                 alias.name.removeprefix("ldm_lite").lstrip(".") for alias in node.names if "ldm_lite" in alias.name
             }
-    return {name for name in found if name}
+    return {name for name in modules if name}
 
 
 def layer(name: str) -> int:
@@ -93,13 +93,13 @@ def layer(name: str) -> int:
 @pytest.mark.parametrize("path", FILES, ids=module)
 def test_imports_go_one_way(path: Path) -> None:
     name = module(path)
-    own = name.split(".")[0]
-    for other in imports(path):
-        target = other.split(".")[0]
-        if target == own or name == "__init__":
+    package = name.split(".")[0]
+    for imported in imports(path):
+        target = imported.split(".")[0]
+        if target == package or name == "__init__":
             continue
-        below = layer(target) < layer(own) or (own, target) in ALSO or other == "__init__"
-        assert below, f"{name} must not import {other}"
+        below = layer(target) < layer(package) or (package, target) in ALSO or imported == "__init__"
+        assert below, f"{name} must not import {imported}"
     if name.startswith("models."):
         # a network may be made of another's blocks
         shared = {"core.layers", "core.unet", "core.vae", "core.clip", "models.ops"}

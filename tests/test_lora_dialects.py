@@ -489,15 +489,17 @@ def write(path: Path, dialect: Dialect, family: str, kinds: Sequence[Kind], want
     return path
 
 
-@pytest.mark.parametrize("each", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["dealt", "each"])
+@pytest.mark.parametrize("everywhere", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["dealt", "each"])
 @pytest.mark.parametrize(("dialect", "family"), CASES, ids=[f"{d.writer}-{family}" for d, family in CASES])
-def test_a_file_is_merged_as_its_writer_merges_it(dialect: Dialect, family: str, each: bool, tmp_path: Path) -> None:
+def test_a_file_is_merged_as_its_writer_merges_it(
+    dialect: Dialect, family: str, everywhere: bool, tmp_path: Path
+) -> None:
     """With the kinds of change that the writer knows dealt out among the layers, or each on every layer."""
     nets, kinds = networks(family), dialect.kinds
     before = {f"{role}/{key}": value.clone() for role, net in nets.items() for key, value in net.state_dict().items()}
     count, first = len(list(layers(dialect, family))), CASES.index((dialect, family))
     hands = [kinds[i:] + kinds[:i] for i in ((first + n) % len(kinds) for n in range(0, len(kinds), count))]
-    for hand in [(kind,) for kind in kinds] if each else hands:
+    for hand in [(kind,) for kind in kinds] if everywhere else hands:
         wanted = {key: before[key].double() for _, _, key, _, _ in layers(dialect, family)}
         file = write(tmp_path / "a.safetensors", dialect, family, hand, wanted)
         with merge_lora(nets, [(ldm_lite.open_lora(file), 1.0)]):

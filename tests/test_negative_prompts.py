@@ -80,7 +80,7 @@ def test_of_the_other_tasks(pipe: Pipeline, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("options", "message"),
     [
         (
             {"negative_prompt": ["a", "b"]},
@@ -98,9 +98,9 @@ def test_of_the_other_tasks(pipe: Pipeline, tmp_path: Path) -> None:
         ({"eta": np.False_}, "got `eta` .*False.*, expected a number"),
     ],
 )
-def test_what_is_refused(pipe: Pipeline, given: dict[str, Any], message: str) -> None:
+def test_what_is_refused(pipe: Pipeline, options: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
-        pipe.txt2img("a cat", **{**SMALL, **given})
+        pipe.txt2img("a cat", **{**SMALL, **options})
 
 
 def test_what_they_cost() -> None:

@@ -118,7 +118,7 @@ def test_prediction_comes_from_argument_then_metadata_then_family(tmp_path: Path
 def test_what_does_not_apply_to_a_model_is_refused(small_path: Path, flow_path: Path) -> None:
     """A rectified flow has one prediction and no SNR; metadata that fit nothing were ignored."""
     uses = "which .* does not use: leave it out"
-    for given, message in (
+    for options, message in (
         ({"prediction": "v"}, "is a rectified flow, whose prediction is its own: leave out `prediction`"),
         ({"zero_snr": True}, "is a rectified flow, which has no SNR to zero: leave out `zero_snr`"),
         ({"metadata": {"prediction": "v"}}, f"got `metadata` prediction, {uses}"),
@@ -126,14 +126,14 @@ def test_what_does_not_apply_to_a_model_is_refused(small_path: Path, flow_path: 
         ({"metadata": {"family": "sd1"}}, "got `metadata` family=sd1, whose networks are others than this file's"),
     ):
         with pytest.raises(ValueError, match=message):
-            ldm_lite.load(flow_path, device="cpu", **given)
-    for given, message in (
+            ldm_lite.load(flow_path, device="cpu", **options)
+    for options, message in (
         ({"metadata": {"family": "flux_dev"}}, "the metadata name the family 'flux_dev', but this is a UNet"),
         ({"metadata": {"text_2_num_heads": "2"}}, f"got `metadata` text_2_num_heads, {uses}"),
         ({"t5_vocab": small_path}, "got `t5_vocab` .*, but small SD1 has no T5 here: leave it out"),
     ):
         with pytest.raises(ValueError, match=message):
-            ldm_lite.load(small_path, device="cpu", **given)
+            ldm_lite.load(small_path, device="cpu", **options)
 
 
 def test_a_family_that_fits_nothing_is_refused() -> None:
@@ -158,7 +158,7 @@ def test_facts_of_an_unknown_model_are_the_same_from_the_user_and_from_its_file(
     required = {fact.name: told[fact.name] for fact in METADATA_FACTS if fact.required}
     assert ldm_lite.load(tmp_path / "bare.safetensors", device="cpu", metadata=required).family.resolution == 64
     for name in required:
-        fewer = {other: text for other, text in required.items() if other != name}
+        fewer = {key: text for key, text in required.items() if key != name}
         with pytest.raises(ValueError, match=f"must give {name}$"):
             ldm_lite.load(tmp_path / "bare.safetensors", device="cpu", metadata=fewer)
 
@@ -195,8 +195,8 @@ def test_the_file_s_own_noise_schedule_is_used_and_said(
     assert np.array_equal(ldm_lite.load(tmp_path / "rounded", device="cpu").schedule.alpha_bar, plain)
     tensors["betas"] = torch.linspace(1e-4, 2e-2, 1000)
     save_file(tensors, tmp_path / "other", metadata=random_checkpoint.metadata(SMALL))
-    other = ldm_lite.load(tmp_path / "other", device="cpu").schedule.alpha_bar
-    assert np.allclose(other, np.cumprod(1 - np.linspace(1e-4, 2e-2, 1000)), rtol=1e-5)
+    alpha_bar = ldm_lite.load(tmp_path / "other", device="cpu").schedule.alpha_bar
+    assert np.allclose(alpha_bar, np.cumprod(1 - np.linspace(1e-4, 2e-2, 1000)), rtol=1e-5)
     assert "other: using the noise schedule in the file" in caplog.text
     tensors["betas"][-1] = 1.0
     save_file(tensors, tmp_path / "zero", metadata=random_checkpoint.metadata(SMALL))

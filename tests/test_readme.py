@@ -80,11 +80,16 @@ def _commands() -> list[str]:
     pages = [README, *(path.read_text() for path in [*ROOT.glob("docs/*.md"), ROOT / "weights" / "README.md"])]
     pages = [re.sub(r"```diff\n.*?```", "", page, flags=re.DOTALL) for page in pages]  # tests/test_forking.py
     pages = [page.replace(" \\\n", " ") for page in pages]
-    found = (
+    commands = (
         re.findall(r"(?:python|torchrun[^`]*?) -m (ldm_lite\.\w+[^`\n]*(?:\n[^`\n]*(?=`))?)", page) for page in pages
     )
     return sorted(
-        {" ".join(command.split()) for page in found for command in page if " -" in command and "--help" not in command}
+        {
+            " ".join(command.split())
+            for page in commands
+            for command in page
+            if " -" in command and "--help" not in command
+        }
     )
 
 

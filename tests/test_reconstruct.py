@@ -86,9 +86,9 @@ def test_taesds_two_files_are_found_beside_each_other(
     network = load_autoencoder(tmp_path / named, device="cpu")
     assert network.spec == toy.TINY
     assert all(torch.equal(value, state[key]) for key, value in network.state_dict().items())
-    other = "taesd_decoder.pth" if "encoder" in named else "taesd_encoder.pth"
-    assert f"{named}: taken together with {other}" in caplog.messages
-    save_file(weights(toy.VQ_F16), tmp_path / other)
+    counterpart = "taesd_decoder.pth" if "encoder" in named else "taesd_encoder.pth"
+    assert f"{named}: taken together with {counterpart}" in caplog.messages
+    save_file(weights(toy.VQ_F16), tmp_path / counterpart)
     assert load_autoencoder(tmp_path / named, device="cpu").spec != toy.TINY
 
 

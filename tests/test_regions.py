@@ -56,8 +56,8 @@ def test_a_prompt_everywhere_is_the_prompt(pipe: Pipeline) -> None:
     for regions in ("all; all", "0,0,0.5,1; 0.5,0,1,1"):
         [result] = pipe.txt2img("a cat AND a cat", regions=regions, seed=3, output="result", **SMALL)
         torch.testing.assert_close(result.pixels, alone.pixels, atol=1e-3, rtol=0)
-    [one] = pipe.txt2img("a cat", regions="all", seed=3, output="result", **SMALL)
-    assert torch.equal(one.pixels, alone.pixels)
+    [everywhere] = pipe.txt2img("a cat", regions="all", seed=3, output="result", **SMALL)
+    assert torch.equal(everywhere.pixels, alone.pixels)
 
 
 @pytest.mark.parametrize("is_refined", [True, False])
@@ -88,9 +88,9 @@ def test_the_other_tasks_and_passes(pipe: Pipeline) -> None:
     """An image's region follows its own prompt; hires fix has larger regions."""
     image = torch.zeros(3, 32, 64)
     by_name = {}
-    for other in ("a dog", "a rocket"):
+    for subject in ("a dog", "a rocket"):
         options = {"regions": "0,0,0.5,1; 0.5,0,1,1", "output": "tensor", **SMALL}
-        [by_name[other]] = pipe.img2img(f"a cat AND {other}", image, **options)
+        [by_name[subject]] = pipe.img2img(f"a cat AND {subject}", image, **options)
     assert not torch.equal(by_name["a dog"], by_name["a rocket"])
     [hires] = pipe.txt2img("a cat AND a dog", regions="0,0,0.5,1; 0.5,0,1,1", hires=2, output="result", **SMALL)
     assert hires.pixels.shape == (3, 64, 128)
@@ -151,12 +151,12 @@ def test_shares_add_up_for_any_box_and_size() -> None:
         for edge in ("0.3", "0.5", "0.701"):
             boxes = read_regions(f"0,0,{edge},1; {edge},0,1,1; all")
             try:
-                made = shares(boxes, (1.0, 1.0, 1.0), (2, width))
+                fractions = shares(boxes, (1.0, 1.0, 1.0), (2, width))
             except ValueError:
                 assert width < 4  # no position in one of them
                 continue
-            assert torch.allclose(made.sum(dim=0), torch.ones(1, 2, width))
-            assert set(made.flatten().tolist()) == {0.0, 0.5}
+            assert torch.allclose(fractions.sum(dim=0), torch.ones(1, 2, width))
+            assert set(fractions.flatten().tolist()) == {0.0, 0.5}
 
 
 def test_one_part_needs_no_negative_prompt(pipe: Pipeline, caplog: pytest.LogCaptureFixture) -> None:

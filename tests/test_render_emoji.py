@@ -92,8 +92,8 @@ def test_plurals(name: str, wanted: str | None) -> None:
 def test_one_combination_in_ten_is_held_out() -> None:
     held = [emoji.in_split("held_out", character.character, 2) for character in emoji.VOCABULARY]
     assert 80 < sum(held) < 180
-    assert held == [not emoji.in_split("train", each.character, 2) for each in emoji.VOCABULARY]
-    assert all(emoji.in_split("all", each.character) for each in emoji.VOCABULARY)
+    assert held == [not emoji.in_split("train", symbol.character, 2) for symbol in emoji.VOCABULARY]
+    assert all(emoji.in_split("all", symbol.character) for symbol in emoji.VOCABULARY)
 
 
 def test_captions() -> None:
@@ -315,27 +315,27 @@ def test_what_is_held_out_is_never_drawn_for_training() -> None:
     def what(split: str) -> set[tuple[object, ...]]:
         shares = {"counts": 0.2, "tinted": 0.3, "sized": 0.3, "gradients": 0.3}
         scenes = emoji.Scenes(16, emoji.vocabulary(200), 0.3, 0.0, None, **shares, split=split)  # type: ignore[arg-type]
-        found = set[tuple[object, ...]]()
+        combinations = set[tuple[object, ...]]()
         for i in range(150):
             rng = np.random.default_rng(i)
             kind = rng.random()
             scene = scenes.several(rng, kind < 0.3) if kind < 0.5 else scenes.one(rng)
             characters = [scenes.entries[thing.label].character for thing in scene.things]
             if len(set(characters)) == 2:
-                found.add(tuple(sorted(characters)))
+                combinations.add(tuple(sorted(characters)))
             elif len(characters) > 1:
-                found.add((characters[0], len(characters)))
+                combinations.add((characters[0], len(characters)))
             else:
                 tint, particulars = scene.things[0].tint, list[tuple[object, ...]]()
                 particulars += [(characters[0], "tint", tint)] if tint else []
                 particulars += [(characters[0], "size", scene.size)] if scene.size else []
                 particulars += [("gradient", scene.colour, scene.second)] if scene.second else []
                 particulars += [] if scene.second else [(characters[0], scene.colour)]
-                found.update(particulars[:1] if split == "held_out" else particulars)
-        return found
+                combinations.update(particulars[:1] if split == "held_out" else particulars)
+        return combinations
 
-    assert all(emoji.in_split("train", *each) for each in what("train"))
-    assert all(emoji.in_split("held_out", *each) for each in what("held_out"))
+    assert all(emoji.in_split("train", *combination) for combination in what("train"))
+    assert all(emoji.in_split("held_out", *combination) for combination in what("held_out"))
 
 
 @pytest.fixture(scope="module")

@@ -227,13 +227,13 @@ def test_wheels_are_found_without_installing_them(tmp_path: Path) -> None:
         wheel.writestr("peer.py", "NAME = 'a peer'")
     folder = gpu.unpacked(tmp_path, tmp_path / "site")
     (folder / "peer.py").write_text("NAME = 'once'")
-    found = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", "import peer; print(peer.NAME)"],
         env=os.environ | {"PYTHONPATH": str(gpu.unpacked(tmp_path, folder))},
         capture_output=True,
         text=True,
     )
-    assert found.stdout == "once\n"
+    assert process.stdout == "once\n"
     (tmp_path / "other-1.0-cp27-cp27mu-manylinux1_x86_64.whl").touch()
     with pytest.raises(
         ValueError, match=r"other-1.0.* is for another Python: python scripts/gpu.py prepare --python 3"

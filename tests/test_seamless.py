@@ -36,9 +36,9 @@ def test_both_axes_are_torch_s_own_padding(pipe: Pipeline) -> None:
         if type(module) is nn.Conv2d:
             vars(module).pop("forward", None)
             module.padding_mode = "circular"
-            module._reversed_padding_repeated_twice = [each for side in module.padding[::-1] for each in (side, side)]
-    plain, made, wanted = one_step(pipe), one_step(pipe, seamless="xy"), one_step(pipe.with_networks(**circular))
-    for before, mine, right in zip(plain, made, wanted, strict=True):
+            module._reversed_padding_repeated_twice = [width for side in module.padding[::-1] for width in (side, side)]
+    plain, wrapped, wanted = one_step(pipe), one_step(pipe, seamless="xy"), one_step(pipe.with_networks(**circular))
+    for before, mine, right in zip(plain, wrapped, wanted, strict=True):
         torch.testing.assert_close(mine, right, atol=1e-4, rtol=1e-5)
         assert (before - mine).abs().max() > 0.01
 
@@ -88,13 +88,13 @@ def test_autoencoders_in_strips_compute_whole(pipe: Pipeline, monkeypatch: pytes
     """Strip by strip an autoencoder has no other edge; after it, strips are what they were."""
     monkeypatch.setattr(tiling, "STRIP", 2**14)
     strips = tiling.tiled(pipe.vae)
-    made, whole = (seamless(vae, "xy") for vae in (strips, pipe.vae))
+    wrapped, whole = (seamless(vae, "xy") for vae in (strips, pipe.vae))
     assert tiling.is_tiled(strips)
-    assert not tiling.is_tiled(made)
-    assert tiling.tiled(made) is made
+    assert not tiling.is_tiled(wrapped)
+    assert tiling.tiled(wrapped) is wrapped
     x = torch.randn(1, 4, 16, 16, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        assert torch.equal(made.decode(x), whole.decode(x))
+        assert torch.equal(wrapped.decode(x), whole.decode(x))
 
 
 def test_a_picture_is_made_again(pipe: Pipeline, tmp_path: Path) -> None:
@@ -105,11 +105,11 @@ def test_a_picture_is_made_again(pipe: Pipeline, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "given", [{"seamless": "z"}, {"seamless": "x", "compat": True}, {"seamless": "x", "refiner": "r"}]
+    "options", [{"seamless": "z"}, {"seamless": "x", "compat": True}, {"seamless": "x", "refiner": "r"}]
 )
-def test_wrong_options_are_one_line(pipe: Pipeline, given: dict[str, Any]) -> None:
+def test_wrong_options_are_one_line(pipe: Pipeline, options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="`seamless`") as caught:
-        pipe.txt2img("a cat", **SMALL, **given)
+        pipe.txt2img("a cat", **SMALL, **options)
     assert "\n" not in str(caught.value)
 
 

@@ -45,7 +45,7 @@ def job(tmp_path: Path, small_path: Path) -> Callable[..., list[str]]:
         samples = tmp_path / "out" / "samples"
         before = set(os.listdir(samples)) if samples.exists() else set()
         argv = ["--ckpt", ckpt, "--device", "cpu", "--out", tmp_path / "out", "--steps", "1", "--skip-existing", *flags]
-        assert command([str(each) for each in argv]) == 0
+        assert command([str(argument) for argument in argv]) == 0
         return sorted(set(os.listdir(samples)) - before)
 
     return run
@@ -197,13 +197,13 @@ def test_images_masks_and_what_is_enlarged_count_by_their_contents(
     tmp_path: Path, job: Callable[..., list[str]]
 ) -> None:
     noise = np.random.default_rng(0).integers(0, 255, (2, 64, 64, 3), dtype=np.uint8)
-    a, b, mask, other = (tmp_path / name for name in ("a.png", "b.png", "mask.png", "other.png"))
+    a, b, mask, corner = (tmp_path / name for name in ("a.png", "b.png", "mask.png", "other.png"))
     Image.fromarray(noise[0]).save(a)
     Image.new("L", (64, 64), 255).save(mask)
-    Image.new("L", (64, 64)).save(other)
-    with Image.open(other) as image:
+    Image.new("L", (64, 64)).save(corner)
+    with Image.open(corner) as image:
         image.paste(255, (0, 0, 32, 32))
-        image.save(other)
+        image.save(corner)
     for command, more in ((img2img, []), (inpaint, ["--mask", mask])):
         assert len(job("a cat", "--init-img", a, *more, command=command)) == 1
         shutil.copy(a, b)
@@ -211,7 +211,7 @@ def test_images_masks_and_what_is_enlarged_count_by_their_contents(
         Image.fromarray(noise[1]).save(b)
         assert len(job("a cat", "--init-img", b, *more, command=command)) == 1
         assert len(job("a cat", "--init-img", a, *more, "--strength", "0.5", command=command)) == 1
-    assert len(job("a cat", "--init-img", a, "--mask", other, command=inpaint)) == 1
+    assert len(job("a cat", "--init-img", a, "--mask", corner, command=inpaint)) == 1
     assert len(job("a cat", "--init-img", a, "--mask", mask, "--feather", "3", command=inpaint)) == 1
     random_checkpoint.write(tmp_path / "up.safetensors", toy_zoo.small("x4"))
     up = {"command": upscale, "ckpt": tmp_path / "up.safetensors"}

@@ -67,9 +67,9 @@ def test_runs_that_it_steers_end_as_the_originals(pipe: Pipeline, folder: Path) 
     context, uncond = toy.embeddings()
     latents: dict[str, torch.Tensor] = {}
     for rest in (":0.8:0-0.5", ":0.8", ""):
-        given = {"control": (asked(folder, rest),), "clip_vision": folder / "clip.safetensors"} if rest else {}
-        given |= {"cond": context, "uncond": uncond, "noise": NOISE, "scale": 5.0}
-        latents[rest] = run_latents(pipe, steps=4, sampler="ddim", height=64, width=64, **given)
+        inputs = {"control": (asked(folder, rest),), "clip_vision": folder / "clip.safetensors"} if rest else {}
+        inputs |= {"cond": context, "uncond": uncond, "noise": NOISE, "scale": 5.0}
+        latents[rest] = run_latents(pipe, steps=4, sampler="ddim", height=64, width=64, **inputs)
     assert toy.relative_error(latents[":0.8:0-0.5"], GOLDEN["latents"]) < 1e-5
     assert toy.relative_error(latents[":0.8"], GOLDEN["latents"]) > 1e-3
     assert toy.relative_error(latents[""], GOLDEN["latents"]) > 1e-3

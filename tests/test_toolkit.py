@@ -33,11 +33,11 @@ def run(samples: Sequence[Sample]) -> list[np.ndarray]:
     return [sample.finish(batch.latents[i : i + 1]).array.astype(int) for i, sample in enumerate(samples)]
 
 
-def assert_close(made: Sequence[np.ndarray], wanted: Sequence[np.ndarray]) -> None:
+def assert_close(images: Sequence[np.ndarray], wanted: Sequence[np.ndarray]) -> None:
     """Kernels may add in another order in another batch."""
-    assert len(made) == len(wanted)
-    for one, other in zip(made, wanted, strict=True):
-        assert np.abs(one - other).max() <= 1
+    assert len(images) == len(wanted)
+    for image, expected in zip(images, wanted, strict=True):
+        assert np.abs(image - expected).max() <= 1
 
 
 def test_the_example_of_the_documentation() -> None:
@@ -52,8 +52,8 @@ def test_the_example_of_the_documentation() -> None:
 
 def test_samples_of_two_requests_in_one_batch(model: ldm_lite.Pipeline) -> None:
     two = Txt2imgOptions("a cat", seed=5, batch_size=2, **SMALL)
-    other = Txt2imgOptions("a dog", negative_prompt="red", seed=9, **SMALL)
-    samples = [*toolkit.prepare(model, two), *toolkit.prepare(model, other)]
+    single = Txt2imgOptions("a dog", negative_prompt="red", seed=9, **SMALL)
+    samples = [*toolkit.prepare(model, two), *toolkit.prepare(model, single)]
     assert toolkit.estimate_cost(two, 50).images == 2
     assert [(sample.number, sample.size) for sample in samples] == [(0, (32, 32)), (1, (32, 32)), (0, (32, 32))]
     assert all(samples[0].can_batch_with(sample) for sample in samples)

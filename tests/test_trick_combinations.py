@@ -141,7 +141,7 @@ def pipes(folder: Path) -> Callable[[str], Pipeline]:
 
 
 @pytest.fixture(scope="module")
-def made(pipes: Callable[[str], Pipeline], folder: Path) -> Callable[..., Tensor]:
+def last_image(pipes: Callable[[str], Pipeline], folder: Path) -> Callable[..., Tensor]:
     """Return a function that runs a case with further options and returns the last image."""
 
     @functools.cache
@@ -153,7 +153,7 @@ def made(pipes: Callable[[str], Pipeline], folder: Path) -> Callable[..., Tensor
             del options["scale"]  # which it replaces
         if (names := options.pop("control", None)) is not None:
             files = {"net": "net.safetensors", "adapter": "adapter.safetensors", "style": "style.pth"}
-            parts = (each.partition(":") for each in names.split())
+            parts = (control.partition(":") for control in names.split())
             options["control"] = [
                 f"{folder / files[file]}:{folder / 'photo.png'}{on}{rest}" for file, on, rest in parts
             ]
@@ -169,16 +169,16 @@ def made(pipes: Callable[[str], Pipeline], folder: Path) -> Callable[..., Tensor
 
 @pytest.mark.thin(31)
 @pytest.mark.parametrize(("name", "trick"), PAIRS)
-def test_a_trick_acts_or_is_refused(name: str, trick: str, made: Callable[..., Tensor]) -> None:
+def test_a_trick_acts_or_is_refused(name: str, trick: str, last_image: Callable[..., Tensor]) -> None:
     if trick in CASES[name].refused:
         with pytest.raises(ValueError, match=CASES[name].refused[trick]) as caught:
-            made(name, trick)
+            last_image(name, trick)
         assert "\n" not in str(caught.value)
     else:
-        assert (made(name, trick) - made(name)).abs().max() > 5e-5  # arithmetic: 1e-5
+        assert (last_image(name, trick) - last_image(name)).abs().max() > 5e-5  # arithmetic: 1e-5
 
 
 @pytest.mark.thin(13)
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if "all" not in case.refused])
-def test_an_image_is_the_same_in_a_batch(name: str, made: Callable[..., Tensor]) -> None:
-    assert (made(name, "all") - made(name, "all", batch=True)).abs().max() < 1e-3
+def test_an_image_is_the_same_in_a_batch(name: str, last_image: Callable[..., Tensor]) -> None:
+    assert (last_image(name, "all") - last_image(name, "all", batch=True)).abs().max() < 1e-3

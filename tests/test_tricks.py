@@ -30,11 +30,11 @@ def test_each_changes_the_image_and_its_text_makes_it_again(
 
 def test_they_go_together_and_with_a_batch(pipe: Pipeline) -> None:
     tricks = {"guidance_interval": "-0.8", "deep_cache": "2", "gate_step": 3, "freeu": "1.1,1.1,0.9,0.9"}
-    one = pipe.txt2img("a", **RUN, **tricks)[0]
-    two = pipe.txt2img("a", batch_size=2, **(RUN | {"seed": 2}), **tricks)[1]
-    assert np.abs(one.astype(int) - two).max() <= 1
-    image = pipe.img2img("a", one, strength=0.6, **(RUN | tricks))[0]
-    assert image.shape == one.shape
+    alone = pipe.txt2img("a", **RUN, **tricks)[0]
+    batched = pipe.txt2img("a", batch_size=2, **(RUN | {"seed": 2}), **tricks)[1]
+    assert np.abs(alone.astype(int) - batched).max() <= 1
+    image = pipe.img2img("a", alone, strength=0.6, **(RUN | tricks))[0]
+    assert image.shape == alone.shape
 
 
 @pytest.mark.parametrize(

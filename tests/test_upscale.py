@@ -157,8 +157,8 @@ def test_bad_input_is_one_line(
 ) -> None:
     picture().save(tmp_path / "in.png")
     files = {"in": tmp_path / "in.png", "other": small_path}
-    given = [argument.format(**files) for argument in arguments]
-    assert main(["--ckpt", str(paths["x4"]), *given, "--device", "cpu", "--out", str(tmp_path)]) == 2
+    filled = [argument.format(**files) for argument in arguments]
+    assert main(["--ckpt", str(paths["x4"]), *filled, "--device", "cpu", "--out", str(tmp_path)]) == 2
     *_, last = capsys.readouterr().err.splitlines()
     assert message in last
 

@@ -49,21 +49,21 @@ def toys(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "vector", [pytest.param(each, id=each.title, marks=[pytest.mark.slow] * (each.steps > 20)) for each in TOY]
+    "vector", [pytest.param(recipe, id=recipe.title, marks=[pytest.mark.slow] * (recipe.steps > 20)) for recipe in TOY]
 )
 def test_each_recipe_equals_diffusers(vector: Vector, path_of: Callable[[Vector], Path]) -> None:
     model = ldm_lite.load(path_of(vector), device="cpu")
-    made = verify.check(model, known(vector), lambda name: GOLDENS[vector.title].astype(np.float64))
-    assert made.difference < OFF
-    assert made.passes
-    assert np.ptp(made.expected) > 0.05  # no plain grey
+    comparison = verify.check(model, known(vector), lambda name: GOLDENS[vector.title].astype(np.float64))
+    assert comparison.difference < OFF
+    assert comparison.passes
+    assert np.ptp(comparison.expected) > 0.05  # no plain grey
 
 
 def test_the_latents_are_those_of_the_published_tests(small_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = ldm_lite.load(small_path, device="cpu")
     seen = []
     monkeypatch.setattr(verify, "txt2img", lambda model, options: seen.append(options) or ())
-    for vector in VECTORS[0], next(each for each in VECTORS if each.seeded):
+    for vector in VECTORS[0], next(recipe for recipe in VECTORS if recipe.seeded):
         with pytest.raises(ValueError, match="not enough values"):
             verify.check(model, vector, read=lambda name: np.zeros(9))
     first, seeded = seen
@@ -106,7 +106,7 @@ def test_whole_images_come_from_a_folder(
     arguments = ["--ckpt", str(path_of(TOY[0])), "--device", "cpu", "--whole", str(tmp_path), "--only", "1.5"]
     assert main(arguments) == 2
     assert "stable_diffusion_1_5_pndm.npy: no such file: it is in the data set" in capsys.readouterr().err
-    (vector,) = (each for each in TOY if each.checkpoint == "Stable Diffusion 1.5")
+    (vector,) = (recipe for recipe in TOY if recipe.checkpoint == "Stable Diffusion 1.5")
     file = tmp_path / "stable_diffusion_1_5_pndm.npy"
     for content, message in (
         (b"no array", "not an array in numpy's format"),

@@ -113,8 +113,8 @@ def test_cells_are_rows_of_columns() -> None:
 
 def test_replace_changes_both_prompts() -> None:
     options, axis = Txt2imgOptions("a red apple", negative_prompt="no apple"), Axis("replace", ("apple", "pear"))
-    made = [changed(options, cell, axis) for cell in cells(axis, None)]
-    assert [(each.prompt, each.negative_prompt) for each in made] == [
+    variants = [changed(options, cell, axis) for cell in cells(axis, None)]
+    assert [(variant.prompt, variant.negative_prompt) for variant in variants] == [
         ("a red apple", "no apple"),
         ("a red pear", "no pear"),
     ]

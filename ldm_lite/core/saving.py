@@ -167,9 +167,9 @@ def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
     return {key: tuple(tensor.shape) for key, tensor in tensors_of(module).items()}
 
 
-def _changed_attributes(module: nn.Module, other: nn.Module) -> Iterator[str]:
+def _changed_attributes(module: nn.Module, counterpart: nn.Module) -> Iterator[str]:
     """Yield the attributes, hooks and methods in which a module differs from another of the same class."""
-    others = _attributes(other)
+    others = _attributes(counterpart)
     for key, value in _attributes(module).items():
         is_known = key in others or hasattr(type(module), key)  # else the class does not read it
         if is_known and not _is_same(value, others.get(key)):

@@ -30,10 +30,10 @@ KEY = "lora_unet_down_blocks_0_attentions_0_proj_in"
 
 def test_a_base_of_another_family_is_refused_and_the_familys_own_is_taken(caplog: pytest.LogCaptureFixture) -> None:
     for row in CALLED:
-        for other, texts in CALLED.items():
+        for base, texts in CALLED.items():
             for text in texts:
                 lora = Lora("l.safetensors", {}, bases={"ss_base_model_version": text})
-                if row == other:
+                if row == base:
                     check_base(lora, FAMILY_ROWS[row])
                     continue
                 with pytest.raises(

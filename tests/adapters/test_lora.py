@@ -323,7 +323,9 @@ CPU = torch.device("cpu")
 def weights_of(pipe: Pipeline) -> dict[str, Tensor]:
     """The weights that LoRAs change, as the networks compute with them."""
     offloader = pipe.offloader or Offloader({}, CPU)
-    named = {f"{role}.{key}": value for role, each in networks(pipe).items() for key, value in each.named_parameters()}
+    named = {
+        f"{role}.{key}": value for role, network in networks(pipe).items() for key, value in network.named_parameters()
+    }
     return {key: offloader.read(value, CPU).clone() for key, value in named.items() if key.endswith("weight")}
 
 
@@ -333,10 +335,12 @@ def kept(pipe: Pipeline) -> list[Quantized]:
     return [copy.deepcopy(offloader.kept(value)) for value in every]
 
 
-def equal_bits(one: Quantized, other: Quantized) -> bool:
-    if (one.scale is None) != (other.scale is None) or not torch.equal(*(each.values.float() for each in (one, other))):
+def equal_bits(first: Quantized, second: Quantized) -> bool:
+    if (first.scale is None) != (second.scale is None) or not torch.equal(
+        *(quantized.values.float() for quantized in (first, second))
+    ):
         return False
-    return one.scale is None or other.scale is None or torch.equal(one.scale, other.scale)
+    return first.scale is None or second.scale is None or torch.equal(first.scale, second.scale)
 
 
 def image(pipe: Pipeline) -> Tensor:

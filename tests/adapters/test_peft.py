@@ -54,11 +54,11 @@ def keyed(module: str, prefix: str = "base_model.model.") -> dict[str, Tensor]:
 
 def check(pipe: Pipeline, name: str) -> None:
     if name in ("text", "only", "biased"):
-        made = pipe.text_encoder(torch.from_numpy(GOLDEN["ids"]))[:, ::5]
+        output = pipe.text_encoder(torch.from_numpy(GOLDEN["ids"]))[:, ::5]
     else:
         x, context, _ = toy.unet_inputs(SMALL.unet)
-        made = pipe.unet(x, toy.T, context)
-    assert toy.relative_error(made, GOLDEN[name]) < 1e-5
+        output = pipe.unet(x, toy.T, context)
+    assert toy.relative_error(output, GOLDEN[name]) < 1e-5
 
 
 # ---- as the libraries merge -----------------------------------------------------------------------------------------
@@ -111,12 +111,12 @@ def test_lycoris(tmp_path: Path, small: Pipeline, name: str) -> None:
 # ---- where it is, and whose -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("given", ["", "adapter_model.bin", "adapter_config.json"])
-def test_a_folder_or_a_file_in_it(tmp_path: Path, small: Pipeline, given: str) -> None:
+@pytest.mark.parametrize("name", ["", "adapter_model.bin", "adapter_config.json"])
+def test_a_folder_or_a_file_in_it(tmp_path: Path, small: Pipeline, name: str) -> None:
     folder(tmp_path / "adapter", keyed(FC1), {"peft_type": "LORA", "r": 2, "lora_alpha": 6}, "bin")
     weight = small.text_encoder.get_parameter("encoder.layers.0.mlp.fc1.weight")
     before = weight.clone()
-    with small.lora(tmp_path / "adapter" / given, 0.5):
+    with small.lora(tmp_path / "adapter" / name, 0.5):
         assert torch.allclose(weight - before, 0.5 * 6 / 2 * UP @ DOWN, atol=1e-5)
 
 

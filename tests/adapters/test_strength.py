@@ -117,8 +117,8 @@ def test_each_block_changes_by_its_weight(pipe: Pipeline, file: Path, text: str)
     every = ["BASE", *(f"IN{i:02}" for i in range(4)), "M00", *(f"OUT{i:02}" for i in range(4))]
     strength = strength_of(text.split(":"))
     if isinstance(strength.blocks, str):
-        given = dict(zip(LISTS[17].split(), map(float, PRESETS[strength.blocks]), strict=True))
-        ratios = {name: given.get(name, 0.0) for name in every}
+        preset = dict(zip(LISTS[17].split(), map(float, PRESETS[strength.blocks]), strict=True))
+        ratios = {name: preset.get(name, 0.0) for name in every}
     elif strength.blocks is None:
         ratios = dict.fromkeys(every, 1.0)
     else:
@@ -126,10 +126,10 @@ def test_each_block_changes_by_its_weight(pipe: Pipeline, file: Path, text: str)
         ratios = dict.fromkeys(every, 0.0) | dict(zip(names, strength.blocks, strict=True))
     changes = {role: {} for role in ("unet", "text_encoder")}
     with pipe.lora(file):
-        for role, own in changes.items():
-            own |= {key: value - before[role][key] for key, value in pipe.networks[role].state_dict().items()}
+        for role, change in changes.items():
+            change |= {key: value - before[role][key] for key, value in pipe.networks[role].state_dict().items()}
     with pipe.lora(file, text):
-        for role, own in changes.items():
+        for role, change in changes.items():
             for key, value in pipe.networks[role].state_dict().items():
                 ratio = (
                     ratios["BASE"]
@@ -137,7 +137,7 @@ def test_each_block_changes_by_its_weight(pipe: Pipeline, file: Path, text: str)
                     else extensions_ratio(f"diffusion_model_{key}".replace(".", "_"), ratios)
                 )
                 factor = ratio * (strength.text if role == "text_encoder" else strength.unet)
-                torch.testing.assert_close(value, before[role][key] + factor * own[key], rtol=1e-5, atol=1e-6)
+                torch.testing.assert_close(value, before[role][key] + factor * change[key], rtol=1e-5, atol=1e-6)
     for role in changes:
         assert all(torch.equal(value, before[role][key]) for key, value in pipe.networks[role].state_dict().items())
 

@@ -279,9 +279,9 @@ def test_what_is_dropped_of_a_text_with_names() -> None:
 
 
 def test_names_have_weights_and_are_not_torn_apart() -> None:
-    one = chunks(NAMED, ["a (easy:1.5) cat"], "a1111")
-    assert one.ids[0, 1:5].tolist() == [320, FIRST, FIRST + 1, 2368]
-    assert one.weights[0, 1:5].tolist() == [1, 1.5, 1.5, 1]
+    weighted = chunks(NAMED, ["a (easy:1.5) cat"], "a1111")
+    assert weighted.ids[0, 1:5].tolist() == [320, FIRST, FIRST + 1, 2368]
+    assert weighted.weights[0, 1:5].tolist() == [1, 1.5, 1.5, 1]
     two = chunks(NAMED, ["a " * 74 + "easy"], "a1111")
     assert two.ids.shape == (2, 77)
     assert (two.ids[0, 75], two.ids[0, 76]) == (49407, 49407)

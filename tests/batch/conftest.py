@@ -24,8 +24,8 @@ def table(tmp_path: Path) -> Callable[..., Path]:
     """Writes rows into a .jsonl; a number makes so many rows."""
 
     def write(rows: int | list[Any], name: str = "table.jsonl") -> Path:
-        made = [{"prompt": f"picture {i}"} for i in range(rows)] if isinstance(rows, int) else rows
-        lines = [row if isinstance(row, str) else json.dumps(row) for row in made]
+        entries = [{"prompt": f"picture {i}"} for i in range(rows)] if isinstance(rows, int) else rows
+        lines = [row if isinstance(row, str) else json.dumps(row) for row in entries]
         (tmp_path / name).write_text("".join(f"{line}\n" for line in lines))
         return tmp_path / name
 

@@ -32,8 +32,8 @@ class Broken:
 
 
 def call(actor: _Actor) -> Any:
-    [found] = actor({"id": [0]})["report"]
-    return found
+    [report] = actor({"id": [0]})["report"]
+    return report
 
 
 def test_errors_are_results(task: Task) -> None:
@@ -56,6 +56,6 @@ def test_a_gpu_that_fails_ends_the_process_and_a_shard_that_always_does_the_job(
     for _ in range(MOST_LOST):  # Ray starts another worker each time
         with pytest.raises(SystemExit):
             call(_Actor(task, lambda task: Broken(RuntimeError("CUDA error: an illegal memory access"))))
-    found = call(_Actor(task, lambda task: Broken(RuntimeError("CUDA error: an illegal memory access"))))
-    assert isinstance(found, ChildProcessError)
-    assert str(found) == f"00000.tar: {MOST_LOST} workers ended while they made it"
+    report = call(_Actor(task, lambda task: Broken(RuntimeError("CUDA error: an illegal memory access"))))
+    assert isinstance(report, ChildProcessError)
+    assert str(report) == f"00000.tar: {MOST_LOST} workers ended while they made it"

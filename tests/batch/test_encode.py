@@ -82,8 +82,8 @@ def test_only_what_is_missing_is_encoded(tmp_path: Path, images: Path, encode: E
     (tmp_path / "out" / "00001" / "context.npy").unlink()
     (images / "6.txt").write_text("another")
     assert encode() == 0
-    made = {path.parent.name for path in (tmp_path / "out").rglob("*.npy") if path.stat().st_mtime_ns != times[path]}
-    assert made == {"00001", "00002"}
+    written = {path.parent.name for path in (tmp_path / "out").rglob("*.npy") if path.stat().st_mtime_ns != times[path]}
+    assert written == {"00001", "00002"}
     changed = {name for name, code in contents(tmp_path / "out").items() if before[name] != code}
     assert changed == {"00002/context.npy", "00002/captions.jsonl", "parts/00002.jsonl"}
 

@@ -54,8 +54,8 @@ def test_only_what_is_missing_is_made(tmp_path: Path, what: str, table: Write, b
     (tmp_path / "out" / what).unlink()
     batch(table(7))
     assert contents(tmp_path / "out") == before
-    made = {name for name, when in changed(tmp_path / "out").items() if when != times[name]}
-    assert made == {"manifest.jsonl"} | ({"00001.tar", "00001.jsonl"} if what != "manifest.jsonl" else set())
+    written = {name for name, when in changed(tmp_path / "out").items() if when != times[name]}
+    assert written == {"manifest.jsonl"} | ({"00001.tar", "00001.jsonl"} if what != "manifest.jsonl" else set())
 
 
 @pytest.mark.slow
@@ -75,8 +75,8 @@ def test_changed_rows_are_made_again_and_others_are_not(tmp_path: Path, table: W
     rows = [{"prompt": f"picture {i}"} for i in range(9)]  # two more, in the last shard
     rows[1] = {"prompt": "another"}
     batch(table(rows))
-    made = {name for name, when in changed(tmp_path / "out").items() if when != times[name]}
-    assert made == {"00000.tar", "00002.tar", "00000.jsonl", "00002.jsonl", "manifest.jsonl"}
+    written = {name for name, when in changed(tmp_path / "out").items() if when != times[name]}
+    assert written == {"00000.tar", "00002.tar", "00000.jsonl", "00002.jsonl", "manifest.jsonl"}
     batch(table(rows), out="new")
     assert contents(tmp_path / "out") == contents(tmp_path / "new")
 
@@ -184,11 +184,11 @@ class DiskFull:
         self.left, self.add = after, store._add
         monkeypatch.setattr(store, "_add", self)
 
-    def __call__(self, *given: Any) -> None:
+    def __call__(self, *args: Any) -> None:
         self.left -= 1
         if self.left < 0:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        self.add(*given)
+        self.add(*args)
 
 
 @pytest.mark.slow
@@ -230,11 +230,11 @@ class Killer:
         self.left = after
 
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*given: Any, **named: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
             self.left -= 1
             if self.left < 0:
                 os.kill(os.getpid(), signal.SIGKILL)
-            return function(*given, **named)
+            return function(*args, **kwargs)
 
         return call
 

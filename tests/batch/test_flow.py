@@ -54,9 +54,9 @@ def test_the_images_of_a_job_are_those_of_the_tasks(tmp_path: Path, flow_path: P
         *pipe.img2img("x", red, seed=44, strength=0.5, **size),
         *pipe.img2img("y", red, seed=45, strength=0.5, **size),
     ]
-    for number, each in enumerate(wanted):
-        assert np.array_equal(image(tmp_path / "alone", number), each)
-        assert abs(image(tmp_path / "pairs", number) - each).max() <= 1
+    for number, expected in enumerate(wanted):
+        assert np.array_equal(image(tmp_path / "alone", number), expected)
+        assert abs(image(tmp_path / "pairs", number) - expected).max() <= 1
 
 
 # Of one token, of more than 32 (a chunk of Z-Image), and of more than 77 (the least of Stable Diffusion 3).

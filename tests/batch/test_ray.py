@@ -38,9 +38,9 @@ def environment() -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    made = Cluster()
-    yield made
-    made.process.communicate("exit\n", timeout=60)
+    ray_cluster = Cluster()
+    yield ray_cluster
+    ray_cluster.process.communicate("exit\n", timeout=60)
 
 
 def test_workers_nodes_and_drivers_may_be_lost(

@@ -63,7 +63,7 @@ def test_what_is_wrong_is_one_line(
 ) -> None:
     ckpt = [] if "--size" in arguments else ["--ckpt", os.fspath(small_path)]
     assert status_of(command.main, *QUICK, *ckpt, "--out", tmp_path, *arguments) == 2
-    errors = [each for each in capsys.readouterr().err.splitlines() if each.startswith("error: ")]
+    errors = [text for text in capsys.readouterr().err.splitlines() if text.startswith("error: ")]
     assert len(errors) == 1
     assert line in errors[0]
 

@@ -66,9 +66,9 @@ def test_no_speed_up_over_a_wrong_baseline() -> None:
 
 
 def test_json_keeps_everything(tmp_path: Path) -> None:
-    made = report()
-    assert from_json(as_json(made)) == made
-    write(made, tmp_path / "new")
+    results = report()
+    assert from_json(as_json(results)) == results
+    write(results, tmp_path / "new")
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["results.json", "results.md"]
     with pytest.raises(ValueError, match="not the results of a benchmark"):
         from_json("[1]")
@@ -81,8 +81,8 @@ def test_results_of_earlier_versions_are_read() -> None:
     table = f'{{"cell": {cell}, "flops": 7, "items": 1, "calls": 3, "timings": {{"math": {timing}}}}}'
     about = '"about": {"command": "c"}, "titles": {"math": "ours"}, "ceilings": {"fp32": 1.0}, "largest": {}'
     read = from_json(f'{{{about}, "tables": [{table}], "notes": ["n"]}}')
-    made = Timing(error=1e-6, passes=True, first_s=2.0, samples=[0.5])
-    assert read.tables == [Table(Cell("step", "fp32", 1), 7, 1, 3, {"math": made})]
+    math_timing = Timing(error=1e-6, passes=True, first_s=2.0, samples=[0.5])
+    assert read.tables == [Table(Cell("step", "fp32", 1), 7, 1, 3, {"math": math_timing})]
     assert (read.titles, read.notes) == ({"math": "ours"}, ["n"])
 
 

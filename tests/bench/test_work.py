@@ -49,10 +49,10 @@ def test_random_weights_do_not_depend_on_the_order_in_which_they_are_read() -> N
 def test_the_step_that_is_compared_is_the_mean_of_both_halves(prediction: str, options: BenchOptions) -> None:
     workload = OurWorkload(CONFIGURATIONS["efficient"], options, "fp32")
     workload.pipe = pipe = ldm_lite.load(options.ckpt, device="cpu", prediction=prediction)
-    given = workload.inputs(2)
+    inputs = workload.inputs(2)
     t = torch.full((2,), 999.0)
-    halves = [pipe.unet(given.noise, t, context) for context in (given.uncond, given.context)]
-    assert torch.allclose(workload.prediction(given), torch.stack(halves).mean(0), rtol=1e-4, atol=1e-5)
+    halves = [pipe.unet(inputs.noise, t, context) for context in (inputs.uncond, inputs.context)]
+    assert torch.allclose(workload.prediction(inputs), torch.stack(halves).mean(0), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("section", SECTIONS)
@@ -73,8 +73,8 @@ def test_whole_images_are_those_of_txt2img(options: BenchOptions) -> None:
     """The last of n_iter batches, with the seeds that follow each other."""
     ours = OurWorkload(CONFIGURATIONS["efficient"], options, "fp32")
     images = ours.image(ours.inputs(2))
-    one = ours.pipe.txt2img("a", seed=4, sampler="plms", steps=3, scale=7.5, n_iter=1, batch_size=1, output="tensor")
-    assert torch.allclose(images[1], one[0], atol=1e-4)
+    last = ours.pipe.txt2img("a", seed=4, sampler="plms", steps=3, scale=7.5, n_iter=1, batch_size=1, output="tensor")
+    assert torch.allclose(images[1], last[0], atol=1e-4)
 
 
 @pytest.mark.slow

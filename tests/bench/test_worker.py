@@ -88,10 +88,10 @@ def test_an_error_of_a_kernel_is_that_backends() -> None:
         def inputs(self, batch: int) -> Any:
             return batch
 
-        def prediction(self, given: Any) -> torch.Tensor:
+        def prediction(self, tensors: Any) -> torch.Tensor:
             return torch.zeros(1)
 
-        def steps(self, given: Any, count: int) -> None:
+        def steps(self, tensors: Any, count: int) -> None:
             raise RuntimeError("CUDA error: no kernel image is available\n" + "Compile with ... " * 99)
 
         decode = image = prediction

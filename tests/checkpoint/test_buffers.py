@@ -40,20 +40,20 @@ def test_the_family_s_schedule_is_known_however_it_is_rounded(dtype: torch.dtype
         known = NoiseSchedule.from_betas(noise.betas, "eps")
         for first in (torch.float64, torch.float32, torch.float16):
             for last in (dtype, torch.float32):
-                found = {k: v.to(first).to(dtype).to(last) for k, v in buffers(noise.betas).items()}
-                assert stored_schedule(file(found), known) is None, (noise, first, last)
+                rounded = {k: v.to(first).to(dtype).to(last) for k, v in buffers(noise.betas).items()}
+                assert stored_schedule(file(rounded), known) is None, (noise, first, last)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_another_schedule_is_used(dtype: torch.dtype) -> None:
-    other = np.linspace(1e-4, 2e-2, 1000)
+    betas = np.linspace(1e-4, 2e-2, 1000)
     for names in (("betas",), ("alphas_cumprod",), ("betas", "alphas_cumprod")):
         if dtype != torch.float32 and names == ("alphas_cumprod",):
             continue  # many of its values are equal
-        found = {name: buffers(other)[name].to(dtype) for name in names}
-        own = stored_schedule(file(found), SD)
-        assert own is not None
-        np.testing.assert_allclose(np.log(own), np.log(np.cumprod(1 - other)), rtol=5e-3, atol=1e-3)
+        stored = {name: buffers(betas)[name].to(dtype) for name in names}
+        alpha_bar = stored_schedule(file(stored), SD)
+        assert alpha_bar is not None
+        np.testing.assert_allclose(np.log(alpha_bar), np.log(np.cumprod(1 - betas)), rtol=5e-3, atol=1e-3)
     zero = {"betas": buffers(SD.betas)["betas"], "alphas_cumprod": torch.from_numpy(SD.alpha_bar.copy())}
     zero["alphas_cumprod"] = torch.from_numpy(replace(SD, prediction="v").zero_terminal_snr().alpha_bar)
     assert stored_schedule(file(zero), SD)[-1] == 0  # which the original samples with

@@ -58,7 +58,7 @@ def test_the_command_takes_folders(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "lcm: ignored safety_checker" in said
     assert re.search("lcm: small LCM, eps prediction", said)
     flags = ("--vae", "--text-encoder")
-    parts = [each for flag in flags for each in (flag, str(folder / flag[2:].replace("-", "_")))]
+    parts = [argument for flag in flags for argument in (flag, str(folder / flag[2:].replace("-", "_")))]
     assert txt2img.main([PROMPT, "--ckpt", str(folder / "unet"), *parts, *common]) == 0
     first, second = sorted((tmp_path / "out").rglob("*.png"))
     assert first.read_bytes().partition(b"IDAT")[2] == second.read_bytes().partition(b"IDAT")[2]

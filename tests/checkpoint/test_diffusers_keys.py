@@ -120,9 +120,9 @@ def test_a_unet_computes_what_diffusers_does(tmp_path: Path, name: str) -> None:
     out = loaded(part, spec)(x, toy.T, context, y)
     assert toy.relative_error(out, GOLDEN[f"unet.{name}"]) < 1e-5
     if spec.guidance_dim is not None:  # which is read
-        other = y.clone()
-        other[:, -spec.guidance_dim :] *= -1
-        assert toy.relative_error(loaded(part, spec)(x, toy.T, context, other), GOLDEN[f"unet.{name}"]) > 1e-4
+        negated = y.clone()
+        negated[:, -spec.guidance_dim :] *= -1
+        assert toy.relative_error(loaded(part, spec)(x, toy.T, context, negated), GOLDEN[f"unet.{name}"]) > 1e-4
 
 
 @pytest.mark.parametrize("name", toy.DIFFUSERS_CONTROLS)

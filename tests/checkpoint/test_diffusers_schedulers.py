@@ -48,18 +48,18 @@ def compared(case: dict[str, Any]) -> list[str]:
     wrong = []
     for name, expected in case["levels"].items():
         steps, _, tokens = name.partition(" ")
-        found = plan(case["config"], case["pipeline"], int(steps), int(tokens or 4096))
+        planned = plan(case["config"], case["pipeline"], int(steps), int(tokens or 4096))
         if isinstance(expected, str) or not np.isfinite(np.array(expected)).all():
             continue  # diffusers fails
-        s = np.append(found.level[:, 1], found.end.s)
+        s = np.append(planned.level[:, 1], planned.end.s)
         if not tokens and case["initial"] is not None:  # of the first latent, in the scale of the network
-            assert found.initial == pytest.approx(case["initial"][steps], abs=1e-6), case["config"]
+            assert planned.initial == pytest.approx(case["initial"][steps], abs=1e-6), case["config"]
         if tokens:
             errors = [abs(s - np.array(expected)).max()] if len(s) == len(expected) else [np.inf]
         else:
-            _, first = np.unique(found.t, return_index=True)  # PLMS calls the network twice at the second one
+            _, first = np.unique(planned.t, return_index=True)  # PLMS calls the network twice at the second one
             first = np.sort(first)
-            t, theirs = found.t[first], np.array(expected)
+            t, theirs = planned.t[first], np.array(expected)
             if len(t) != len(theirs) - 1:
                 errors = [np.inf]
             else:

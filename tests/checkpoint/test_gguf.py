@@ -227,8 +227,8 @@ def test_a_lora_that_compiled_code_would_not_see(tmp_path: Path) -> None:
 def test_a_control_of_differences_from_blocks(tmp_path: Path, small_path: Path) -> None:
     in_blocks, plain = whole_file(tmp_path / "f", small_path)
     base, wanted = open_checkpoint(plain), toy.control(SMALL.unet)
-    own = {key: f"model.diffusion_model.{key}" for key in wanted}
-    deltas = {key: wanted[key] - base.read(name) if name in base.shapes else wanted[key] for key, name in own.items()}
+    names = {key: f"model.diffusion_model.{key}" for key in wanted}
+    deltas = {key: wanted[key] - base.read(name) if name in base.shapes else wanted[key] for key, name in names.items()}
     save(tmp_path / "net.safetensors", deltas | {"difference": torch.ones(1)})
     Image.fromarray(toy.photo()).save(tmp_path / "photo.png")
     pipe = ldm_lite.load(in_blocks, device="cpu")
@@ -252,8 +252,8 @@ def test_blocks_are_pickled(options: dict[str, Any], tmp_path: Path, small_path:
         again, expected = pickle.loads(pickle.dumps(pipe)), pipe.txt2img("a cat", **size)[0]
     assert len(pickle.dumps(pipe)) < 1.25 * sum(map(bytes_of, pipe.networks.values())) + 2**21
     assert any(isinstance(layer, BlockLinear) for layer in again.unet.modules())
-    for other in (again, copy.deepcopy(again)):
-        assert np.abs(other.txt2img("a cat", **size)[0].astype(int) - expected).max() <= 1
+    for restored in (again, copy.deepcopy(again)):
+        assert np.abs(restored.txt2img("a cat", **size)[0].astype(int) - expected).max() <= 1
 
 
 @pytest.mark.slow
@@ -291,9 +291,9 @@ def test_a_lora_is_added_to_blocks(name: str, kind: str, offload: str | None, tm
     networks, before, unchanged = (*pipe.networks.values(),), bits(*pipe.networks.values()), run(pipe)
     first = pipe.lora(tmp_path / "a.safetensors", 0.7)
     second = pipe.lora(tmp_path / "b.safetensors", -0.3)
-    for out, other, exact in zip(run(pipe), run(early), wanted, strict=True):
+    for out, early_out, exact in zip(run(pipe), run(early), wanted, strict=True):
         assert toy.relative_error(out, exact.double().numpy()) < 1e-5
-        assert torch.equal(out, other)
+        assert torch.equal(out, early_out)
     assert sum(map(bytes_of, pipe.networks.values())) == sum(value.nbytes for value in before)
     second.remove()
     alone = ldm_lite.load(in_blocks, lora=loras[:1], offload=offload, **about)

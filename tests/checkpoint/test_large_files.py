@@ -51,9 +51,9 @@ def test_reading_without_a_map_gives_the_same_values(tmp_path: Path) -> None:
     assert file.metadata == {"about": "it"}
     assert file.shapes.keys() == values.keys()
     for key, value in values.items():
-        found = file[key]
-        assert (found.dtype, found.shape) == (value.dtype, value.shape)
-        assert torch.equal(found.float(), value.float())
+        tensor = file[key]
+        assert (tensor.dtype, tensor.shape) == (value.dtype, value.shape)
+        assert torch.equal(tensor.float(), value.float())
     path.write_bytes(path.read_bytes()[:-8])
     with pytest.raises(ValueError, match="is truncated: the values of"):
         [open_safetensors(path)[key] for key in values]

@@ -96,7 +96,7 @@ def test_an_incomplete_ema_copy_is_not_used(tmp_path: Path) -> None:
 
 
 def test_bare_files_and_other_files_networks(tmp_path: Path, small_path: Path, reference: ldm_lite.Pipeline) -> None:
-    tensors, other = load_file(small_path), dict(random_checkpoint.state_dict(SMALL, seed=7))
+    tensors, foreign = load_file(small_path), dict(random_checkpoint.state_dict(SMALL, seed=7))
     for name, prefix in (
         ("unet", "model.diffusion_model."),
         ("vae", "first_stage_model."),
@@ -105,7 +105,7 @@ def test_bare_files_and_other_files_networks(tmp_path: Path, small_path: Path, r
         bare = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
         bare |= {"loss.logvar": torch.zeros(1)} if name == "vae" else {}
         save_file(bare, tmp_path / name, metadata=METADATA if name == "unet" else {})
-    save_file(other, tmp_path / "other", metadata=METADATA)
+    save_file(foreign, tmp_path / "other", metadata=METADATA)
     parts = ldm_lite.load(tmp_path / "unet", vae=tmp_path / "vae", text_encoder=tmp_path / "text", device="cpu")
     assert_same(parts, reference)
     assert_same(

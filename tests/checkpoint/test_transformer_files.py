@@ -58,8 +58,8 @@ def test_loads_all_in_one_and_apart(name: str, tmp_path: Path, caplog: pytest.Lo
 def test_a_file_is_its_own_row_by_its_metadata(tmp_path: Path) -> None:
     for name, row in (("sd35_large_turbo", "sd35_large"), ("flux_canny", "flux_control")):
         family = toy_flow.small(row)
-        own = {"ldm_lite.text_num_heads": "2", "ldm_lite.text_2_num_heads": "2"}
-        path = save(tmp_path / f"file_of_{len(name)}.safetensors", all_in_one(family, weights(family)), own)
+        metadata = {"ldm_lite.text_num_heads": "2", "ldm_lite.text_2_num_heads": "2"}
+        path = save(tmp_path / f"file_of_{len(name)}.safetensors", all_in_one(family, weights(family)), metadata)
         about = {"family": name}
         assert ldm_lite.load(path, device="cpu", t5_vocab=SPIECE).family.steps == FAMILY_ROWS[row].steps
         pipe = ldm_lite.load(path, device="cpu", t5_vocab=SPIECE, metadata=about)

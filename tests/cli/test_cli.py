@@ -160,19 +160,19 @@ def test_python_refuses_what_is_no_choice_of_an_option() -> None:
 @pytest.mark.parametrize("group", [Options, Img2img, Inpaint, Upscale, Cascade, Train, Bench, Export, SaveOptions])
 def test_every_number_has_a_range(group: type[CheckedOptions], capsys: pytest.CaptureFixture[str]) -> None:
     hints = typing.get_type_hints(group)
-    numbers = [each for each in dataclasses.fields(group) if {int, float} & {*typing.get_args(hints[each.name])}]
-    numbers += [each for each in dataclasses.fields(group) if hints[each.name] in (int, float)]
+    numbers = [field for field in dataclasses.fields(group) if {int, float} & {*typing.get_args(hints[field.name])}]
+    numbers += [field for field in dataclasses.fields(group) if hints[field.name] in (int, float)]
     assert numbers
-    numbers = [each for each in numbers if not each.metadata["help"].startswith("not used")]
-    for each in numbers:
-        least, most = each.metadata["within"]
+    numbers = [field for field in numbers if not field.metadata["help"].startswith("not used")]
+    for field in numbers:
+        least, most = field.metadata["within"]
         for value in (least - 1, most + 1, math.nan, math.inf, -math.inf, 10**400):
             if not (value == 10**400 and most == math.inf):
                 with pytest.raises(
-                    (ValueError, TypeError), match=rf"^got `{each.name}` .*, expected "
+                    (ValueError, TypeError), match=rf"^got `{field.name}` .*, expected "
                 ):  # NaN is no whole number
-                    group(**{each.name: value})
-    name = next(each.name for each in numbers if each.metadata["within"] != FINITE)
+                    group(**{field.name: value})
+    name = next(field.name for field in numbers if field.metadata["within"] != FINITE)
     with pytest.raises(SystemExit):
         flags.parse([f"--{name}=-1"], "train", "", (group,))
     assert capsys.readouterr().err.startswith(f"error: got --{name.replace('_', '-')} -1")
@@ -261,21 +261,21 @@ def test_errors_and_log_records_of_a_command_name_flags(capsys: pytest.CaptureFi
 
 def messages(tree: ast.AST) -> list[str]:
     """The texts in a module that are raised or logged, with {} for what is filled in."""
-    found = []
+    strings = []
     for node in ast.walk(tree):
         is_log = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
         is_log = is_log and ast.unparse(node.func) in ("log.info", "log.warning")
         if isinstance(node, ast.Raise) or is_log:
             texts = (part.value for part in ast.walk(node) if isinstance(part, ast.Constant))
-            found += [text for text in texts if isinstance(text, str)]
-    return found
+            strings += [text for text in texts if isinstance(text, str)]
+    return strings
 
 
 def test_an_option_that_a_message_names_exists() -> None:
     """And below the commands no message names a flag."""
     groups: tuple[type, ...] = (Options, Img2img, Inpaint, Upscale, Cascade, StageOptions, LoadOptions, SaveOptions)
     groups = (*groups, Export, Train, Bench, Reconstruct, Verify, ServeOptions, BatchOptions)
-    names = {each.name for group in groups for each in dataclasses.fields(group)}
+    names = {field.name for group in groups for field in dataclasses.fields(group)}
     names |= {"draw", "output", "C", "f", "config", "run_row", "step"}  # of Python, old scripts, train.averages alone
     root, count = Path(ldm_lite.__file__).parent, 0
     for file in sorted(root.rglob("*.py")):
@@ -383,14 +383,14 @@ def test_help_shows_twenty_flags_and_help_all_every_one(capsys: pytest.CaptureFi
     assert names >= {"--ckpt", "--vae", "--lora", "--dtype", "--batch-size", "--out"}
     flags_of = [spellings[0] for spellings in everything]
     assert len(flags_of) == len(set(flags_of))
-    declared = [each for group in (Options, LoadOptions, SaveOptions) for each in dataclasses.fields(group)]
-    declared = [each for each in declared if each.metadata["flag"]]
+    declared = [field for group in (Options, LoadOptions, SaveOptions) for field in dataclasses.fields(group)]
+    declared = [field for field in declared if field.metadata["flag"]]
     originals = ["--plms", "--dpm_solver", "--precision", "--config", "--C", "--f", "--laion400m"]
-    own = {f"--{each.name.replace('_', '-')}" for each in declared}
-    assert set(flags_of) == own | {*originals, "-h", "--help-all"}
+    our_flags = {f"--{field.name.replace('_', '-')}" for field in declared}
+    assert set(flags_of) == our_flags | {*originals, "-h", "--help-all"}
     spelled = {name for spellings in everything for name in spellings}
-    assert spelled >= {flag for each in declared for flag in each.metadata["flags"]}
-    assert not [name for name in own if "_" in name]
+    assert spelled >= {flag for field in declared for flag in field.metadata["flags"]}
+    assert not [name for name in our_flags if "_" in name]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -412,8 +412,8 @@ def test_each_group_of_options_is_a_topic_of_the_help(capsys: pytest.CaptureFixt
         with pytest.raises(SystemExit, match="0"):
             txt2img.main(["--help", topic])
         whole += re.findall(r"^  (--[a-z][\w-]*)", capsys.readouterr().out, re.MULTILINE)
-    declared = [each for group in (Options, LoadOptions, SaveOptions) for each in dataclasses.fields(group)]
-    flags_of = [f"--{each.name.replace('_', '-')}" for each in declared if each.metadata["flag"]]
+    declared = [field for group in (Options, LoadOptions, SaveOptions) for field in dataclasses.fields(group)]
+    flags_of = [f"--{field.name.replace('_', '-')}" for field in declared if field.metadata["flag"]]
     assert sorted(whole) == sorted(flags_of)
     for module, topic, flag in (("train.__main__", "training", "--resume"), ("txt2img", "hi", "--hires-steps")):
         with pytest.raises(SystemExit, match="0"):
@@ -426,8 +426,8 @@ def test_each_group_of_options_is_a_topic_of_the_help(capsys: pytest.CaptureFixt
 
 def test_a_group_without_common_flags_is_shown_whole(capsys: pytest.CaptureFixture[str]) -> None:
     """As reconstruct's own options are."""
-    own = {f"--{each.name}" for each in dataclasses.fields(Reconstruct)}
-    assert {name for [name] in shown("reconstruct", "--help", capsys)} >= own
+    own_flags = {f"--{field.name}" for field in dataclasses.fields(Reconstruct)}
+    assert {name for [name] in shown("reconstruct", "--help", capsys)} >= own_flags
 
 
 def test_help_is_shown_beside_flags_that_are_wrong(capsys: pytest.CaptureFixture[str]) -> None:
@@ -469,12 +469,12 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_every_spelling_is_accepted(flag: str, value: str | None, name: str) -> None:
-    made, _ = flags.parse(
+    groups, _ = flags.parse(
         [flag, *([] if value is None else [value])], "img2img", "", (Img2img, LoadOptions, SaveOptions)
     )
-    found = [getattr(group, name) for group in made if hasattr(group, name)]
-    wanted = True if value is None else type(found[0])([value] if isinstance(found[0], tuple) else value)
-    assert found == [wanted]
+    values = [getattr(group, name) for group in groups if hasattr(group, name)]
+    wanted = True if value is None else type(values[0])([value] if isinstance(values[0], tuple) else value)
+    assert values == [wanted]
 
 
 @pytest.mark.parametrize(
@@ -491,8 +491,8 @@ def test_every_spelling_is_accepted(flag: str, value: str | None, name: str) -> 
 def test_flags_of_the_original_scripts_set_our_options(
     extend: typing.Any, argv: list[str], name: str, value: object
 ) -> None:
-    made, others = flags.parse(argv, "img2img", "", (Img2img, LoadOptions, SaveOptions), extend)
-    assert [getattr(group, name) for group in made if hasattr(group, name)] == [value]
+    groups, others = flags.parse(argv, "img2img", "", (Img2img, LoadOptions, SaveOptions), extend)
+    assert [getattr(group, name) for group in groups if hasattr(group, name)] == [value]
     assert others == {}
 
 

@@ -130,7 +130,7 @@ def test_writers_on_a_file_system_without_hard_links_lose_nothing(tmp_path: Path
 
 @pytest.mark.parametrize(("name", "status"), [("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 129)])
 def test_a_signal_is_one_line_and_a_status(name: str, status: int, capsys: pytest.CaptureFixture[str]) -> None:
-    number, handlers = getattr(signal, name), [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGHUP)]
+    number, handlers = getattr(signal, name), [signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGHUP)]
 
     def body() -> None:
         try:
@@ -141,7 +141,7 @@ def test_a_signal_is_one_line_and_a_status(name: str, status: int, capsys: pytes
 
     assert console.run(body) == status
     assert capsys.readouterr().err == "interrupted: nothing is saved\n"
-    assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGHUP)] == handlers
+    assert [signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGHUP)] == handlers
 
 
 def test_a_file_is_finished_first_and_a_second_signal_stops_at_once() -> None:

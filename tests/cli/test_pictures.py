@@ -56,9 +56,9 @@ COPIES: dict[str, Callable[[Image.Image], Image.Image]] = {
 @pytest.mark.parametrize("how", COPIES)
 def test_copies_keep_it(pipe: Pipeline, tmp_path: Path, how: str) -> None:
     [image] = pipe.txt2img("a cat", **SETTINGS)
-    made = COPIES[how](image)
-    assert isinstance(made, Image.Image)
-    made.save(tmp_path / "a.png")
+    copied = COPIES[how](image)
+    assert isinstance(copied, Image.Image)
+    copied.save(tmp_path / "a.png")
     assert read_parameters(tmp_path / "a.png").prompt == "a cat"
 
 

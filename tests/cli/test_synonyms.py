@@ -86,9 +86,9 @@ def test_every_name_is_answered_on_the_command_line(place: str, capsys: pytest.C
         assert error.count("\n") == 1, error
         hint = error.partition(f"error: unknown flag --{name}: ")[2]
         assert hint, error
-        other = re.search(r"\(of python -m ldm_lite\.(\w+)\)", hint)
+        match = re.search(r"\(of python -m ldm_lite\.(\w+)\)", hint)
         flags = {flag.replace("-", "_") for flag in re.findall(r"--([a-z][\w-]*)", hint)} - {"help", "encode"}
-        assert flags <= (fields(other[1]) | fields(place) if other else fields(place)), error
+        assert flags <= (fields(match[1]) | fields(place) if match else fields(place)), error
 
 
 PEOPLE = {  # what they type, and what they read

@@ -23,9 +23,9 @@ assert "torch" not in sys.modules
 
 def settings(*cases: tuple[dict[str, str], Path]) -> list[dict[str, str]]:
     """What is set in each of these environments, with the control groups that a folder has, on eight cores."""
-    given = [{"environment": case, "paths": [str(folder), str(folder / "memberships")]} for case, folder in cases]
+    inputs = [{"environment": case, "paths": [str(folder), str(folder / "memberships")]} for case, folder in cases]
     command = [sys.executable, "-c", CODE]
-    done = subprocess.run(command, input=json.dumps(given), env=PLAIN, capture_output=True, text=True, check=True)
+    done = subprocess.run(command, input=json.dumps(inputs), env=PLAIN, capture_output=True, text=True, check=True)
     return list(map(json.loads, done.stdout.splitlines()))
 
 

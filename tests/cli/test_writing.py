@@ -24,7 +24,7 @@ def test_a_file_is_replaced_whole_or_stays(tmp_path: Path) -> None:
     assert path.read_bytes() == b"\xc3\xa9"
     write_whole(path, b"new", unique=True)
     assert path.read_bytes() == b"new"
-    assert [each.name for each in tmp_path.iterdir()] == ["a.txt"]
+    assert [file.name for file in tmp_path.iterdir()] == ["a.txt"]
     (tmp_path / "plain").touch()
     assert path.stat().st_mode == (tmp_path / "plain").stat().st_mode
 

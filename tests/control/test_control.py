@@ -77,8 +77,8 @@ def test_text_that_is_not_a_control_is_refused(pipe: Pipeline, text: str) -> Non
 
 def test_preprocessing_is_for_all_or_for_each() -> None:
     two = ["a:b", "c:d"]
-    assert [each.preprocess for each in parse(two, "canny")] == ["canny", "canny"]
-    assert [each.preprocess for each in parse(two, "canny:50:100,none")] == ["canny:50:100", "none"]
+    assert [control.preprocess for control in parse(two, "canny")] == ["canny", "canny"]
+    assert [control.preprocess for control in parse(two, "canny:50:100,none")] == ["canny:50:100", "none"]
 
 
 def test_preprocessing_that_does_not_exist_or_fit_is_refused(pipe: Pipeline) -> None:
@@ -190,8 +190,10 @@ def test_a_net_has_the_attention_of_its_unet(small_path: Path, folder: Path) -> 
     for name in ("vanilla", "mha"):
         pipe = ldm_lite.load(small_path, device="cpu", attention=name)
         [control] = load_controls(pipe, parse([spec(folder)]))
-        found = layers(control.network).values()
-        assert all(each.attention is vanilla if name == "vanilla" else "forward" in vars(each) for each in found)
+        net_layers = layers(control.network).values()
+        assert all(
+            layer.attention is vanilla if name == "vanilla" else "forward" in vars(layer) for layer in net_layers
+        )
         torch.testing.assert_close(run(pipe, [spec(folder)], steps=2), plain, rtol=1e-3, atol=1e-3)
 
 
@@ -200,7 +202,7 @@ def test_pooling_leaves_the_position_out_and_the_negative_branch_alone(pipe: Pip
     assert isinstance(network, ControlNet)
     x, context = toy.normal(1, 2, 4, 8, 8), toy.normal(2, 2, 5, 64)
     hint = network.embed_hint(Control("", str(folder / "photo.png")).pixels((64, 64)))
-    added = tuple(each.mean(dim=(2, 3), keepdim=True) for each in network(x, toy.T, context, hint))
+    added = tuple(residual.mean(dim=(2, 3), keepdim=True) for residual in network(x, toy.T, context, hint))
     wanted = torch.cat(
         [
             pipe.unet(x[:1], toy.T[:1], context[:1]),
@@ -312,7 +314,7 @@ def test_the_function_and_the_command_take_controls(
     pipe: Pipeline, folder: Path, small_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     control = {"control": (spec(folder, ":0.7"),), "preprocess": "canny"}
-    [result], [plain] = (pipe.txt2img("a cat", steps=2, output="result", **given) for given in (control, {}))
+    [result], [plain] = (pipe.txt2img("a cat", steps=2, output="result", **options) for options in (control, {}))
     assert not np.array_equal(result.array, plain.array)
     assert "Control preprocess: canny" in result.parameters
     arguments = [
@@ -342,19 +344,19 @@ def test_a_file_is_read_once_for_jobs_that_follow_each_other(
         return read(model, source)
 
     monkeypatch.setattr(loading, "_read", noted)
-    net, other = folder / "once.safetensors", folder / "other.safetensors"
-    for path in (net, other):
+    net, second = folder / "once.safetensors", folder / "other.safetensors"
+    for path in (net, second):
         shutil.copy(folder / "net.safetensors", path)
 
     def run(*paths: Path) -> Any:
         return load_controls(pipe, parse(tuple(f"{path}:{folder / 'photo.png'}" for path in paths)))[0].network
 
     first = run(net)
-    assert run(net) is run(net, other) is first
+    assert run(net) is run(net, second) is first
     assert files == ["once.safetensors", "other.safetensors"]
     os.utime(net, (1, 1))
     assert run(net) is not first
-    assert run(other) is not run(net)
+    assert run(second) is not run(net)
     assert files == [
         "once.safetensors",
         "other.safetensors",

@@ -58,8 +58,8 @@ def spec(folder: Path, net: str, rest: str = "") -> str:
 
 def run(pipe: Pipeline, controls: list[str]) -> Tensor:
     """The last latents of a guided run of DDIM, as the goldens'."""
-    given = {"negative_prompt": NEGATIVE, "noise": NOISE, "height": 64, "width": 64, "control": controls}
-    return run_latents(pipe, PROMPT, sampler="ddim", steps=4, scale=5.0, **given)
+    options = {"negative_prompt": NEGATIVE, "noise": NOISE, "height": 64, "width": 64, "control": controls}
+    return run_latents(pipe, PROMPT, sampler="ddim", steps=4, scale=5.0, **options)
 
 
 def asked(folder: Path, name: str, **files: str) -> list[str]:
@@ -130,7 +130,7 @@ def test_guess_mode_steers_the_last_branch_by_its_own_vector(pipe: Pipeline, fol
         toy.T[1:],
         context[1:],  # type: ignore[index]
         y[1:],
-        residuals=tuple(scale * each for scale, each in zip(hint.scales, control, strict=True)),
+        residuals=tuple(scale * residual for scale, residual in zip(hint.scales, control, strict=True)),
     )
     torch.testing.assert_close(out(y)[1:], wanted, rtol=1e-4, atol=1e-5)
 
@@ -142,11 +142,11 @@ def test_a_net_reads_its_part_of_a_longer_vector() -> None:
     x, context, y = toy.unet_inputs(distilled)
     assert y is not None
     unet = toy.network(distilled)
-    for given in (whole, plain):
-        net = toy.fill(ControlNet(given))
+    for net_spec in (whole, plain):
+        net = toy.fill(ControlNet(net_spec))
         hint = ControlInput(net.embed_hint(toy.picture()), torch.ones(10), num_branches=1, pool=False)  # type: ignore[operator]
         out = ControlledUNet(unet, [net])(x, toy.T, ControlInputs((hint,), None), context=context, y=y)  # type: ignore[arg-type,list-item]
-        vector = y[:, : distilled.vector_dim] if given is whole else None
+        vector = y[:, : distilled.vector_dim] if net_spec is whole else None
         wanted = unet(x, toy.T, context, y, residuals=net(x, toy.T, context, hint.hint, vector))
         assert torch.equal(out, wanted)
 
@@ -167,13 +167,14 @@ def test_commands_steer_sdxl_too(pipe: Pipeline, folder: Path, tmp_path: Path) -
     photo, mask = Image.fromarray(toy.photo()), Image.new("L", (64, 64), 255)
     control = (spec(folder, "sdxl"), spec(folder, "sdxl_small", ":0.5:guess"))
     [plain], [steered] = (
-        pipe.img2img("a cat", [photo], steps=2, control=given, output="result") for given in ((), control)
+        pipe.img2img("a cat", [photo], steps=2, control=controls, output="result") for controls in ((), control)
     )
     assert not np.array_equal(plain.array, steered.array)
     write(tmp_path / "inpaint.safetensors", small("sdxl_inpaint"))
     reads_more = ldm_lite.load(tmp_path / "inpaint.safetensors", device="cpu")
     [plain], [steered] = (
-        reads_more.inpaint("a cat", [photo], [mask], steps=2, control=given, output="result") for given in ((), control)
+        reads_more.inpaint("a cat", [photo], [mask], steps=2, control=controls, output="result")
+        for controls in ((), control)
     )
     assert not np.array_equal(plain.array, steered.array)
 
@@ -230,7 +231,7 @@ def test_a_net_for_another_unet_is_refused(
 
 
 def test_files_that_are_damaged_or_of_another_kind_are_named(pipe: Pipeline, folder: Path) -> None:
-    whole, one = weights_of("steers.sdxl"), torch.zeros(1)
+    whole, tensor = weights_of("steers.sdxl"), torch.zeros(1)
 
     def without(part: str) -> dict[str, Tensor]:
         return {key: value for key, value in whole.items() if part not in key}
@@ -246,7 +247,7 @@ def test_files_that_are_damaged_or_of_another_kind_are_named(pipe: Pipeline, fol
         ("down_blocks.0.base_to_ctrl.0.weight", "is a ControlNet-XS"),
         ("encoder_hid_proj.weight", r"the control does not fit: 1 tensors unexpected \(encoder_hid_proj.weight"),
     ):
-        refused(pipe, folder, {**whole, key: one}, message)
+        refused(pipe, folder, {**whole, key: tensor}, message)
     for key, message in (
         ("control_model.enc_zero_convs_out.0.0.weight", "is a ControlNet-XS"),
         ("ip_adapter.0.to_q_lora.down.weight", "is an IP-Adapter FaceID"),
@@ -255,7 +256,7 @@ def test_files_that_are_damaged_or_of_another_kind_are_named(pipe: Pipeline, fol
         ("controlnet_blocks.0.weight", "is a ControlNet for a diffusion transformer"),
         ("controlnet_cond_embedding.conv_in.weight", "is a ControlNet in the format of diffusers, of a kind"),
     ):
-        refused(pipe, folder, {key: one, "transformer_blocks.0.weight": one}, message)
+        refused(pipe, folder, {key: tensor, "transformer_blocks.0.weight": tensor}, message)
 
 
 def test_a_net_given_as_the_checkpoint_is_named(folder: Path) -> None:

@@ -59,11 +59,11 @@ def seer() -> CLIPVisionEncoder:
     return encoder
 
 
-def latents(pipe: Pipeline, **given: Any) -> torch.Tensor:
+def latents(pipe: Pipeline, **options: Any) -> torch.Tensor:
     """The last latents of the golden's run."""
     context, uncond = toy.embeddings()
-    given = {"cond": context, "uncond": uncond, "noise": NOISE, "scale": 5.0} | given
-    return run_latents(pipe, given.pop("prompt", None), steps=4, sampler="ddim", height=64, width=64, **given)
+    options = {"cond": context, "uncond": uncond, "noise": NOISE, "scale": 5.0} | options
+    return run_latents(pipe, options.pop("prompt", None), steps=4, sampler="ddim", height=64, width=64, **options)
 
 
 def control(folder: Path, file: str, rest: str = ":0.6") -> dict[str, Any]:
@@ -129,40 +129,40 @@ def test_released_sizes() -> None:
     shapes = {key: tuple(value.shape) for key, value in small_one.state_dict().items()}
     assert shapes["image_proj.proj.weight"] == (3072, 1024)
     widths = [320] * 2 + [640] * 2 + [1280] * 2 + [1280] * 3 + [640] * 3 + [320] * 3 + [1280]  # down, up, middle
-    assert [shapes[f"ip_adapter.{2 * i + 1}.to_k_ip.weight"] for i in range(16)] == [(each, 768) for each in widths]
+    assert [shapes[f"ip_adapter.{2 * i + 1}.to_k_ip.weight"] for i in range(16)] == [(width, 768) for width in widths]
     assert len(shapes) == 4 + 32
     shapes = {key: tuple(value.shape) for key, value in large.state_dict().items()}
     assert IPAdapterSpec.from_shapes(shapes) == large.spec
     widths = [640] * 4 + [1280] * 20 + [1280] * 30 + [640] * 6 + [1280] * 10
-    assert [shapes[f"ip_adapter.{2 * i + 1}.to_v_ip.weight"] for i in range(70)] == [(each, 2048) for each in widths]
+    assert [shapes[f"ip_adapter.{2 * i + 1}.to_v_ip.weight"] for i in range(70)] == [(width, 2048) for width in widths]
     for width, mlp, layers, projection in ((1280, 5120, 32, 1024), (1664, 8192, 48, 1280)):
         spec = CLIPVisionSpec(224, 14, width, mlp, layers, 16, "gelu", projection)
         with on_meta():
             encoder = CLIPVisionEncoder(spec)
-        found = {key: tuple(value.shape) for key, value in encoder.state_dict().items()}
-        assert CLIPVisionSpec.from_shapes(found) == spec
+        shapes = {key: tuple(value.shape) for key, value in encoder.state_dict().items()}
+        assert CLIPVisionSpec.from_shapes(shapes) == spec
 
 
 @pytest.mark.slow
 def test_ways_of_running_make_the_same_image(pipe: Pipeline, folder: Path, small_path: Path) -> None:
     control_options = control(folder, "resampler.bin")
-    one = latents(pipe, **control_options)
+    wanted = latents(pipe, **control_options)
     for options in ({"offload": "sequential"}, {"offload": "model"}, {"attention": "math"}):
         other_pipe = ldm_lite.load(small_path, device="cpu", **options)
-        assert toy.relative_error(latents(other_pipe, **control_options), one.double().numpy()) < 1e-4
+        assert toy.relative_error(latents(other_pipe, **control_options), wanted.double().numpy()) < 1e-4
     twice = control_options | {
         "control": (*control_options["control"], *control(folder, "linear.bin", ":0")["control"])
     }
-    assert toy.relative_error(latents(pipe, **twice), one.double().numpy()) < 1e-6  # weight 0: nothing
+    assert toy.relative_error(latents(pipe, **twice), wanted.double().numpy()) < 1e-6  # weight 0: nothing
     assert torch.equal(latents(pipe, **control(folder, "resampler.bin", ":0")), latents(pipe))
     assert not torch.equal(latents(pipe, scale=1.0, **control_options), latents(pipe, scale=1.0))  # without guidance
     half = latents(pipe, **control(folder, "resampler.bin", ":0.6:0-0.5"))
-    assert not torch.equal(half, one)
+    assert not torch.equal(half, wanted)
     batch = {name: value.expand(2, -1, -1) for name, value in zip(("cond", "uncond"), toy.embeddings(), strict=True)}
     several = latents(
         pipe, **control_options, **batch, prompt=["a", "b"], noise=NOISE.expand(2, -1, -1, -1), batch_size=2
     )
-    assert toy.relative_error(several[1:], one.double().numpy()) < 1e-4
+    assert toy.relative_error(several[1:], wanted.double().numpy()) < 1e-4
 
 
 @pytest.mark.slow
@@ -180,9 +180,9 @@ def test_guidance_acts_on_the_image_where_both_prompts_are_one(pipe: Pipeline, f
     """An image alone, without any text: as users run it."""
     text = {"cond": None, "uncond": None, "prompt": ""}
     context, _ = toy.embeddings()
-    for given in (text, {"cond": context, "uncond": context}):
-        given = control(folder, "linear.bin") | given
-        little, much = (latents(pipe, **given, scale=scale) for scale in (2.0, 5.0))
+    for prompts in (text, {"cond": context, "uncond": context}):
+        options = control(folder, "linear.bin") | prompts
+        little, much = (latents(pipe, **options, scale=scale) for scale in (2.0, 5.0))
         assert toy.relative_error(little, much.double().numpy()) > 1e-3
 
 

@@ -70,17 +70,17 @@ def test_an_unknown_option_is_an_error_with_the_nearest_name(small: Pipeline) ->
 def test_options_that_do_not_go_together(small: Pipeline) -> None:
     @register_feature
     @dataclass(frozen=True)
-    class One(Feature):
-        excludes = ("mask", "two")
-        one: int = 0
+    class First(Feature):
+        excludes = ("mask", "second")
+        first: int = 0
 
     @register_feature
     @dataclass(frozen=True)
-    class Two(Feature):
-        two: int = 0
+    class Second(Feature):
+        second: int = 0
 
-    with pytest.raises(ValueError, match="`one` does not go with `two`: leave one of them out"):
-        latents(small, two=1, one=1)
+    with pytest.raises(ValueError, match="`first` does not go with `second`: leave one of them out"):
+        latents(small, second=1, first=1)
 
 
 def test_an_option_belongs_to_one_feature(small: Pipeline) -> None:
@@ -443,10 +443,10 @@ def test_conditionings_of_different_shapes_are_an_error(small: Pipeline) -> None
 
 def test_a_wrapper_is_made_for_each_batch(small: Pipeline) -> None:
     """Where something is remembered during a run: here the first call's inputs are all calls' inputs."""
-    made: list[int] = []
+    batches: list[int] = []
 
     def once(inputs_of: InputSource, job: Job) -> InputSource:
-        made.append(len(made))
+        batches.append(len(batches))
         remembered: list[Inputs] = []
 
         def source(call: Call) -> Inputs:
@@ -466,11 +466,11 @@ def test_a_wrapper_is_made_for_each_batch(small: Pipeline) -> None:
 
     results = list(small.results(**{**FAST, "prompt": ["a", "b", "c"], "once": True}))
     assert [result.item.prompt for result in results] == ["a", "b", "c"]
-    assert made == [0, 1, 2]
+    assert batches == [0, 1, 2]
 
 
 def test_slots_follow_a_job_whose_model_is_replaced_later(small: Pipeline) -> None:
-    other = small.with_attention(lambda q, k, v: 0 * q)
+    zeroed = small.with_attention(lambda q, k, v: 0 * q)
 
     @register_feature
     @dataclass(frozen=True)
@@ -478,9 +478,9 @@ def test_slots_follow_a_job_whose_model_is_replaced_later(small: Pipeline) -> No
         second: bool = True
 
         def change_job(self, job: Job) -> Job:
-            return replace(job, model=other, plan=other.plan("euler", 2))
+            return replace(job, model=zeroed, plan=zeroed.plan("euler", 2))
 
-    assert torch.equal(latents(small, second=True), latents(other, steps=2))
+    assert torch.equal(latents(small, second=True), latents(zeroed, steps=2))
 
 
 def test_noise_first_latents_and_pixels_can_be_replaced(small: Pipeline) -> None:

@@ -91,14 +91,14 @@ def test_a_plan(block: Callable[[str], dict[str, Any]], pipe: Pipeline) -> None:
     """Euler's method is DDIM's update, which starts from unit noise."""
     names = block(PLAN)
     noise, cond = pipe.noise(), pipe.encode_prompt("a red apple")
-    made, like = (
+    latents, like = (
         pipe.denoise(noise, cond, None, plan)
         for plan in (
             names["rows"].plan(end=names["CLEAN"], initial=1.0),
             make_plan("ddim", pipe.schedule, 4, spacing=lambda schedule, steps: names["levels"]),
         )
     )
-    assert error(made, like) < 1e-5
+    assert error(latents, like) < 1e-5
 
 
 def test_attention(block: Callable[[str], dict[str, Any]], pipe: Pipeline) -> None:
@@ -107,11 +107,11 @@ def test_attention(block: Callable[[str], dict[str, Any]], pipe: Pipeline) -> No
     out = names["pipe"].unet(noise, t, context)
     assert error(out, pipe.unet(noise, t, context)) > 1e-3
     with torch.no_grad():  # the same by hand: queries of the cross-attention layers times 1.5
-        other = load(device="cpu")
-        for name, layer in other.unet.named_modules():
+        by_hand = load(device="cpu")
+        for name, layer in by_hand.unet.named_modules():
             if name.endswith("attn2"):
                 layer.to_q.weight *= 1.5
-    assert error(out, other.unet(noise, t, context)) < 1e-5
+    assert error(out, by_hand.unet(noise, t, context)) < 1e-5
 
 
 def test_guidance(block: Callable[[str], dict[str, Any]], pipe: Pipeline) -> None:

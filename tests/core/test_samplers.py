@@ -54,7 +54,7 @@ def test_trajectories_are_those_of_compvis_and_k_diffusion(name: str) -> None:
         sigmas = GOLDEN[f"{name}.sigma"]
         theirs = GOLDEN[f"{name}.y"] / np.sqrt(1 + sigmas[:, None, None, None, None] ** 2)
     assert len(ours) == len(theirs)
-    assert max(error(mine, other) for mine, other in zip(ours, theirs, strict=True)) < 1e-10
+    assert max(error(mine, golden) for mine, golden in zip(ours, theirs, strict=True)) < 1e-10
 
 
 def test_every_sampler_has_such_a_run() -> None:

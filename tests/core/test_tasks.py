@@ -69,8 +69,8 @@ def test_an_image_does_not_depend_on_its_batch(pipe: Pipeline) -> None:
     together = pixels(pipe, prompt="a cat", seed=5, batch_size=2, sampler="euler_a", steps=2)
     several = pixels(pipe, prompt=["a dog", "a cat", "a cat"], seed=[1, 6, 5], batch_size=2, sampler="euler_a", steps=2)
     for image, others in zip(alone, ((together[0], several[2]), (together[1], several[1])), strict=True):
-        for other in others:  # kernels for other batch sizes round differently
-            torch.testing.assert_close(other, image, rtol=0, atol=2e-4)
+        for batched in others:  # kernels for other batch sizes round differently
+            torch.testing.assert_close(batched, image, rtol=0, atol=2e-4)
     assert not torch.allclose(alone[0], alone[1], atol=0.05)
     assert torch.equal(pixels(pipe, prompt="a cat", seed=5, sampler="euler_a", steps=2)[0], alone[0])
 
@@ -341,8 +341,8 @@ def test_a_file_keeps_what_images_are_made_by(small: Pipeline, tmp_path: Path) -
     changed.save(tmp_path / "changed.safetensors")
     again = load(tmp_path / "changed.safetensors", device="cpu")
     assert (again.schedule.prediction, again.family.sampler) == ("v", "euler")
-    like, made = (next(model.stream("a cat", steps=1)).latents for model in (changed, again))
-    assert torch.equal(like, made)
+    like, reloaded = (next(model.stream("a cat", steps=1)).latents for model in (changed, again))
+    assert torch.equal(like, reloaded)
 
 
 # ---- precision and the compiled step --------------------------------------------------------------------------------

@@ -52,9 +52,9 @@ def images(pipe: Pipeline, prompt: Any = PROMPT, **options: Any) -> Tensor:
     return torch.stack(pipe.txt2img(prompt, output="tensor", **{"steps": 3, **options}))
 
 
-def assert_close(found: Tensor, wanted: Tensor, dtype: str) -> None:
-    assert torch.isfinite(found).all()
-    assert toy.relative_error(found, wanted.numpy()) < LIMITS[dtype]
+def assert_close(image: Tensor, wanted: Tensor, dtype: str) -> None:
+    assert torch.isfinite(image).all()
+    assert toy.relative_error(image, wanted.numpy()) < LIMITS[dtype]
 
 
 def half(device: torch.device) -> str:
@@ -144,13 +144,13 @@ def test_attention(name: str, dtype: str, small_path: Path, device: torch.device
     assert_close(images(ldm_lite.load(small_path, device=device, dtype=dtype, attention=name)), wanted, dtype)
 
 
-@pytest.mark.parametrize(("name", "tier"), [*((each, "off") for each in ("plain", *KERNELS)), ("all", "step")])
+@pytest.mark.parametrize(("name", "tier"), [*((kernel, "off") for kernel in ("plain", *KERNELS)), ("all", "step")])
 def test_kernels(name: str, tier: str, small_path: Path, device: torch.device, wanted: Tensor) -> None:
     """Each alone, in plain and in compiled steps."""
     dtype = half(device)
     fast = ldm_lite.load(small_path, device=device, dtype=dtype, kernels=name)
     if tier != "off":
-        settings = {setting: True for each, setting in SETTINGS.items() if name in (each, "all")}
+        settings = {setting: True for kernel, setting in SETTINGS.items() if name in (kernel, "all")}
         backend = "inductor" if device.type == "cuda" else "eager"
         fast = replace(fast, run_row=CompiledStep(tier, fast.unet, backend, settings))
     for _ in range(2):
@@ -161,10 +161,10 @@ def test_kernels(name: str, tier: str, small_path: Path, device: torch.device, w
 
 def test_the_bundled_model_is_finite_in_half_precision(device: torch.device) -> None:
     dtype = half(device)
-    [found], [wanted] = (
+    [image], [wanted] = (
         ldm_lite.load(device=device, dtype=name).txt2img(PROMPT, steps=4, output="tensor") for name in (dtype, "fp32")
     )
-    assert_close(found, wanted, dtype)
+    assert_close(image, wanted, dtype)
 
 
 def test_loading_leaves_the_processs_settings(small_path: Path, device: torch.device) -> None:
@@ -196,20 +196,20 @@ def test_a_batch_is_its_images(pipe: Pipeline) -> None:
 
 @pytest.mark.parametrize("sampler", ["plms", "euler_a", "unipc"])
 def test_samplers(sampler: str, pipe: Pipeline, truth: Pipeline) -> None:
-    found, wanted = (images(each, sampler=sampler, steps=4) for each in (pipe, truth))
-    assert_close(found, wanted, "fp32")
+    image, wanted = (images(model, sampler=sampler, steps=4) for model in (pipe, truth))
+    assert_close(image, wanted, "fp32")
 
 
 def test_img2img_and_inpaint(pipe: Pipeline, truth: Pipeline) -> None:
     photo, mask = toy.photo(), np.zeros(toy.photo().shape[:2], np.uint8)
     mask[:32] = 255
-    for each in ("img2img", "inpaint"):
-        given = (photo, mask) if each == "inpaint" else (photo,)
-        found, wanted = (
-            getattr(model, each)(PROMPT, *given, steps=4, width=64, height=64, output="tensor")[0]
+    for mode in ("img2img", "inpaint"):
+        sources = (photo, mask) if mode == "inpaint" else (photo,)
+        image, wanted = (
+            getattr(model, mode)(PROMPT, *sources, steps=4, width=64, height=64, output="tensor")[0]
             for model in (pipe, truth)
         )
-        assert_close(found, wanted, "fp32")
+        assert_close(image, wanted, "fp32")
 
 
 def test_control(pipe: Pipeline, truth: Pipeline, tmp_path: Path) -> None:
@@ -218,8 +218,8 @@ def test_control(pipe: Pipeline, truth: Pipeline, tmp_path: Path) -> None:
     )
     Image.fromarray(toy.photo()).save(tmp_path / "photo.png")
     control = [f"{tmp_path / 'net.safetensors'}:{tmp_path / 'photo.png'}:0.7"]
-    found, wanted, plain = images(pipe, control=control), images(truth, control=control), images(truth)
-    assert_close(found, wanted, "fp32")
+    image, wanted, plain = images(pipe, control=control), images(truth, control=control), images(truth)
+    assert_close(image, wanted, "fp32")
     assert (wanted - plain).abs().max() > 1e-3
 
 
@@ -258,8 +258,8 @@ def test_a_stream_of_the_users_own(pipe: Pipeline, device: torch.device) -> None
         stream = torch.cuda.stream(side)
     wanted = images(pipe)
     with stream:
-        found = images(pipe)
-    assert torch.equal(found, wanted)
+        image = images(pipe)
+    assert torch.equal(image, wanted)
 
 
 # ---- compilation ----------------------------------------------------------------------------------------------------
@@ -295,7 +295,7 @@ def test_graphs_of_plain_steps_are_the_default(
     assert [len(graphs) for graphs in fast.run_row._step._graphs.values()] == [1]
     with attention.record(fast.unet, "middle_block*attn2") as maps:
         images(fast)
-    assert [len(each) for each in maps.values()] == [3]
+    assert [len(layer_maps) for layer_maps in maps.values()] == [3]
     with fast.lora(lora, 0.8), plain.lora(lora, 0.8):
         assert torch.equal(images(fast, steps=6), images(plain, steps=6))
 
@@ -402,8 +402,8 @@ def test_two_threads_on_streams_of_their_own(pipe: Pipeline, device: torch.devic
         thread.join()
     for seed, value in results.items():
         assert len(value) == 4
-        for each in value:
-            assert_close(each, wanted[seed], "fp32")
+        for image in value:
+            assert_close(image, wanted[seed], "fp32")
 
 
 def test_two_pipelines_do_not_share_graphs(small_path: Path, pipe: Pipeline, device: torch.device) -> None:
@@ -411,10 +411,10 @@ def test_two_pipelines_do_not_share_graphs(small_path: Path, pipe: Pipeline, dev
     with torch.no_grad():
         for parameter in other_pipe.unet.parameters():
             parameter.mul_(0.9)
-    fast = [compiled(each, "step") for each in (pipe, other_pipe)]
+    fast = [compiled(model, "step") for model in (pipe, other_pipe)]
     for _ in range(2):
-        for each, plain in zip(fast, (pipe, other_pipe), strict=True):
-            assert_close(images(each), images(plain), "fp32")
+        for model, plain in zip(fast, (pipe, other_pipe), strict=True):
+            assert_close(images(model), images(plain), "fp32")
     assert (images(pipe) - images(other_pipe)).abs().max() > 1e-2
 
 

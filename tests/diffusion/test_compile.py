@@ -74,10 +74,10 @@ def test_one_graph_serves_every_row_sampler_count_and_scale(pipe: Any) -> None:
             if seed == 0:  # as CompiledStep does: the first plain step lays weights out
                 run_row(pipe.unet, registers, table[0], noise, *guidance(text, 0.0))
             for i in range(len(table)) if name in ("plms", "unipc") else (0, len(table) - 1):
-                found = compiled(pipe.unet, registers, table[i], noise, *guidance(text, 0.0 + seed))
+                out = compiled(pipe.unet, registers, table[i], noise, *guidance(text, 0.0 + seed))
             if seed % 6 == 0:
                 wanted = run_row(pipe.unet, registers, table[i], noise, *guidance(text, 0.0 + seed))
-                torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+                torch.testing.assert_close(out, wanted, rtol=1e-4, atol=1e-4)
     assert counter.frame_count == 1
 
 
@@ -99,8 +99,8 @@ def test_every_kind_of_guidance_is_one_graph() -> None:
     for count, values in enumerate(kinds, start=1):
         for i, value in enumerate(values):
             arguments = (registers, table[i], noise, *guidance(context if value[0] else context[:2], *value))
-            found = compiled(toy.denoiser, *arguments)
-            torch.testing.assert_close(found, run_row(toy.denoiser, *arguments), rtol=1e-5, atol=1e-5)
+            out = compiled(toy.denoiser, *arguments)
+            torch.testing.assert_close(out, run_row(toy.denoiser, *arguments), rtol=1e-5, atol=1e-5)
         assert counter.frame_count == count
 
 

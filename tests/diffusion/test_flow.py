@@ -74,8 +74,8 @@ def test_trajectories_are_those_of_diffusers(sd3: Pipeline, run_of: str) -> None
     if name == "deis":  # lowers the order of its last two steps below 15
         ours, theirs = ours[: -2 if int(steps) < 15 else None], theirs[: -2 if int(steps) < 15 else None]
     assert len(ours) == len(theirs)
-    for mine, other in zip(ours, theirs, strict=True):
-        assert toy.relative_error(mine, other) < 1e-9
+    for mine, wanted in zip(ours, theirs, strict=True):
+        assert toy.relative_error(mine, wanted) < 1e-9
 
 
 # ---- the originals' loops, written again ----------------------------------------------------------------------------
@@ -147,8 +147,8 @@ def test_trajectories_are_those_of_the_originals(sd3: Pipeline, name: str, steps
     plan = pipe.plan(name, steps)
     sigmas = np.array([level.s for level in spaced_levels(pipe.schedule.spacing, pipe.schedule, steps)])
     theirs = ORIGINALS[name](toy.noises(1)[0], sigmas)
-    for mine, other in zip(steps_of(plan), theirs, strict=True):
-        assert toy.relative_error(mine, other) < 1e-12
+    for mine, wanted in zip(steps_of(plan), theirs, strict=True):
+        assert toy.relative_error(mine, wanted) < 1e-12
 
 
 def sd3_sigmas(steps: int, shift: float) -> Array:

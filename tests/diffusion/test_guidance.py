@@ -40,8 +40,8 @@ def test_rescaled_has_the_deviation_of_the_conditional_prediction(sd: Pipeline, 
 def test_mimicked_is_the_extensions(percentile: float) -> None:
     cond, uncond = toy.normal(10, 2, 4, 8, 8).double(), toy.normal(20, 2, 4, 8, 8).double()
     x0, of_lower = (uncond + scale * (cond - uncond) for scale in (12, 4))
-    found = mimicked(x0, of_lower, torch.tensor(percentile, dtype=torch.float64))
-    np.testing.assert_allclose(found.numpy(), TRICKS[f"mimic.{percentile}"], rtol=1e-12)
+    combined = mimicked(x0, of_lower, torch.tensor(percentile, dtype=torch.float64))
+    np.testing.assert_allclose(combined.numpy(), TRICKS[f"mimic.{percentile}"], rtol=1e-12)
 
 
 @pytest.mark.parametrize("percentile", [None, 0.9])

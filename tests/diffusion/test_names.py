@@ -14,9 +14,9 @@ from ldm_lite.diffusion.samplers import SAMPLERS
 from ldm_lite.diffusion.schedule import SPACINGS
 
 
-def same(plan: Plan, other: Plan) -> bool:
+def same(plan: Plan, wanted: Plan) -> bool:
     """Whether two plans are one table."""
-    return np.array_equal(plan.t, other.t) and np.array_equal(plan.mix, other.mix)
+    return np.array_equal(plan.t, wanted.t) and np.array_equal(plan.mix, wanted.mix)
 
 
 @pytest.mark.parametrize(
@@ -146,9 +146,9 @@ def test_the_named_spacing_is_used_unless_another_is_given(sd: Pipeline) -> None
     ],
 )
 def test_a_plan_says_what_it_wants(sd: Pipeline, arguments: dict[str, Any], message: str) -> None:
-    given = {"name": "ddim", "steps": 10, **arguments}
+    options = {"name": "ddim", "steps": 10, **arguments}
     with pytest.raises(ValueError, match=message):
-        sd.plan(given.pop("name"), **given)
+        sd.plan(options.pop("name"), **options)
 
 
 def test_eta_0_is_allowed_everywhere(sd: Pipeline) -> None:

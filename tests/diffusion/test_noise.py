@@ -76,9 +76,9 @@ def test_the_web_ui_draws_each_image_from_its_own_seeds() -> None:
     draw = draws("a1111", 31337, 0.2, [7, 7], [3, 4], SHAPE)
     first, second = draw(), draw()
     for row, variation in enumerate((3, 4)):
-        one = torch.from_numpy(cuda_normal(7, 0, 256)).view(1, *SHAPE)
-        other = torch.from_numpy(cuda_normal(variation, 0, 256)).view(1, *SHAPE)
-        assert torch.equal(first[row], slerp(one, other, 0.2)[0])
+        base = torch.from_numpy(cuda_normal(7, 0, 256)).view(1, *SHAPE)
+        varied = torch.from_numpy(cuda_normal(variation, 0, 256)).view(1, *SHAPE)
+        assert torch.equal(first[row], slerp(base, varied, 0.2)[0])
         assert torch.equal(second[row].flatten(), torch.from_numpy(cuda_normal(7 + 31337, 0, 256)))
     plain = draws("a1111", 0, 0.0, [7], [0], SHAPE)
     assert torch.equal(plain().flatten(), torch.from_numpy(cuda_normal(7, 0, 256)))
@@ -123,13 +123,13 @@ def test_variations_share_a_seed(pipe: Pipeline) -> None:
     run = {"sampler": "euler", "steps": 2, "seed": 7}
     results = pipe.txt2img("a", batch_size=2, variation_seed=20, variation_strength=0.1, output="result", **run)
     assert [result.seed for result in results] == [7, 7]
-    for each, variation in zip(results, (20, 21), strict=True):
-        assert f"Variation seed: {variation}, RNG: CPU" in each.parameters
-        assert "Variation seed strength: 0.1" in each.parameters
+    for varied, variation in zip(results, (20, 21), strict=True):
+        assert f"Variation seed: {variation}, RNG: CPU" in varied.parameters
+        assert "Variation seed strength: 0.1" in varied.parameters
         alone = pipe.txt2img(
             "a", variation_seed=variation, variation_strength=0.1, batch_size=1, output="numpy", **run
         )[0]
-        assert np.abs(alone.astype(int) - each.array).max() <= 1
+        assert np.abs(alone.astype(int) - varied.array).max() <= 1
     assert not np.array_equal(results[0].array, results[1].array)
     whole = pipe.txt2img("a", variation_seed=20, variation_strength=1.0, output="numpy", **run)[0]
     result = pipe.txt2img("a", output="numpy", **{**run, "seed": 20})[0]
@@ -203,9 +203,9 @@ def run_curved(plan: Plan, noises: Draw) -> np.ndarray:
 @pytest.mark.parametrize("sampler", ["dpmpp_sde", "dpmpp_2m_sde", "dpmpp_3m_sde"])
 def test_samplers_with_a_brownian_tree_equal_k_diffusion(sampler: str, pipe: Pipeline) -> None:
     sigmas = TRICKS["sigmas"].astype(float)
-    made = curved(pipe, sampler, sigmas, lambda plan: brownian_noise("own", SEEDS, SHAPE, plan))
+    latents = curved(pipe, sampler, sigmas, lambda plan: brownian_noise("own", SEEDS, SHAPE, plan))
     # both start at 14.6: ours from a variance-preserving latent of unit variance
-    assert toy.relative_error(made, TRICKS[sampler]) < 1e-5
+    assert toy.relative_error(latents, TRICKS[sampler]) < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -217,8 +217,8 @@ def test_times_of_a_motion_are_k_diffusion_s_to_the_last_bit(
 ) -> None:
     """One unit of float32 in a sigma is worth up to 0.03 in an image; CPUs' exponentials differ by 1e-4."""
     plan = pipe.plan(sampler, steps, spacing=spacing)
-    made = run_curved(plan, brownian_noise("own", SEEDS, SHAPE, plan))
-    assert np.abs(made - TRICKS[f"{sampler}.{spacing}"]).max() < 1e-3
+    latents = run_curved(plan, brownian_noise("own", SEEDS, SHAPE, plan))
+    assert np.abs(latents - TRICKS[f"{sampler}.{spacing}"]).max() < 1e-3
 
 
 def test_times_of_every_spacing_are_float32_sigmas(pipe: Pipeline) -> None:
@@ -240,9 +240,9 @@ def test_times_of_every_spacing_are_float32_sigmas(pipe: Pipeline) -> None:
 def test_more_steps_come_nearer_with_a_brownian_tree_only(sampler: str, pipe: Pipeline) -> None:
     def at(steps: int, brownian: bool) -> np.ndarray:
         levels = np.append(np.geomspace(14.6, 0.03, steps), 0)
-        own = draws("own", 0, 0.0, SEEDS, [0, 0], SHAPE)
+        independent = draws("own", 0, 0.0, SEEDS, [0, 0], SHAPE)
         return curved(
-            pipe, sampler, levels, lambda plan: brownian_noise("own", SEEDS, SHAPE, plan) if brownian else own
+            pipe, sampler, levels, lambda plan: brownian_noise("own", SEEDS, SHAPE, plan) if brownian else independent
         )
 
     for brownian in (True, False):

@@ -40,8 +40,8 @@ def _registries_are_left_as_they_were() -> Iterator[None]:
 
 def resolved(sd: Pipeline, name: str, sampler: str, spacing: str | None = None) -> bool:
     """Whether a name makes the plan of a sampler with a spacing."""
-    plan, other = sd.plan(name, 5), sd.plan(sampler, 5, spacing=spacing)
-    return np.array_equal(plan.t, other.t) and np.array_equal(plan.mix, other.mix)
+    plan, wanted = sd.plan(name, 5), sd.plan(sampler, 5, spacing=spacing)
+    return np.array_equal(plan.t, wanted.t) and np.array_equal(plan.mix, wanted.mix)
 
 
 def label(sd: Pipeline, name: str) -> str:

@@ -86,7 +86,7 @@ def test_trajectories_are_those_of_the_originals(name: str, predicting: Callable
 
 
 def test_every_sampler_has_a_golden() -> None:
-    offered = {each.key for each in OFFERED.values()} - {"ddim_cfgpp"}  # in test_webui.py, as CFG++ and TCD
+    offered = {sampler.key for sampler in OFFERED.values()} - {"ddim_cfgpp"}  # in test_webui.py, as CFG++ and TCD
     assert {case.sampler for case in toy.RUNS.values()} | offered | {"ddim_cfgpp", "tcd", "dpmpp_2m_sd3"} == set(
         SAMPLERS
     )
@@ -397,10 +397,10 @@ def test_ddim_takes_the_image_out_of_pure_noise(predicting: Callable[..., Pipeli
         levels = spaced_levels("trailing", pipe.schedule, steps)
         assert (levels[0].a, levels[0].s) == (0, 1)
         plan = pipe.plan("ddim", steps, spacing="trailing", eta=eta)
-        found = {level.t: level for level in levels}
+        level_at = {level.t: level for level in levels}
 
-        def model(x: Array, t: float, found: dict[float, Any] = found) -> Array:
-            _, a, s = found[t]
+        def model(x: Array, t: float, level_at: dict[float, Any] = level_at) -> Array:
+            _, a, s = level_at[t]
             return a * (x - a * MEAN) / s - s * MEAN
 
         noises = iter(toy.noises(30))
@@ -460,8 +460,8 @@ def test_the_last_steps_of_samplers_without_memory_are_the_whole_s_rows(sd: Pipe
 def test_multistep_samplers_begin_the_last_steps_without_a_history(sd: Pipeline, sampler: str) -> None:
     """No row may weight a prediction that was never made; and a table cut in the middle would do just that."""
     whole, part = sd.plan(sampler, 12), sd.plan(sampler, 12, last=5)
-    for made, mix in enumerate(part.mix):
-        assert not np.any(mix[0, 2 + made : NUM_REGISTERS])
+    for num_past, mix in enumerate(part.mix):
+        assert not np.any(mix[0, 2 + num_past : NUM_REGISTERS])
     cut = whole.mix[int(np.argmax(whole.step == 7))]
     assert np.any(cut[0, 2:NUM_REGISTERS])
 

@@ -31,8 +31,8 @@ REFERENCE = {
 @pytest.mark.parametrize("betas", REFERENCE)
 def test_alpha_bar_and_sigmas(betas: tuple[float, float]) -> None:
     schedule = NoiseSchedule.from_betas(scaled_linear_betas(*betas), "eps")
-    found = [*schedule.alpha_bar[[0, 500, 999]], schedule.sigmas[0], schedule.sigmas[-1]]
-    assert found == pytest.approx(REFERENCE[betas], rel=1e-11)
+    constants = [*schedule.alpha_bar[[0, 500, 999]], schedule.sigmas[0], schedule.sigmas[-1]]
+    assert constants == pytest.approx(REFERENCE[betas], rel=1e-11)
     assert schedule.alpha_bar.shape == (1000,)
     assert schedule.alpha_bar.dtype == np.float64
     assert (np.diff(schedule.sigmas) > 0).all()

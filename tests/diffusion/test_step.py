@@ -173,8 +173,8 @@ def test_the_unconditional_half_comes_first_and_scale_0_is_it() -> None:
 def test_rescaled_has_the_deviation_of_the_conditional_prediction(share: float) -> None:
     """Lin et al. 2024, eqs. 15 and 16, image by image."""
     cond, guided = toy.normal(0, 3, 4, 5, 5), 3 * toy.normal(1, 3, 4, 5, 5) + 1
-    found = rescaled(guided, cond, torch.tensor(share))
-    for image, before, wanted in zip(found.numpy(), guided.numpy(), cond.numpy(), strict=True):
+    images = rescaled(guided, cond, torch.tensor(share))
+    for image, before, wanted in zip(images.numpy(), guided.numpy(), cond.numpy(), strict=True):
         full = before * wanted.std(ddof=1) / before.std(ddof=1)
         assert image == pytest.approx(share * full + (1 - share) * before, rel=1e-5, abs=1e-5)
 
@@ -183,11 +183,11 @@ def test_rescaled_has_the_deviation_of_the_conditional_prediction(share: float) 
 def test_dynamic_threshold_clamps_at_the_percentile_and_divides_by_it(percentile: float) -> None:
     """Saharia et al. 2022, sec. 2.3, image by image; nothing is changed where the percentile is below 1."""
     x0 = toy.normal(0, 3, 4, 5, 5) * torch.tensor([0.2, 1.5, 4.0])[:, None, None, None]
-    found = dynamic_threshold(x0, torch.tensor(percentile), torch.tensor(np.inf)).numpy()
-    for image, before in zip(found, x0.numpy(), strict=True):
+    images = dynamic_threshold(x0, torch.tensor(percentile), torch.tensor(np.inf)).numpy()
+    for image, before in zip(images, x0.numpy(), strict=True):
         s = max(1.0, np.quantile(abs(before), percentile))
         assert image == pytest.approx(np.clip(before, -s, s) / s, rel=1e-5, abs=1e-6)
-    assert torch.equal(torch.from_numpy(found[0]), x0[0].clamp(-1, 1))
+    assert torch.equal(torch.from_numpy(images[0]), x0[0].clamp(-1, 1))
 
 
 # ---- contract -------------------------------------------------------------------------------------------------------
@@ -199,9 +199,9 @@ def row_of(plan: Plan, i: int) -> Row:
 
 def test_rows_are_the_plan_in_float32() -> None:
     plan = named_plan("unipc", SD, 10)
-    found = device_rows(plan, CPU)
-    assert len(found) == len(plan.t)
-    for i, row in enumerate(found):
+    table = device_rows(plan, CPU)
+    assert len(table) == len(plan.t)
+    for i, row in enumerate(table):
         for name in Row._fields:
             value, wanted = getattr(row, name), getattr(plan, name, np.zeros(len(plan.t)))  # no stretch
             assert value.dtype == torch.float32

@@ -71,7 +71,7 @@ def test_dpm_adaptive_chooses_the_same_steps(sd: Pipeline, key: str) -> None:
         end = run(part, model, x.numpy(), iter(()))[-1]
         return [outs[0], outs[1], torch.from_numpy(end)]
 
-    noises = (torch.from_numpy(each).reshape(shape) for each in toy.noises(400))
+    noises = (torch.from_numpy(noise).reshape(shape) for noise in toy.noises(400))
     *_, (end, done) = plan.adaptive.solve(next(noises) * plan.initial, some_calls, noises.__next__)
     assert done == 1
     assert seen == pytest.approx(GOLDEN["levels"][ENDS[RUNS[key]] - GOLDEN["lengths"][RUNS[key]] : ENDS[RUNS[key]]])
@@ -83,7 +83,7 @@ def test_all_that_it_offers_is_here() -> None:
     theirs = {key.split("|")[0] for key in RUNS} - {"TCD"}
     assert theirs | {"DDIM CFG++"} == set(OFFERED)
     assert set(GOLDEN["types"].tolist()) == {"Automatic", *SCHEDULE_TYPES}
-    assert {each.key for each in OFFERED.values()} <= set(SAMPLERS)
+    assert {sampler.key for sampler in OFFERED.values()} <= set(SAMPLERS)
     assert set(SCHEDULE_TYPES.values()) <= set(SPACINGS)
 
 

@@ -93,11 +93,11 @@ def test_captions_of_one_length_need_no_mask(pipe: Pipeline) -> None:
     """So that every attention kernel can be chosen; the result is the same."""
     network, (x, t, context, _) = pipe.unet, toy_z_image.inputs()
     y = torch.tensor([[40], [33]])
-    own = network(x, t, context, y)
+    expected = network(x, t, context, y)
     for attention in ("vanilla", "sliced:3", "math", "sdpa"):
         pipe.use_attention(attention)
         with pipe.attention_maps() as maps:
-            assert toy.relative_error(network(x, t, context, y, full=torch.ones(2)), own.numpy()) < 1e-5
+            assert toy.relative_error(network(x, t, context, y, full=torch.ones(2)), expected.numpy()) < 1e-5
         assert {tuple(value[0].shape[2:]) for key, value in maps.items() if key.startswith("layers")} == {(96, 96)}
         assert len(maps) == SPEC.depth + 2 * SPEC.refiner_depth
 
@@ -172,7 +172,7 @@ def test_negative_prompts_count_if_there_is_guidance(pipe: Pipeline, caplog: pyt
     assert warnings_in(caplog) == [
         "a guidance scale of 1 (Z-Image Turbo's own) uses no negative prompt: leave it out, or use a larger `scale`"
     ]
-    guided = [pixels(pipe.txt2img("a", negative_prompt=each, scale=5.0, **size)) for each in (None, "", "apple")]
+    guided = [pixels(pipe.txt2img("a", negative_prompt=text, scale=5.0, **size)) for text in (None, "", "apple")]
     assert np.array_equal(guided[0], guided[1])
     assert np.abs(guided[0] - guided[2]).max() > 2
 

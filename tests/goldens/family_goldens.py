@@ -87,7 +87,7 @@ def in_original_layout(stored: dict[str, Tensor]) -> dict[str, Tensor]:
     """diffusers' weights under the makers' keys."""
     layout = original_layout({key: tuple(value.shape) for key, value in stored.items()})
     assert layout is not None
-    return {key: each.read(stored.__getitem__, MappedPages()) for key, each in layout.items()}
+    return {key: tensor.read(stored.__getitem__, MappedPages()) for key, tensor in layout.items()}
 
 
 def main(name: str, repository: str, about: str | None, make: Callable[[Path], tuple[Arrays, dict[str, Any]]]) -> None:

@@ -42,7 +42,7 @@ def main() -> None:
     tokenizer = ldm_lite.load(device="cpu").tokenizer  # has goldens of its own
     text, unet, vae = (build(family, weights) for build in (peers.text_encoder, peers.unet, peers.vae))
     ids, empty = tokenizer(list(PROMPTS)), tokenizer([""] * len(PROMPTS))
-    context, uncond = (text(each).last_hidden_state for each in (ids, empty))
+    context, uncond = (text(tokens).last_hidden_state for tokens in (ids, empty))
     noise = torch.randn(len(PROMPTS), family.unet.in_channels, 16, 16, generator=torch.Generator().manual_seed(0))
     arrays: dict[str, Tensor] = {"context": context, "uncond": uncond, "noise": noise, "image": scenes()}
     for t in TIMESTEPS:

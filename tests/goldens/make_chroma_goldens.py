@@ -86,11 +86,11 @@ def original(originals: Path, stored: dict[str, Tensor]) -> Arrays:
         x, t, context, y = toy_chroma.inputs()
         outs = []
         for i in range(2):
-            one = slice(i, i + 1)
-            image_ids, text_ids = ids(x[one], context[one])
-            words = (torch.arange(context.shape[1]) < y[one] - 1).float()  # it adds the padding
-            args = pack(x[one]), image_ids[None], context[one], text_ids[None], words, t[one], torch.zeros(1)
-            outs.append(unpack(network.eval()(*args), x[one]))
+            row = slice(i, i + 1)
+            image_ids, text_ids = ids(x[row], context[row])
+            words = (torch.arange(context.shape[1]) < y[row] - 1).float()  # it adds the padding
+            args = pack(x[row]), image_ids[None], context[row], text_ids[None], words, t[row], torch.zeros(1)
+            outs.append(unpack(network.eval()(*args), x[row]))
         return {"original": torch.cat(outs)}
 
 
@@ -129,9 +129,9 @@ class Tokenizer:
     def __call__(self, prompts: list[str], max_length: int, **_: Any) -> Any:
         """Return ids and mask (B,max_length)."""
         rows = [[*self.pieces.encode(prompt)[: max_length - 1], 1] for prompt in prompts]
-        found = torch.tensor([row + [0] * (max_length - len(row)) for row in rows])
+        token_ids = torch.tensor([row + [0] * (max_length - len(row)) for row in rows])
         mask = torch.tensor([[1] * len(row) + [0] * (max_length - len(row)) for row in rows])
-        return transformers.BatchEncoding({"input_ids": found, "attention_mask": mask})
+        return transformers.BatchEncoding({"input_ids": token_ids, "attention_mask": mask})
 
 
 def of_diffusers() -> tuple[Arrays, dict[str, Any], dict[str, Tensor]]:

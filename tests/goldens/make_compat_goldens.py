@@ -35,11 +35,11 @@ from torch import Tensor
 
 def alone(package: str, file: str) -> ModuleType:
     """A module of an installed package, without the package's __init__."""
-    found = importlib.util.find_spec(package)
-    assert found is not None
-    assert found.submodule_search_locations is not None
+    package_spec = importlib.util.find_spec(package)
+    assert package_spec is not None
+    assert package_spec.submodule_search_locations is not None
     spec = importlib.util.spec_from_file_location(
-        f"{package}_{file}", f"{found.submodule_search_locations[0]}/{file}.py"
+        f"{package}_{file}", f"{package_spec.submodule_search_locations[0]}/{file}.py"
     )
     assert spec is not None
     assert spec.loader is not None
@@ -98,16 +98,18 @@ class Model:
 
 def stubs() -> dict[str, ModuleType]:
     """Modules that the scripts import, and what they use of them."""
-    made = {name: ModuleType(name) for name in ("cv2", "imwatermark", "pytorch_lightning", "torchvision", "omegaconf")}
-    made["imwatermark"].WatermarkEncoder = mock.MagicMock  # type: ignore[attr-defined]
-    made["pytorch_lightning"].seed_everything = torch.manual_seed  # type: ignore[attr-defined]
-    made["omegaconf"].OmegaConf = mock.MagicMock()  # type: ignore[attr-defined]
-    made["torchvision.utils"] = alone("torchvision", "utils")
+    modules = {
+        name: ModuleType(name) for name in ("cv2", "imwatermark", "pytorch_lightning", "torchvision", "omegaconf")
+    }
+    modules["imwatermark"].WatermarkEncoder = mock.MagicMock  # type: ignore[attr-defined]
+    modules["pytorch_lightning"].seed_everything = torch.manual_seed  # type: ignore[attr-defined]
+    modules["omegaconf"].OmegaConf = mock.MagicMock()  # type: ignore[attr-defined]
+    modules["torchvision.utils"] = alone("torchvision", "utils")
     checker = "diffusers.pipelines.stable_diffusion.safety_checker"
     for name, item in ((checker, "StableDiffusionSafetyChecker"), ("transformers", "AutoFeatureExtractor")):
-        made[name] = ModuleType(name)
-        setattr(made[name], item, mock.MagicMock())
-    return made
+        modules[name] = ModuleType(name)
+        setattr(modules[name], item, mock.MagicMock())
+    return modules
 
 
 def run(originals: Path, name: str, folder: Path, model: Model) -> dict[str, np.ndarray]:
@@ -120,7 +122,7 @@ def run(originals: Path, name: str, folder: Path, model: Model) -> dict[str, np.
     with mock.patch.dict(sys.modules, stubs()), mock.patch.object(sys, "path", [str(root), *sys.path]):
         for sampler in ("ddim", "plms", "dpm_solver.sampler"):
             module = importlib.import_module(f"ldm.models.diffusion.{sampler}")
-            kind = next(each for key, each in vars(module).items() if key.endswith("Sampler"))
+            kind = next(member for key, member in vars(module).items() if key.endswith("Sampler"))
             kind.register_buffer = lambda self, key, value: setattr(self, key, value)  # the original moves all to CUDA
         main = runpy.run_path(str(root / "scripts" / f"{command}.py"))["main"]
         main.__globals__["load_model_from_config"] = lambda config, path: model

@@ -83,9 +83,9 @@ def main() -> None:
             arrays[f"{name}.pixels"] = pipe.vae.decode(latents / pipe.vae.config.scaling_factor).sample[:, :, ::4, ::4]
             pipe.save_pretrained(root / name)
             paths = [*sorted((root / name).rglob("*config.json")), root / name / "model_index.json"]
-            found = {str(path.relative_to(root / name)): json.loads(path.read_text()) for path in paths}
+            configs = {str(path.relative_to(root / name)): json.loads(path.read_text()) for path in paths}
             first = files.get("plain", {})
-            files[name] = {path: config for path, config in found.items() if config != first.get(path)}
+            files[name] = {path: config for path, config in configs.items() if config != first.get(path)}
     versions = {module.__name__: module.__version__ for module in (torch, np, diffusers, transformers)}
     write(DATA / "configs.npz", arrays, torch.float32, json.dumps({**versions, "files": files}))
 

@@ -61,9 +61,9 @@ def controlnets(originals: Path) -> Arrays:
                 "guess": [0.825 ** (last - i) * c for i, c in enumerate(control)],
                 "pool": [c.mean(dim=(2, 3), keepdim=True) for c in control],
             }
-            for variant, given in variants.items():
+            for variant, residuals in variants.items():
                 # The original adds in place: it is given copies.
-                out = unet(x, toy.T, context=context, control=[c.clone() for c in given])
+                out = unet(x, toy.T, context=context, control=[c.clone() for c in residuals])
                 arrays[f"controlled.{name}.{variant}"] = out
     arrays |= {f"control.diffusers.{i}": value for i, value in diffusers_control().items()}
     return arrays
@@ -116,9 +116,9 @@ def steered() -> Arrays:
                 down, middle = [0 * residual for residual in down], 0 * middle
             if guess:
                 factors = [0.825 ** (len(down) - i) for i in range(len(down))]
-                down = [factor * each for factor, each in zip(factors, down, strict=True)]
-                for each in (*down, middle):
-                    each[0] = 0
+                down = [factor * residual for factor, residual in zip(factors, down, strict=True)]
+                for residual in (*down, middle):
+                    residual[0] = 0
             out = unet(both, t, context, down_block_additional_residuals=down, mid_block_additional_residual=middle)
             uncond, cond = out.sample.chunk(2)
             x = scheduler.step(uncond + 7.5 * (cond - uncond), t, x).prev_sample
@@ -313,19 +313,19 @@ def cascade_noise(size: int, steps: int, again: bool) -> Iterator[Tensor]:
 
     yield draw()
     for step in range(steps):
-        own = draw() if step < steps - 1 else torch.zeros(1, 3, size, size)
+        step_noise = draw() if step < steps - 1 else torch.zeros(1, 3, size, size)
         if again:
             yield draw()
-        yield own
+        yield step_noise
 
 
 def captions(originals: Path) -> list[str]:
     """toy.CAPTIONS as the original cleans them."""
     with repository(originals / "IF", ("deepfloyd_if", "deepfloyd_if.modules")):
         embedder = importlib.import_module("deepfloyd_if.modules.t5").T5Embedder
-    one = embedder.__new__(embedder)
-    one.use_text_preprocessing = True
-    return [one.text_preprocessing(text) for text in toy.CAPTIONS]
+    cleaner = embedder.__new__(embedder)
+    cleaner.use_text_preprocessing = True
+    return [cleaner.text_preprocessing(text) for text in toy.CAPTIONS]
 
 
 TABLES = {"fast27": "fast27", **{k: ",".join(map(str, v)) for k, v in SECTIONS.items() if k != "fast27"}}
@@ -335,8 +335,8 @@ def noise_like(fresh: Iterator[Tensor]) -> Callable[[Tensor], Tensor]:
     """Stands for torch.randn_like: the same noise for both halves of a guided batch."""
 
     def noise(x: Tensor) -> Tensor:
-        one = next(fresh)
-        return one.repeat(len(x) // len(one), 1, 1, 1)
+        half = next(fresh)
+        return half.repeat(len(x) // len(half), 1, 1, 1)
 
     return noise
 

@@ -157,12 +157,12 @@ def controls() -> tuple[Arrays, dict[str, Shapes]]:
     for name, spec in toy.DIFFUSERS_CONTROLS.items():
         network = toy.fill(controlnet(spec))
         x, context, y = toy.unet_inputs(spec)
-        given = None
+        added = None
         if y is not None:  # the vector as it is, which diffusers would make of a size and an embedding
             network.add_time_proj = nn.Identity()
-            given = {"text_embeds": y[:, :12], "time_ids": y[:, 12:]}
+            added = {"text_embeds": y[:, :12], "time_ids": y[:, 12:]}
         both = toy.picture().expand(2, -1, -1, -1)
-        down, middle = network(x, toy.T, context, both, added_cond_kwargs=given, return_dict=False)
+        down, middle = network(x, toy.T, context, both, added_cond_kwargs=added, return_dict=False)
         arrays |= {f"control.{name}.6": down[6], f"control.{name}.-1": middle}
         shapes[f"small.control_{name}"] = shapes_of(network)
     return arrays, shapes
@@ -197,7 +197,7 @@ def steered() -> tuple[Arrays, dict[str, Shapes]]:
     picture, arrays = Image.fromarray(toy.photo()), {}
     for name, (chosen, weights, ends) in toy.STEERED_XL.items():
         pipe = diffusers.StableDiffusionXLControlNetPipeline(
-            **base.components, controlnet=[nets[each] for each in chosen], add_watermarker=False
+            **base.components, controlnet=[nets[net] for net in chosen], add_watermarker=False
         )
         pipe.set_progress_bar_config(disable=True)
         arrays[f"steered.{name}"] = pipe(

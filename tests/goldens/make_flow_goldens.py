@@ -63,17 +63,20 @@ def run(scheduler: str, settings: dict[str, Any], steps: int) -> dict[str, Any]:
         mock.patch.object(module, "np", Double(np)),
         mock.patch.object(module, "randn_tensor", lambda *_, **more: next(noises), create=True),  # noqa: PT008,
     ):
-        made = kind(**settings)
-        made.set_timesteps(steps)
-        x = next(noises) * made.sigmas[0].double()
+        solver = kind(**settings)
+        solver.set_timesteps(steps)
+        x = next(noises) * solver.sigmas[0].double()
         kept = [x]
-        for i, t in enumerate(made.timesteps):
+        for i, t in enumerate(solver.timesteps):
             # Schedulers that are not made for flows round the timesteps that they give to the network.
-            s = t / 1000 if scheduler.startswith("FlowMatch") else made.sigmas[i]
+            s = t / 1000 if scheduler.startswith("FlowMatch") else solver.sigmas[i]
             times = torch.full((len(x),), 1000 * float(s), dtype=torch.float64)
-            x = made.step(toy.denoiser(x, times), t, x, return_dict=False)[0]
+            x = solver.step(toy.denoiser(x, times), t, x, return_dict=False)[0]
             kept.append(x)
-    return {"sigmas": made.sigmas.double().numpy(), "x": np.stack([each.flatten()[:KEPT].numpy() for each in kept])}
+    return {
+        "sigmas": solver.sigmas.double().numpy(),
+        "x": np.stack([latent.flatten()[:KEPT].numpy() for latent in kept]),
+    }
 
 
 # ---- whole runs -----------------------------------------------------------------------------------------------------
@@ -92,7 +95,7 @@ def flux_runs(originals: Path) -> dict[str, Any]:
         for name, spec in FLUX.items():
             network = toy.fill(model.Flux(flux_params(model, spec)))
             x, cond, context, y = toy_flow.run_inputs(spec)
-            image_ids, text_ids = (each.expand(2, -1, -1) for each in ids(x, context))
+            image_ids, text_ids = (coordinates.expand(2, -1, -1) for coordinates in ids(x, context))
             tokens = x.shape[2] * x.shape[3] // 4
             times = sampling.get_schedule(toy_flow.STEPS, tokens, shift=spec.guidance)
             more = {"img_cond": None if cond is None else pack(cond)}

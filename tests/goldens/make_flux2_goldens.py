@@ -62,11 +62,11 @@ def run(network: Any, with_references: bool, dtype: torch.dtype = torch.float32)
     x, t, context = toy_flux2.inputs()
     images = [x, *(toy_flux2.references().values() if with_references else ())]
     image_ids, text_ids = places(images, context.shape[1])
-    tokens, context, t = (each.to(dtype) for each in (tokens_of(images), context, t))
+    tokens, context, t = (tensor.to(dtype) for tensor in (tokens_of(images), context, t))
     if isinstance(network, diffusers.Flux2Transformer2DModel):
         out = network(tokens, context, t, image_ids, text_ids, return_dict=False)[0]
     else:
-        both = (each.expand(2, -1, -1) for each in (image_ids, text_ids))
+        both = (coordinates.expand(2, -1, -1) for coordinates in (image_ids, text_ids))
         image_ids, text_ids = both
         out = network(tokens, image_ids, t, context, text_ids, torch.ones(2))
     return out[:, : x[0, 0].numel()].transpose(1, 2).unflatten(2, x.shape[2:])

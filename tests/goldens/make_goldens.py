@@ -322,8 +322,8 @@ def diffusers_sampler(alpha_bar: Tensor, run: toy.Run, sigmas: Tensor | None, t:
     )
     prediction = {"eps": "epsilon", "v": "v_prediction"}[run.prediction]
     scheduler = scheduler_class(prediction_type=prediction, **options)
-    own = {"timestep_spacing": run.spacing} if run.spacing in ("leading", "trailing") else {}
-    scheduler.register_to_config(steps_offset=1, **own)
+    spacing = {"timestep_spacing": run.spacing} if run.spacing in ("leading", "trailing") else {}
+    scheduler.register_to_config(steps_offset=1, **spacing)
     scheduler.set_timesteps(run.steps)
     scheduler.alphas_cumprod = alpha_bar
     noises = torch.from_numpy(toy.noises(40))
@@ -367,8 +367,8 @@ def samplers(originals: Path) -> Arrays:
     """The trajectory of every run of toy.RUNS, and the levels of toy.SPACINGS."""
     arrays: Arrays = {}
 
-    def keep(name: str, made: Arrays) -> None:
-        arrays.update({f"{name}.{key}": value for key, value in made.items()})
+    def keep(name: str, results: Arrays) -> None:
+        arrays.update({f"{name}.{key}": value for key, value in results.items()})
 
     with repository(originals / "stable-diffusion"):
         util = importlib.import_module("ldm.modules.diffusionmodules.util")

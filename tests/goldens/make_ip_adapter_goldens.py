@@ -51,11 +51,11 @@ def seen() -> dict[str, tuple[Tensor, Tensor]]:
         projection_dim=spec.projection,
     )
     network = transformers.CLIPVisionModelWithProjection(config)
-    own = {key for key in network.state_dict() if "position_ids" not in key}
-    assert own == set(toy.seer()), own ^ set(toy.seer())
+    keys = {key for key in network.state_dict() if "position_ids" not in key}
+    assert keys == set(toy.seer()), keys ^ set(toy.seer())
     network.load_state_dict(toy.seer(), strict=False)
     pixels = processor(Image.fromarray(toy.photo()), return_tensors="pt")["pixel_values"]
-    runs = [network.eval()(each, output_hidden_states=True) for each in (pixels, torch.zeros_like(pixels))]
+    runs = [network.eval()(image, output_hidden_states=True) for image in (pixels, torch.zeros_like(pixels))]
     pooled, states = runs[0].image_embeds, [run.hidden_states[-2] for run in runs]
     return {"linear": (pooled, torch.zeros_like(pooled)), "mlp": tuple(states), "resampler": tuple(states)}
 
@@ -121,10 +121,10 @@ def loaded_by_diffusers(family: FamilyRow, weights: dict[str, Tensor], pooled: T
     return unet(x, t, encoder_hidden_states=context, added_cond_kwargs=more).sample
 
 
-def run(unet: Any, given: Tensor, never: Tensor) -> Tensor:
+def run(unet: Any, tokens: Tensor, never: Tensor) -> Tensor:
     """The last latents of DDIM with guidance."""
     context, uncond = toy.embeddings()
-    both = torch.cat([torch.cat([uncond, never], dim=1), torch.cat([context, given], dim=1)])
+    both = torch.cat([torch.cat([uncond, never], dim=1), torch.cat([context, tokens], dim=1)])
     scheduler = peers.schedulers(SMALL)["ddim"]()
     scheduler.set_timesteps(STEPS)
     x = toy.normal(9, 1, 4, 8, 8)

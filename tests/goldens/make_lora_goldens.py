@@ -61,12 +61,12 @@ class OldTextModel(nn.Module):
 
 def network(lora: ModuleType, unet: nn.Module, text: nn.Module) -> nn.Module:
     """kohya's LoRA of all linears and convolutions, of rank 4 and 2, in both networks."""
-    made = lora.LoRANetwork(
+    adapter = lora.LoRANetwork(
         OldTextModel(text), unet, SCALE, lora_dim=4, alpha=3, conv_lora_dim=2, conv_alpha=1, varbose=False
     )
     lora.LoRANetwork.UNET_TARGET_REPLACE_MODULE = ["Transformer2DModel"]  # its constructor adds to this list in place
-    made.apply_to(text, unet, apply_text_encoder=True, apply_unet=True)
-    return made
+    adapter.apply_to(text, unet, apply_text_encoder=True, apply_unet=True)
+    return adapter
 
 
 def on_meta(family: FamilyRow) -> tuple[nn.Module, nn.Module]:
@@ -85,11 +85,11 @@ def named(lora: ModuleType, texts: list[nn.Module]) -> nn.Module:
     """kohya's LoRA of text encoders alone, of rank 4, its factors random; put on them."""
     wrapped = [OldTextModel(text) for text in texts]
     text = wrapped if len(wrapped) > 1 else wrapped[0]
-    made = lora.LoRANetwork(text, nn.Module(), SCALE, lora_dim=4, alpha=3, varbose=False)
-    made.apply_to(text, nn.Module(), apply_text_encoder=True, apply_unet=False)
-    values = made.state_dict()
-    made.load_state_dict({key: random_tensor(key, v.shape) if v.ndim else v for key, v in values.items()})
-    return made
+    adapter = lora.LoRANetwork(text, nn.Module(), SCALE, lora_dim=4, alpha=3, varbose=False)
+    adapter.apply_to(text, nn.Module(), apply_text_encoder=True, apply_unet=False)
+    values = adapter.state_dict()
+    adapter.load_state_dict({key: random_tensor(key, v.shape) if v.ndim else v for key, v in values.items()})
+    return adapter
 
 
 def encoders(lora: ModuleType) -> dict[str, object]:
@@ -186,8 +186,8 @@ def main() -> None:
         vae, text, None, unet, scheduler, None, None, requires_safety_checker=False
     )
     before = {
-        prefix: {key: value.clone() for key, value in each.state_dict().items()}
-        for prefix, each in (("lora_unet", unet), ("lora_te_text_model", text))
+        prefix: {key: value.clone() for key, value in model.state_dict().items()}
+        for prefix, model in (("lora_unet", unet), ("lora_te_text_model", text))
     }
     with tempfile.TemporaryDirectory() as folder:
         save_file(values, Path(folder) / "lora.safetensors")
@@ -206,8 +206,8 @@ def main() -> None:
     arrays["image"] = vae.decode(latents / SMALL.scale_factor).sample[..., ::3].numpy()
     changes = {
         f"{prefix}_{key.removesuffix('.weight')}".replace(".", "_"): float((value - before[prefix][key]).norm())
-        for prefix, each in (("lora_unet", unet), ("lora_te_text_model", text))
-        for key, value in each.state_dict().items()
+        for prefix, model in (("lora_unet", unet), ("lora_te_text_model", text))
+        for key, value in model.state_dict().items()
     }
     arrays["changes"] = json.dumps({name: norm for name, norm in changes.items() if norm})
     arrays |= encoders(lora)

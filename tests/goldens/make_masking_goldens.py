@@ -33,19 +33,19 @@ if __name__ == "__main__":
     masking, resize_image = modules(Path(sys.argv[1]))
     rng = np.random.default_rng(24)
     image = Image.fromarray(rng.integers(0, 255, (10, 13, 3), np.uint8)).resize((65, 50), Image.Resampling.BICUBIC)
-    found: dict[str, Any] = {"image": np.asarray(image), "sizes": SIZES}
+    arrays: dict[str, Any] = {"image": np.asarray(image), "sizes": SIZES}
     boxes, areas = [], []
     for _ in range(60):
         left, top = rng.integers(0, 60), rng.integers(0, 45)
         boxes.append([left, top, rng.integers(left + 1, 66), rng.integers(top + 1, 51), rng.integers(0, 12)])
         mask = Image.new("L", image.size)
-        mask.paste(255, tuple(int(each) for each in boxes[-1][:4]))
+        mask.paste(255, tuple(int(edge) for edge in boxes[-1][:4]))
         region = masking.get_crop_region_v2(mask, int(boxes[-1][4]))
         areas.append([masking.expand_crop_region(region, *size, *image.size) for size in SIZES])
     mask = Image.new("L", image.size)
     mask.paste(255, (20, 12, 41, 37))
-    found |= {"boxes": boxes, "areas": areas, "filled": np.asarray(masking.fill(image, mask))}
+    arrays |= {"boxes": boxes, "areas": areas, "filled": np.asarray(masking.fill(image, mask))}
     for i, size in enumerate(SIZES):
-        found[f"fitted_{i}"] = np.asarray(resize_image(2, image, *size))
-        found[f"covering_{i}"] = np.asarray(resize_image(1, image, *size))
-    np.savez_compressed(OUT, **found)
+        arrays[f"fitted_{i}"] = np.asarray(resize_image(2, image, *size))
+        arrays[f"covering_{i}"] = np.asarray(resize_image(1, image, *size))
+    np.savez_compressed(OUT, **arrays)

@@ -37,10 +37,10 @@ def main() -> None:
     }
     run = {"negative_prompt": NEGATIVE, "num_images_per_prompt": 2, "guidance_scale": 5.0, "output_type": "np"}
     text = diffusers.StableDiffusionPipeline(**parts)
-    made = text(
+    images = text(
         PROMPT, num_inference_steps=4, height=64, width=64, generator=torch.Generator().manual_seed(7), **run
     ).images
-    image = (made[0] * 255).round().astype(np.uint8)
+    image = (images[0] * 255).round().astype(np.uint8)
     # strength 0.5 of 8 steps: the last four
     again = diffusers.StableDiffusionImg2ImgPipeline(**parts)(
         PROMPT,
@@ -50,7 +50,7 @@ def main() -> None:
         generator=torch.Generator().manual_seed(7),
         **run,
     ).images
-    arrays = {"image": image, "txt2img": made[:, ::4, ::4], "img2img": again[:, ::4, ::4]}
+    arrays = {"image": image, "txt2img": images[:, ::4, ::4], "img2img": again[:, ::4, ::4]}
     versions = {library.__name__: library.__version__ for library in (torch, diffusers, transformers)}
     np.savez_compressed(DATA / "noise.npz", made_with=np.array(str(versions)), **arrays)
 

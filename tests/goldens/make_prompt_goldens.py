@@ -45,9 +45,9 @@ def parser(folder: str) -> Any:
 
 
 def prompts() -> list[str]:
-    given = [name.replace("~", "|") for line in GIVEN.split("\n") for name in line.split("|")]
+    texts = [name.replace("~", "|") for line in GIVEN.split("\n") for name in line.split("|")]
     source = random.Random(24)
-    return given + ["".join(source.choices(ATOMS, WEIGHTS, k=source.randint(2, 11))) for _ in range(600)]
+    return texts + ["".join(source.choices(ATOMS, WEIGHTS, k=source.randint(2, 11))) for _ in range(600)]
 
 
 def read(theirs: Any) -> list[Any]:
@@ -70,6 +70,6 @@ if __name__ == "__main__":
             environment = {**os.environ, "PYTHONHASHSEED": str(seed)}
             command = [sys.executable, __file__, sys.argv[1], "run"]
             results.append(json.loads(subprocess.run(command, env=environment, check=True, capture_output=True).stdout))
-        kept = [row for row, *others in zip(*results, strict=True) if all(other == row for other in others)]
+        kept = [row for row, *others in zip(*results, strict=True) if all(reading == row for reading in others)]
         print(f"{len(kept)} of {len(results[0])} prompts are read alike in {RUNS} runs")
         OUT.write_text("[\n" + ",\n".join(json.dumps(row, ensure_ascii=False) for row in kept) + "\n]\n")

@@ -162,20 +162,20 @@ def main() -> None:
         module: Any = sys.modules[kind.__module__]
         module.torch = InFloat64()
         for config in configurations(kind, base, TOGETHER):
-            made = {steps: attempt(levels, kind, config, steps) for steps in STEPS}
+            attempts = {steps: attempt(levels, kind, config, steps) for steps in STEPS}
             first = {steps: attempt(initial, kind, config, steps) for steps in STEPS}
             first = None if any(isinstance(value, str) for value in first.values()) else first
             about = {"_class_name": name, **config}
-            cases.append({"config": about, "pipeline": "StableDiffusionXL", "levels": made, "initial": first})
+            cases.append({"config": about, "pipeline": "StableDiffusionXL", "levels": attempts, "initial": first})
     flow = diffusers.FlowMatchEulerDiscreteScheduler
     for pipeline in PIPELINES:
         for config in configurations(flow, {}, FLOWS):
-            made = {
+            attempts = {
                 f"{steps} {tokens}": attempt(flow_levels, config, pipeline, steps, tokens)
                 for steps in STEPS
                 for tokens in TOKENS
             }
-            cases.append({"config": {"_class_name": flow.__name__, **config}, "pipeline": pipeline, "levels": made})
+            cases.append({"config": {"_class_name": flow.__name__, **config}, "pipeline": pipeline, "levels": attempts})
     text = json.dumps({"diffusers": diffusers.__version__, "cases": cases})
     FILE.write_bytes(gzip.compress(text.encode(), mtime=0))
 

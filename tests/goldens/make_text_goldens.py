@@ -73,8 +73,8 @@ def open_clip(originals: Path) -> Arrays:
         for name in ("sgm.modules.autoencoding.regularizers", "sgm.util"):  # of no use to the text embedder
             sys.modules[name] = mock.MagicMock()
         kind = importlib.import_module("sgm.modules.encoders.modules").FrozenOpenCLIPEmbedder2
-        made = embed(kind, legacy=False)
-    return {**arrays, "open_clip.sdxl": made["penultimate"], "open_clip.pooled": made["pooled"]}
+        embedded = embed(kind, legacy=False)
+    return {**arrays, "open_clip.sdxl": embedded["penultimate"], "open_clip.pooled": embedded["pooled"]}
 
 
 def bert(originals: Path) -> Arrays:

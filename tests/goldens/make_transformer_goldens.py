@@ -85,7 +85,7 @@ def flux(originals: Path) -> Arrays:
         for name, spec in FLUX.items():
             network = toy.fill(model.Flux(flux_params(model, spec)))
             x, t, context, y = toy_flow.inputs(spec)
-            image_ids, text_ids = (each.expand(2, -1, -1) for each in ids(x, context))
+            image_ids, text_ids = (coordinates.expand(2, -1, -1) for coordinates in ids(x, context))
             more = toy_flow.more(spec)
             arrays[name] = unpack(network(pack(x), image_ids, context, text_ids, t, y, **more), x)
             if name == "flux_control":

@@ -49,14 +49,14 @@ def run(unet: Callable[..., object], gate_step: int | None = None) -> NDArray[np
     scheduler.set_timesteps(5)
     unet.pipe.scheduler = scheduler
     x, cond, uncond = (
-        each.double() for each in (toy.normal(1, 2, 4, 8, 8), toy.normal(2, 2, 7, 64), toy.normal(3, 2, 7, 64))
+        tensor.double() for tensor in (toy.normal(1, 2, 4, 8, 8), toy.normal(2, 2, 7, 64), toy.normal(3, 2, 7, 64))
     )
     for i, t in enumerate(scheduler.timesteps):
         guided = gate_step is None or i < gate_step
         if gate_step is not None:
             # sp_interval 1: self-attention is never reused
-            cross, own, keep_shape = gate.tgate_scheduler(i, gate_step, 1, 1, 0)
-            gate.register_forward(unet, "Attention", ca_kward=cross, sa_kward=own, keep_shape=keep_shape)
+            cross, self_kwargs, keep_shape = gate.tgate_scheduler(i, gate_step, 1, 1, 0)
+            gate.register_forward(unet, "Attention", ca_kward=cross, sa_kward=self_kwargs, keep_shape=keep_shape)
         text = torch.cat([uncond, cond]) if guided else cond
         out = unet(torch.cat([x, x]) if guided else x, t, encoder_hidden_states=text, return_dict=False)[0]
         if guided:

@@ -40,9 +40,9 @@ def main() -> None:
         (folder / "colour.txt").write_text("red\nblue\n")
         (folder / "sub" / "animal.txt").write_text("cat\ndog __colour__\n")
         generator = CombinatorialPromptGenerator(WildcardManager(folder))
-        made = {text: sorted(set(map(str, generator.generate(text, 1000)))) for text in TEMPLATES.split("\n")}
+        variants = {text: sorted(set(map(str, generator.generate(text, 1000)))) for text in TEMPLATES.split("\n")}
     path = Path(__file__).resolve().parents[1] / "data" / "variants.json"
-    path.write_text(json.dumps(made, indent=0) + "\n")
+    path.write_text(json.dumps(variants, indent=0) + "\n")
 
 
 if __name__ == "__main__":

@@ -205,10 +205,10 @@ def main() -> None:
                 for schedule in types:
                     for steps in COUNTS:
                         for eta in (None, 0.5) if name in ETA and schedule == "Karras" else (None,):
-                            made = run(webui, name, schedule, steps, alpha_bar, eta)
+                            outcome = run(webui, name, schedule, steps, alpha_bar, eta)
                             key = f"{name}|{schedule}|{steps}" + ("" if eta is None else f"|eta {eta}")
-                            arrays[key] = made["result"].numpy()
-                            levels[key] = made["levels"].numpy()
+                            arrays[key] = outcome["result"].numpy()
+                            levels[key] = outcome["levels"].numpy()
         for steps in (1, 4, 8, 50):
             for eta in (0.0, 0.3, 1.0):
                 arrays[key := f"TCD||{steps}|eta {eta}"], levels[key] = tcd(alpha_bar, steps, eta)

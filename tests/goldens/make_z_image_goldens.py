@@ -39,8 +39,8 @@ def run(network: nn.Module, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """What a transformer of these classes makes of toy_z_image's inputs, (2,4,6,10)."""
     x, t, context, y = toy_z_image.inputs()
     x, t, context = x.to(dtype), t.to(dtype), context.to(dtype)
-    captions = [each[:count] for each, count in zip(context, y.flatten().tolist(), strict=True)]
-    out = network([each[:, None] for each in x], t, captions)
+    captions = [embedding[:count] for embedding, count in zip(context, y.flatten().tolist(), strict=True)]
+    out = network([latent[:, None] for latent in x], t, captions)
     return torch.stack(list(out[0]))[:, :, 0]
 
 
@@ -73,7 +73,7 @@ def of_diffusers() -> tuple[Arrays, dict[str, Any]]:
     hidden = pipe.text_encoder(input_ids=ids, attention_mask=mask.long(), output_hidden_states=True).hidden_states
     arrays["qwen3"] = hidden[-2] * mask[:, :, None]
     texts = (*toy_z_image.PROMPTS, *toy_z_image.TEXTS)
-    arrays["ids"] = torch.tensor([each for text in texts for each in _ids(pipe.tokenizer, text)]).float()
+    arrays["ids"] = torch.tensor([token for text in texts for token in _ids(pipe.tokenizer, text)]).float()
     for name, scale in (("plain", 0.0), ("guided", toy_z_image.GUIDANCE)):
         more = {"num_inference_steps": toy_z_image.STEPS, "guidance_scale": scale, "height": 32, "width": 48}
         more["negative_prompt"] = [toy_z_image.NEGATIVE] * 2

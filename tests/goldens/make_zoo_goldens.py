@@ -60,7 +60,7 @@ def lightning() -> dict[str, ModuleType]:
     module.LightningModule = nn.Module  # type: ignore[attr-defined]
     distributed.rank_zero_only = lambda function: function  # type: ignore[attr-defined]
     parent = ModuleType("pytorch_lightning.utilities")
-    return {each.__name__: each for each in (module, parent, distributed)}
+    return {stub.__name__: stub for stub in (module, parent, distributed)}
 
 
 def autoencoders(originals: Path) -> Arrays:

@@ -18,10 +18,10 @@ from ldm_lite.runtime.compile import CompiledStep
 
 @pytest.fixture
 def layer() -> Attention:
-    made = toy.fill(Attention(32, 32, 4))
-    assert isinstance(made, Attention)
-    joined.join_projections(made)
-    return made
+    attention = toy.fill(Attention(32, 32, 4))
+    assert isinstance(attention, Attention)
+    joined.join_projections(attention)
+    return attention
 
 
 X = toy.normal(1, 2, 6, 32)
@@ -51,9 +51,9 @@ def by_formula(layer: Attention, x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def test_one_product_in_place_of_three(layer: Attention, monkeypatch: pytest.MonkeyPatch) -> None:
-    found, widths = products(layer, X, monkeypatch)
+    output, widths = products(layer, X, monkeypatch)
     assert widths == [96, 32]
-    torch.testing.assert_close(found, by_formula(layer, X), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(output, by_formula(layer, X), rtol=1e-5, atol=1e-5)
     assert sorted(layer.state_dict()) == sorted(toy.fill(Attention(32, 32, 4)).state_dict())
     assert len(list(layer.parameters())) == 5
     assert not list(layer.buffers())
@@ -64,9 +64,9 @@ def test_changes_in_place_are_seen(layer: Attention, monkeypatch: pytest.MonkeyP
     for projection in (layer.to_q, layer.to_k, layer.to_v):
         projection.weight += 0.1
     layer.load_state_dict({key: value * 1.5 for key, value in layer.state_dict().items()})
-    found, widths = products(layer, X, monkeypatch)
+    output, widths = products(layer, X, monkeypatch)
     assert widths == [96, 32]
-    torch.testing.assert_close(found, by_formula(layer, X), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(output, by_formula(layer, X), rtol=1e-5, atol=1e-5)
 
 
 class Double(nn.Linear):
@@ -109,20 +109,20 @@ BREAKS: list[Callable[[Attention], None]] = [replaced, by_data, by_parameter, as
 @torch.no_grad()
 def test_other_weights_take_three_products(change: Any, layer: Attention, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = toy.fill(Attention(32, 32, 4))
-    for each in (layer, plain):
-        change(each)
-    found, widths = products(layer, X, monkeypatch)
+    for attention in (layer, plain):
+        change(attention)
+    output, widths = products(layer, X, monkeypatch)
     assert len(widths) == 4
-    assert torch.equal(found, plain(X, X))
+    assert torch.equal(output, plain(X, X))
 
 
 @torch.no_grad()
 def test_moved_cast_and_copied_layers_hold_no_other_memory(layer: Attention) -> None:
     wanted = layer(X, X)
-    other = copy.deepcopy(layer)
-    assert joined.memory_of(other) is None
-    torch.testing.assert_close(other(X, X), wanted)
-    other.to_q.weight.zero_()
+    copied = copy.deepcopy(layer)
+    assert joined.memory_of(copied) is None
+    torch.testing.assert_close(copied(X, X), wanted)
+    copied.to_q.weight.zero_()
     assert joined.is_joined(layer), "a copy has weights of its own"
     assert torch.equal(layer(X, X), wanted)
     shared = patching.twin(layer)
@@ -135,9 +135,9 @@ def test_moved_cast_and_copied_layers_hold_no_other_memory(layer: Attention) -> 
 
 def test_gradients_reach_the_three_weights(layer: Attention) -> None:
     plain = toy.fill(Attention(32, 32, 4))
-    for each in (layer, plain):
-        each.requires_grad_(True)
-        each(X, X).square().sum().backward()
+    for attention in (layer, plain):
+        attention.requires_grad_(True)
+        attention(X, X).square().sum().backward()
     for name, weight in plain.named_parameters():
         assert weight.grad is not None
         assert torch.equal(layer.get_parameter(name).grad, weight.grad), name  # type: ignore[arg-type]
@@ -150,10 +150,11 @@ def test_files_are_as_without(layer: Attention, tmp_path: Any) -> None:
 
 
 def test_what_cannot_be_joined_is_left_alone() -> None:
-    for other in (Attention(32, 24, 4), Attention(32, 32, 4)):
-        other.to_q = nn.Linear(32, 32) if other.to_k.in_features == 32 else other.to_q  # a fork's, with a bias
-        joined.join_projections(other)
-        assert joined.memory_of(other) is None
+    for attention in (Attention(32, 24, 4), Attention(32, 32, 4)):
+        # a fork's, with a bias
+        attention.to_q = nn.Linear(32, 32) if attention.to_k.in_features == 32 else attention.to_q
+        joined.join_projections(attention)
+        assert joined.memory_of(attention) is None
 
 
 @pytest.mark.slow
@@ -162,17 +163,17 @@ def test_compiled_steps_notice_replaced_weights() -> None:
     """Compiled code cannot see addresses, so the step looks before it runs."""
     torch._dynamo.reset()
     block, plain = (toy.fill(BasicTransformerBlock(32, 24, 4)) for _ in range(2))
-    given = (X, toy.normal(2, 2, 5, 24))
+    inputs = (X, toy.normal(2, 2, 5, 24))
     layer, step = block.get_submodule("attn1"), CompiledStep("regional", block, "eager")
     assert isinstance(layer, Attention)
     joined.join_projections(layer)
     compiled = torch.compile(block, backend="eager", fullgraph=True)
-    torch.testing.assert_close(compiled(*given), plain(*given), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(compiled(*inputs), plain(*inputs), rtol=1e-5, atol=1e-5)
     step._check_joined(block)
     assert joined.memory_of(layer) is not None
     for network in (block, plain):
         network.get_parameter("attn1.to_q.weight").data = toy.normal(7, 32, 32)
     step._check_joined(block)
     assert joined.memory_of(layer) is None
-    torch.testing.assert_close(compiled(*given), plain(*given), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(compiled(*inputs), plain(*inputs), rtol=1e-5, atol=1e-5)
     torch._dynamo.reset()

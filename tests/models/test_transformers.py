@@ -128,7 +128,7 @@ def test_float16_does_not_become_infinite(name: str) -> None:
 @pytest.mark.thin(6)
 def test_its_attention_is_chosen_and_recorded_by_layer(name: str) -> None:
     spec, network = SPECS[name], toy.network(SPECS[name])
-    own = run(name, network)
+    expected = run(name, network)
     tokens = 5 + 3 * 5
     with record(network) as maps:
         run(name, network)
@@ -138,7 +138,7 @@ def test_its_attention_is_chosen_and_recorded_by_layer(name: str) -> None:
     assert len(maps) - len(joint) == (spec.dual_depth if isinstance(spec, MMDiTSpec) else 0)
     for attention in ("vanilla", "sliced:3", "math", "fastest"):
         use(network, attention)
-        assert toy.relative_error(run(name, network), own.numpy()) < 1e-5
+        assert toy.relative_error(run(name, network), expected.numpy()) < 1e-5
     use(network, vanilla)
     assert {layer.attention for layer in layers(network).values()} == {vanilla}
     with pytest.raises(ValueError, match="use sdpa"):
@@ -150,12 +150,12 @@ def test_its_attention_is_chosen_and_recorded_by_layer(name: str) -> None:
 @pytest.mark.thin(4)
 def test_offloads_and_stores_in_8_bits(name: str, offload_: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offload, "BLOCK", 1)  # every block is as large as a released one
-    own = run(name)
+    expected = run(name)
     for storage, limit in ((None, 1e-6), ("int8", 0.1), ("fp8", 0.2)):
         network = toy.network(SPECS[name])
         offloader = Offloader({"unet": network}, CPU, offload=offload_, storage=storage)
         with offloader.phase("unet"):
-            assert toy.relative_error(run(name, network), own.numpy()) < limit
+            assert toy.relative_error(run(name, network), expected.numpy()) < limit
 
 
 def test_flux_in_int8_with_offload_fits_a_gpu_of_12_gb() -> None:

@@ -178,8 +178,10 @@ def test_images_of_a_batch_are_independent(name: str) -> None:
     network = toy.network(toy.UNETS[name])
     both = network(x, toy.T, context, y)
     for i in range(2):
-        one = [None if value is None else value[i : i + 1] for value in (context, y)]
-        torch.testing.assert_close(network(x[i : i + 1], toy.T[i : i + 1], *one), both[i : i + 1], rtol=1e-4, atol=1e-5)
+        conditioning = [None if value is None else value[i : i + 1] for value in (context, y)]
+        torch.testing.assert_close(
+            network(x[i : i + 1], toy.T[i : i + 1], *conditioning), both[i : i + 1], rtol=1e-4, atol=1e-5
+        )
 
 
 @pytest.mark.parametrize("name", toy.UNETS)

@@ -44,9 +44,9 @@ class Runner:
         assert (inactive, full, user_managed) == (False, True, True)
         self.weight = constants["inner.weight"]
 
-    def boxed_run(self, given: Sequence[Tensor]) -> list[Tensor]:
-        x, t, context = given
-        assert all(each.is_contiguous() for each in given)
+    def boxed_run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        x, t, context = tensors
+        assert all(tensor.is_contiguous() for tensor in tensors)
         return [x @ self.weight + t[:, None] + context.mean(dim=1)]
 
 
@@ -73,12 +73,12 @@ def check(package: Path) -> None:
         compiled, plain = network(seed), network(seed)
         aot.use(compiled, package)
         for batch in (2, 4):
-            given = inputs(batch)
-            assert torch.allclose(compiled(*given), plain(*given), atol=1e-5)
-            assert torch.allclose(compiled(*given, None), plain(*given), atol=1e-5)
-        for each in (compiled, plain):
-            each.inner.weight.mul_(2)  # as a LoRA is merged
-        assert torch.allclose(compiled(*given), plain(*given), atol=1e-5)
+            arguments = inputs(batch)
+            assert torch.allclose(compiled(*arguments), plain(*arguments), atol=1e-5)
+            assert torch.allclose(compiled(*arguments, None), plain(*arguments), atol=1e-5)
+        for model in (compiled, plain):
+            model.inner.weight.mul_(2)  # as a LoRA is merged
+        assert torch.allclose(compiled(*arguments), plain(*arguments), atol=1e-5)
 
 
 def test_it_computes_the_same_on_the_weights_of_the_network(package: Path) -> None:
@@ -87,22 +87,22 @@ def test_it_computes_the_same_on_the_weights_of_the_network(package: Path) -> No
 
 def test_a_copy_runs_the_package_on_its_own_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(aot, "_runners", lambda path: [Runner(2)])
-    compiled, given = network(), inputs(2)
+    compiled, arguments = network(), inputs(2)
     aot.use(compiled, tmp_path / "tiny.pt2")
-    wanted = compiled(*given)
+    wanted = compiled(*arguments)
     copied = copy.deepcopy(compiled)
     copied.inner.weight.zero_()
-    _, t, context = given
-    assert torch.allclose(copied(*given), t[:, None] + context.mean(dim=1))
-    assert torch.equal(compiled(*given), wanted)
+    _, t, context = arguments
+    assert torch.allclose(copied(*arguments), t[:, None] + context.mean(dim=1))
+    assert torch.equal(compiled(*arguments), wanted)
 
 
 @pytest.mark.slow
 @pytest.mark.needs("C++ compiler")
 def test_real_compilation(tmp_path: Path) -> None:
     path = tmp_path / "folder" / "tiny.pt2"
-    aot.export(network(), [tuple(each.contiguous() for each in inputs(batch)) for batch in (2, 4)], path)
-    assert [each.name for each in path.parent.iterdir()] == ["tiny.pt2"]
+    aot.export(network(), [tuple(tensor.contiguous() for tensor in inputs(batch)) for batch in (2, 4)], path)
+    assert [file.name for file in path.parent.iterdir()] == ["tiny.pt2"]
     check(path)
     truncated = tmp_path / "truncated.pt2"
     with zipfile.ZipFile(path) as whole, zipfile.ZipFile(truncated, "w") as part:
@@ -128,10 +128,10 @@ def test_what_it_was_not_compiled_for_is_one_line(package: Path) -> None:
 def test_a_package_of_another_network_is_one_line(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="was exported for fp32, and this is bf16"):
         aot.use(network().bfloat16(), package)
-    other = network()
-    other.inner = nn.Linear(4, 5)
+    wider = network()
+    wider.inner = nn.Linear(4, 5)
     with pytest.raises(ValueError, match="was exported from a different network"):
-        aot.use(other, package)
+        aot.use(wider, package)
     turned = network()
     turned.inner.weight.data = turned.inner.weight.data.t().contiguous().t()  # the same shapes, otherwise in memory
     with pytest.raises(ValueError, match="was exported from a different network"):

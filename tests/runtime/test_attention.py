@@ -49,10 +49,10 @@ def test_all_backends_agree(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     q, k, v = qkv(shape, dtype)
     outs = {name: attention_function(name, CPU, dtype, shape[-1])(q, k, v) for name in HERE}
     tolerance = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}[dtype]
-    for one, other in itertools.combinations(outs, 2):
-        assert outs[one].shape == q.shape
-        assert outs[one].dtype == dtype
-        assert toy.relative_error(outs[one].float(), outs[other].float().numpy()) < tolerance, (one, other)
+    for first, second in itertools.combinations(outs, 2):
+        assert outs[first].shape == q.shape
+        assert outs[first].dtype == dtype
+        assert toy.relative_error(outs[first].float(), outs[second].float().numpy()) < tolerance, (first, second)
 
 
 def test_vanilla_is_the_formula() -> None:
@@ -133,8 +133,8 @@ def test_the_fastest_is_chosen_for_each_layer_at_its_first_call(
     wanted = unet(x, toy.T, context)
     use(unet, "fastest")
     with caplog.at_level(logging.DEBUG, "ldm_lite"), torch.no_grad():
-        found = unet(x, toy.T, context)
-    assert toy.relative_error(found, wanted.numpy()) < 2e-6
+        out = unet(x, toy.T, context)
+    assert toy.relative_error(out, wanted.numpy()) < 2e-6
     functions = {head_dim(layer): layer.attention for layer in layers(unet).values()}
     assert functions == {8: attention._flash, 16: attention.sdpa}
     assert all(clock.timed.count(sizes) == 4 * 3 for sizes in clock.timed), "each size once, though layers repeat it"
@@ -150,19 +150,19 @@ def test_the_fastest_is_chosen_for_each_layer_at_its_first_call(
 def test_compiled_code_has_the_chosen_kernel(unet: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     clock, (x, context, _) = Timings(monkeypatch), toy.unet_inputs(SMALL.unet)
     use(unet, "fastest")
-    other = toy.network(SMALL.unet)
-    attention.use_like(other, unet)
+    twin = toy.network(SMALL.unet)
+    attention.use_like(twin, unet)
     copied = copy.deepcopy(unet)
     with torch.no_grad():
         wanted = unet(x, toy.T, context)
-    for network in (other, copied):
+    for network in (twin, copied):
         assert all(layer.attention.layer is layer for layer in layers(network).values()), "each has its own choice"
     torch._dynamo.reset()
     count, counter = len(clock.timed), CompileCounter()
     with torch.no_grad():
-        found = torch.compile(unet, fullgraph=True, backend=counter)(x, toy.T, context)
+        out = torch.compile(unet, fullgraph=True, backend=counter)(x, toy.T, context)
         traced = torch.compile(copied, fullgraph=True, backend="eager")(x, toy.T, context)  # before any choice
-    assert toy.relative_error(found, wanted.numpy()) < 2e-6
+    assert toy.relative_error(out, wanted.numpy()) < 2e-6
     assert toy.relative_error(traced, wanted.numpy()) < 2e-6
     assert (len(clock.timed), counter.frame_count) == (count, 1)
 
@@ -219,10 +219,10 @@ def test_an_autoencoder_that_overflows_runs_in_float32_without_attention_for_hal
 
 
 def test_two_networks_have_two_backends(unet: nn.Module) -> None:
-    other = AutoencoderKL(SMALL.vae)
+    vae = AutoencoderKL(SMALL.vae)
     use(unet, "vanilla")
-    use(other, "math")
-    assert {layer.attention for layer in layers(unet).values()} != {layer.attention for layer in layers(other).values()}
+    use(vae, "math")
+    assert {layer.attention for layer in layers(unet).values()} != {layer.attention for layer in layers(vae).values()}
 
 
 def test_an_unavailable_backend_is_one_line(unet: nn.Module) -> None:
@@ -284,12 +284,12 @@ def test_maps_by_layer_name(name: str, pipe: Pipeline) -> None:
             torch.testing.assert_close(pipe.unet(x, toy.T, context), before, rtol=1e-4, atol=1e-5)
     assert "middle_block.1.transformer_blocks.0.attn2" in maps
     assert not any("attn1" in layer for layer in maps)
-    shapes = {layer: [tuple(each.shape) for each in value] for layer, value in maps.items()}
+    shapes = {layer: [tuple(tensor.shape) for tensor in value] for layer, value in maps.items()}
     assert shapes["input_blocks.1.1.transformer_blocks.0.attn2"] == [(2, 4, 96, 5)] * 2
-    for given in maps.values():
-        torch.testing.assert_close(given[0].sum(-1), torch.ones(given[0].shape[:-1]))
+    for layer_maps in maps.values():
+        torch.testing.assert_close(layer_maps[0].sum(-1), torch.ones(layer_maps[0].shape[:-1]))
     assert torch.equal(pipe.unet(x, toy.T, context), before)
-    assert all(len(given) == 2 for given in maps.values())
+    assert all(len(layer_maps) == 2 for layer_maps in maps.values())
 
 
 def test_a_map_is_that_of_the_layers_own_queries_and_keys(pipe: Pipeline) -> None:

@@ -105,11 +105,11 @@ def arguments(seed: int, batch: int, h: int, w: int, tokens: int = 5, sampler: s
     ]
 
 
-def with_inputs(given: list[Any], control: ControlInputs | None, **more: Tensor | None) -> list[Any]:
+def with_inputs(args: list[Any], control: ControlInputs | None, **more: Tensor | None) -> list[Any]:
     """The same arguments with further conditioning, and with what controls read."""
-    conditioning = {**given[3].conditioning, **{name: part for name, part in more.items() if part is not None}}
-    guided = given[3]._replace(conditioning=conditioning)
-    return [*given[:3], guided, *given[4:], {"control": control}]
+    conditioning = {**args[3].conditioning, **{name: part for name, part in more.items() if part is not None}}
+    guided = args[3]._replace(conditioning=conditioning)
+    return [*args[:3], guided, *args[4:], {"control": control}]
 
 
 VARIED = [
@@ -149,11 +149,11 @@ def test_weights_that_plain_steps_lay_out_do_not_compile_again() -> None:
     unet, counter = toy.network(replace(PLAIN, model_channels=128)).requires_grad_(False), CompileCounter()
     cpu.use(unet, owns_weights=True)
     step = CompiledStep("step", unet, counter)  # type: ignore[arg-type]
-    given = arguments(0, 2, 8, 8)
-    step(unet, *given)
+    args = arguments(0, 2, 8, 8)
+    step(unet, *args)
     assert counter.frame_count == 1
-    run_row(unet, *given)  # type: ignore[arg-type]
-    step(unet, *given)
+    run_row(unet, *args)  # type: ignore[arg-type]
+    step(unet, *args)
     assert counter.frame_count == 1
 
 
@@ -169,8 +169,8 @@ def test_the_compiler_knows_that_sizes_can_be_halved() -> None:
         shapes.append(" ".join(str(tuple(value.shape)) for value in values if isinstance(value, Tensor)))
         return module.forward
 
-    for given in (EIGHTS[1], VARIED[1]):
-        CompiledStep("step", unet, backend)(unet, *given)  # type: ignore[arg-type]
+    for args in (EIGHTS[1], VARIED[1]):
+        CompiledStep("step", unet, backend)(unet, *args)  # type: ignore[arg-type]
     assert ["//" in text for text in shapes] == [False, True]
 
 
@@ -188,17 +188,17 @@ def test_a_step_with_controls_is_one_graph_for_weights_steps_and_images(spec: LD
     step = CompiledStep("step", unet, counter)  # type: ignore[arg-type]
     num = 2 * len(spec.channel_mult) + 1
     for varied, weights in zip(VARIED[:3], ((1.0, 0.5), (0.0, -1.0), (0.7, 0.0)), strict=True):
-        given: list[Any] = list(varied)
-        h, w = given[0].shape[3:]
+        args: list[Any] = list(varied)
+        h, w = args[0].shape[3:]
         hints = [
             ControlInput(toy.normal(share, 1, spec.model_channels, h, w), torch.full((num,), weight), share, pool=False)
             for weight, share in zip(weights, shares, strict=False)
         ]
         features = (None, toy.normal(3, 1, spec.model_channels, h, w), *[None] * (num - 2))
-        y = toy.normal(4, len(given[3].conditioning["context"]), spec.vector_dim) if spec.vector_dim else None
-        given = with_inputs(given, ControlInputs(tuple(hints), features), y=y)
+        y = toy.normal(4, len(args[3].conditioning["context"]), spec.vector_dim) if spec.vector_dim else None
+        args = with_inputs(args, ControlInputs(tuple(hints), features), y=y)
         steered = ControlledUNet(unet, nets)  # type: ignore[arg-type]
-        torch.testing.assert_close(step(steered, *given), run_row(steered, *given), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(step(steered, *args), run_row(steered, *args), rtol=1e-4, atol=1e-4)
     assert counter.frame_count == 1
 
 
@@ -211,20 +211,20 @@ def test_captured_steps_are_those_of_one_network_and_go_with_it(monkeypatch: pyt
         steered = ControlledUNet(unet, [net])
         for weight in (1.0, 0.0, -0.5):
             hint = ControlInput(toy.normal(5, 1, 32, 8, 8), torch.full((3,), weight), 1, pool=False)
-            given = with_inputs(arguments(0, 2, 8, 8), ControlInputs((hint,), None))
-            outs.append(graphs(steered, *given))
-            assert torch.equal(outs[-1], run_row(steered, *given))
+            args = with_inputs(arguments(0, 2, 8, 8), ControlInputs((hint,), None))
+            outs.append(graphs(steered, *args))
+            assert torch.equal(outs[-1], run_row(steered, *args))
     assert cuda.log.count("capture") == 2
     assert torch.equal(outs[1], outs[4])
     assert not torch.equal(outs[0], outs[3])
     again = ControlledUNet(unet, [net])  # as the next run makes one
-    assert torch.equal(graphs(again, *given), run_row(again, *given))
+    assert torch.equal(graphs(again, *args), run_row(again, *args))
     assert cuda.log.count("capture") == 2
     del steered, again, net
     nets.pop()
     gc.collect()
     another: Any = ControlledUNet(unet, [toy.fill(ControlNet(PLAIN), "2.")])
-    assert torch.equal(graphs(another, *given), run_row(another, *given))
+    assert torch.equal(graphs(another, *args), run_row(another, *args))
     [held] = graphs._graphs.values()
     assert (cuda.log.count("capture"), len(held)) == (3, 2)  # that of the deleted net is gone
     del another, unet
@@ -287,7 +287,7 @@ def test_only_what_has_changed_is_copied_into_a_captured_steps_buffers(monkeypat
 
     def counted(into: list[Tensor], values: list[Tensor]) -> None:
         for buffer in into:
-            counts[next(i for i, other in enumerate(buffers) if other is buffer)] += 1
+            counts[next(i for i, kept_buffer in enumerate(buffers) if kept_buffer is buffer)] += 1
         copy_all(into, values)
 
     monkeypatch.setattr(torch, "_foreach_copy_", counted)
@@ -373,7 +373,10 @@ def test_each_device_has_its_own_stream_and_memory(monkeypatch: pytest.MonkeyPat
     graphs(moved, *cuda_graphs.mapped(tuple(VARIED[0]), lambda x: x.to("meta")))
     assert cuda.pools == [None, None]
     assert streams[0] is not streams[-1]
-    assert [each.out.device.type for graph in graphs._graphs.values() for each in graph.values()] == ["cpu", "meta"]
+    assert [captured.out.device.type for graph in graphs._graphs.values() for captured in graph.values()] == [
+        "cpu",
+        "meta",
+    ]
 
 
 def test_captured_steps_share_their_memory(monkeypatch: pytest.MonkeyPatch, tiny: nn.Module) -> None:
@@ -384,8 +387,8 @@ def test_captured_steps_share_their_memory(monkeypatch: pytest.MonkeyPatch, tiny
         return run_row(*args)
 
     graphs = cuda_graphs.Graphs(step)
-    for given in (*VARIED[:3], VARIED[0]):
-        graphs(tiny, *given)
+    for args in (*VARIED[:3], VARIED[0]):
+        graphs(tiny, *args)
     assert cuda.pools == [None, "pool 0", "pool 0"]
     assert len(streams) == 9  # three times each: once before, to compile
     captured = [stream for number, stream in enumerate(streams) if number % 3]
@@ -414,16 +417,16 @@ def test_max_is_compiled_for_each_size(tiny: nn.Module) -> None:
     counter = CompileCounter()
     step = CompiledStep("max", tiny, counter)  # type: ignore[arg-type]
     for side in (8, 12, 16, 8):
-        given = arguments(0, 2, side, side)
-        torch.testing.assert_close(step(tiny, *given), run_row(tiny, *given), rtol=1e-4, atol=1e-4)  # type: ignore[arg-type]
+        args = arguments(0, 2, side, side)
+        torch.testing.assert_close(step(tiny, *args), run_row(tiny, *args), rtol=1e-4, atol=1e-4)  # type: ignore[arg-type]
     assert counter.frame_count == 3
 
 
 def test_regional_compiles_each_kind_of_block_once(tiny: nn.Module) -> None:
     counter = CompileCounter()
     step = CompiledStep("regional", tiny, counter)  # type: ignore[arg-type]
-    for given in VARIED:
-        torch.testing.assert_close(step(tiny, *given), run_row(tiny, *given), rtol=1e-4, atol=1e-4)  # type: ignore[arg-type]
+    for args in VARIED:
+        torch.testing.assert_close(step(tiny, *args), run_row(tiny, *args), rtol=1e-4, atol=1e-4)  # type: ignore[arg-type]
     assert counter.frame_count == 1
     assert list(tiny.state_dict()) == list(Tiny().state_dict())
 
@@ -432,33 +435,33 @@ def test_regional_compiles_each_kind_of_block_once(tiny: nn.Module) -> None:
 def test_regional_compiles_the_blocks_of_what_steers_too() -> None:
     unet, nets = toy.network(PLAIN), [toy.fill(ControlNet(PLAIN), "0.")]
     step = CompiledStep("regional", unet, "eager")
-    given: list[Any] = arguments(0, 2, 8, 8)
-    step(unet, *given)
+    args: list[Any] = arguments(0, 2, 8, 8)
+    step(unet, *args)
     assert all(block._compiled_call_impl is not None for block in regions(unet))
     hint = ControlInput(
         toy.normal(3, 1, PLAIN.model_channels, 8, 8), torch.ones(2 * len(PLAIN.channel_mult) + 1), 1, pool=False
     )
-    given = with_inputs(given, ControlInputs((hint,), None))
+    args = with_inputs(args, ControlInputs((hint,), None))
     steered = ControlledUNet(unet, nets)  # type: ignore[arg-type]
-    torch.testing.assert_close(step(steered, *given), run_row(steered, *given), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(step(steered, *args), run_row(steered, *args), rtol=1e-4, atol=1e-4)
     assert all(block._compiled_call_impl is not None for block in regions(steered))
 
 
 def test_the_blocks_of_a_unet_are_its_regions() -> None:
     with torch.device("meta"):
-        found = list(regions(LDMUNet(SMALL.unet)))
-    assert {type(module) for module in found} == {ResBlock, SpatialTransformer}
+        blocks = list(regions(LDMUNet(SMALL.unet)))
+    assert {type(module) for module in blocks} == {ResBlock, SpatialTransformer}
 
 
 def test_weights_change_in_place(tiny: nn.Module) -> None:
     step = CompiledStep("step", tiny, "eager")
-    given = arguments(0, 2, 8, 8)
-    before = step(tiny, *given)
+    args = arguments(0, 2, 8, 8)
+    before = step(tiny, *args)
     for parameter in tiny.parameters():
         parameter.mul_(0.9)
     with torch._dynamo.config.patch(error_on_recompile=True):
-        after = step(tiny, *given)
-    torch.testing.assert_close(after, run_row(tiny, *given), rtol=1e-4, atol=1e-4)  # type: ignore[arg-type]
+        after = step(tiny, *args)
+    torch.testing.assert_close(after, run_row(tiny, *args), rtol=1e-4, atol=1e-4)  # type: ignore[arg-type]
     assert not torch.allclose(before, after)
 
 
@@ -467,24 +470,24 @@ def test_a_failed_compilation_is_one_line_and_plain_steps(tiny: nn.Module, caplo
     def broken(graph: object, inputs: object) -> None:
         raise RuntimeError("no compiler\nand a long story")
 
-    given = arguments(0, 2, 8, 8)
+    args = arguments(0, 2, 8, 8)
     for tier in ("regional", "step", "max"):
         torch._dynamo.reset()
         caplog.clear()
         step = CompiledStep(tier, tiny, broken)  # type: ignore[arg-type]
         for _ in range(2):
-            assert torch.equal(step(tiny, *given), run_row(tiny, *given))  # type: ignore[arg-type]
+            assert torch.equal(step(tiny, *args), run_row(tiny, *args))  # type: ignore[arg-type]
         [line] = [record.getMessage() for record in caplog.records if record.name == "ldm_lite"]
         assert line.startswith("compilation failed (")
         assert "\n" not in line
 
 
 def test_the_users_own_error_stays(tiny: nn.Module) -> None:
-    given = arguments(0, 2, 8, 8)
-    given[3] = given[3]._replace(conditioning={"context": toy.normal(0, 3, 5, 3)})
+    args = arguments(0, 2, 8, 8)
+    args[3] = args[3]._replace(conditioning={"context": toy.normal(0, 3, 5, 3)})
     step = CompiledStep("step", tiny, "eager")
     with pytest.raises(RuntimeError, match="must match"):
-        step(tiny, *given)
+        step(tiny, *args)
     assert torch.isfinite(step(tiny, *arguments(0, 2, 8, 8))).all()
 
 
@@ -508,11 +511,11 @@ def test_auto_waits_as_long_as_a_compilation_takes(tiny: nn.Module, monkeypatch:
 
 
 def test_a_step_of_more_than_the_network_runs_as_it_is(tiny: nn.Module, caplog: pytest.LogCaptureFixture) -> None:
-    given = arguments(0, 2, 8, 8)
+    args = arguments(0, 2, 8, 8)
     step = CompiledStep("step", tiny, "eager")
     with caplog.at_level(logging.INFO, "ldm_lite"):
         for _ in range(2):
-            step(lambda x, t, **inputs: tiny(x, t, **inputs), *given)
+            step(lambda x, t, **inputs: tiny(x, t, **inputs), *args)
     assert [record.getMessage()[:23] for record in caplog.records if record.name == "ldm_lite"] == [
         "the model is a function"
     ]
@@ -537,8 +540,8 @@ def test_the_flag_reaches_the_loop(small_path: Path) -> None:
 @pytest.mark.parametrize("tier", ["regional", "step", "max"])
 def test_inductor(tier: str, tiny: nn.Module, caplog: pytest.LogCaptureFixture) -> None:
     step = CompiledStep(tier, tiny, "inductor")
-    for given in VARIED[:2]:
-        torch.testing.assert_close(step(tiny, *given), run_row(tiny, *given), rtol=1e-4, atol=1e-4)  # type: ignore[arg-type]
+    for args in VARIED[:2]:
+        torch.testing.assert_close(step(tiny, *args), run_row(tiny, *args), rtol=1e-4, atol=1e-4)  # type: ignore[arg-type]
     assert "failed" not in caplog.text
 
 
@@ -549,8 +552,8 @@ def test_graphs_start_at_the_third_call_of_a_shape(monkeypatch: pytest.MonkeyPat
     """Runs of one or two steps do not pay for them."""
     cuda = PretendedCuda(monkeypatch)
     graphs = cuda_graphs.Graphs(run_row, plain_calls=tiers.PLAIN_CALLS)
-    for number, given in enumerate((VARIED[0], VARIED[1], VARIED[0], VARIED[1], VARIED[0], VARIED[0])):
-        graphs(tiny, *given)
+    for number, args in enumerate((VARIED[0], VARIED[1], VARIED[0], VARIED[1], VARIED[0], VARIED[0])):
+        graphs(tiny, *args)
         assert cuda.log.count("capture") == (number >= 4)
 
 
@@ -559,10 +562,10 @@ def test_python_code_in_a_network_keeps_it_out_of_graphs(change: str, monkeypatc
     """A graph would repeat kernels and not call it; before and after, steps are captured."""
     cuda, calls = PretendedCuda(monkeypatch), list[str]()
     unet: Any = toy.network(ATTENDING)
-    graphs, given = cuda_graphs.Graphs(run_row), arguments(0, 2, 8, 8)
+    graphs, args = cuda_graphs.Graphs(run_row), arguments(0, 2, 8, 8)
     layer = next(iter(attention.layers(unet).values()))
     sdpa = layer.attention
-    graphs(unet, *given)
+    graphs(unet, *args)
     assert cuda.log.count("capture") == 1
     with contextlib.ExitStack() as undo:
         if change == "hook":
@@ -578,13 +581,13 @@ def test_python_code_in_a_network_keeps_it_out_of_graphs(change: str, monkeypatc
             maps = undo.enter_context(attention.record(unet))
             undo.callback(lambda: calls.extend([change] * len(next(iter(maps.values())))))
         for _ in range(2):
-            graphs(unet, *given)
+            graphs(unet, *args)
     assert len(calls) == 2
     assert cuda.log.count("capture") == 1
-    graphs(unet, *given)
+    graphs(unet, *args)
     assert cuda.log.count("capture") == 1, "as it was before"
     attention.use(unet, "vanilla")
-    graphs(unet, *given)
+    graphs(unet, *args)
     assert cuda.log.count("capture") == 2, "other kernels"
 
 
@@ -592,14 +595,14 @@ def test_weights_in_other_memory_are_captured_anew(monkeypatch: pytest.MonkeyPat
     """A graph reads them at their address; joined ones come apart."""
     cuda, unet = PretendedCuda(monkeypatch), toy.network(ATTENDING).requires_grad_(False)
     joined.use(unet)
-    step, given = CompiledStep("graph", unet, "eager"), arguments(0, 2, 8, 8)
+    step, args = CompiledStep("graph", unet, "eager"), arguments(0, 2, 8, 8)
     [layer, *_] = joined.joined_layers(unet)
     for weight in (layer.to_q.weight, unet.out[2].weight):
         for _ in range(4):
-            step(unet, *given)
+            step(unet, *args)
         weight.data = weight.data * 2
         for _ in range(4):
-            assert torch.equal(step(unet, *given), run_row(unet, *given))  # type: ignore[arg-type]
+            assert torch.equal(step(unet, *args), run_row(unet, *args))  # type: ignore[arg-type]
     assert cuda.log.count("capture") == 3
     assert not joined.is_joined(layer)
 
@@ -607,8 +610,8 @@ def test_weights_in_other_memory_are_captured_anew(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("change", ["module", "weight", "module without weights"])
 def test_replaced_parts_are_captured_anew(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cuda, unet = PretendedCuda(monkeypatch), toy.network(ATTENDING).requires_grad_(False)
-    graphs, given = cuda_graphs.Graphs(run_row), arguments(0, 2, 8, 8)
-    before = graphs(unet, *given)
+    graphs, args = cuda_graphs.Graphs(run_row), arguments(0, 2, 8, 8)
+    before = graphs(unet, *args)
     if change == "module":
         unet.out[2] = copy.deepcopy(unet.out[2])
         unet.out[2].weight.mul_(2)
@@ -616,8 +619,8 @@ def test_replaced_parts_are_captured_anew(change: str, monkeypatch: pytest.Monke
         unet.out[2].weight = nn.Parameter(unet.out[2].weight * 2, requires_grad=False)
     else:
         unet.out[1] = nn.Tanh()
-    assert torch.equal(graphs(unet, *given), run_row(unet, *given))  # type: ignore[arg-type]
-    assert not torch.equal(graphs(unet, *given), before)
+    assert torch.equal(graphs(unet, *args), run_row(unet, *args))  # type: ignore[arg-type]
+    assert not torch.equal(graphs(unet, *args), before)
     assert cuda.log.count("capture") == 2
 
 
@@ -635,17 +638,17 @@ def test_what_is_looked_at_before_a_replay_keeps_no_network(monkeypatch: pytest.
 
 def test_guidance_of_ones_own_is_called_in_every_step(monkeypatch: pytest.MonkeyPatch, tiny: nn.Module) -> None:
     cuda, calls = PretendedCuda(monkeypatch), list[int]()
-    graphs, given = cuda_graphs.Graphs(run_row), arguments(0, 2, 8, 8)
+    graphs, args = cuda_graphs.Graphs(run_row), arguments(0, 2, 8, 8)
 
     def combine(outputs: Outputs) -> Tensor:
         calls.append(len(calls))
         return weighted(outputs)
 
     for _ in range(3):
-        graphs(tiny, *given[:4], combine, *given[5:])
+        graphs(tiny, *args[:4], combine, *args[5:])
     assert calls == [0, 1, 2]
     assert "capture" not in cuda.log
-    graphs(tiny, *given[:4], weighted, (rescaling(0.7, CPU),))
+    graphs(tiny, *args[:4], weighted, (rescaling(0.7, CPU),))
     assert "capture" in cuda.log
 
 
@@ -676,15 +679,15 @@ def test_a_capture_that_another_thread_disturbed_is_tried_again(
 @pytest.mark.parametrize("tier", ["step", "regional"])
 def test_a_bad_call_does_not_drop_what_is_compiled(tier: str, tiny: nn.Module) -> None:
     counter = CompileCounter()
-    step, given = CompiledStep(tier, tiny, counter), arguments(0, 2, 8, 8)  # type: ignore[arg-type]
-    step(tiny, *given)
+    step, args = CompiledStep(tier, tiny, counter), arguments(0, 2, 8, 8)  # type: ignore[arg-type]
+    step(tiny, *args)
     compiled = counter.frame_count
-    bad = list(given)
+    bad = list(args)
     bad[2] = toy.normal(0, 2, 4, 9, 9)  # noise of another size
     with pytest.raises(RuntimeError):
         step(tiny, *bad)
     assert step.failure is None
-    step(tiny, *given)
+    step(tiny, *args)
     assert counter.frame_count == compiled
 
 
@@ -761,8 +764,8 @@ def test_each_network_of_a_trick_is_one_graph_for_all_steps_and_jobs(tier: str, 
 def test_regional_compiles_the_blocks_of_what_is_shortened() -> None:
     unet, settings = toy.network(LEVELS), {"every": 2, "free": (1.5, 1.6, 0.9, 0.2)}
     step = CompiledStep("regional", unet, "eager")
-    found, wanted = (job(unet, how, 3, **settings) for how in (step, run_row))  # type: ignore[arg-type]
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    compiled, wanted = (job(unet, how, 3, **settings) for how in (step, run_row))  # type: ignore[arg-type]
+    torch.testing.assert_close(compiled, wanted, rtol=1e-4, atol=1e-4)
     assert step.of_network.failure is None
     assert all(block._compiled_call_impl is not None for block in regions(unet))
 

@@ -61,8 +61,8 @@ def test_blocks_are_exact(sizes: tuple[int, ...], bound: float, monkeypatch: pyt
     q, k = q * (bound / lengths.max()), k + 3 * toy.normal(4, heads, 1, dim)  # a mean that all keys share
     plain, wanted = F.scaled_dot_product_attention(q, k, v), _exact(q, k, v)
     monkeypatch.setattr(cpu, "sdpa", lambda *args: pytest.fail("PyTorch's kernel ran"))
-    found = cpu.blocked(q, k, v)
-    assert float((found - wanted).abs().max()) <= max(2e-6, 2 * float((plain - wanted).abs().max()))
+    out = cpu.blocked(q, k, v)
+    assert float((out - wanted).abs().max()) <= max(2e-6, 2 * float((plain - wanted).abs().max()))
 
 
 @pytest.mark.parametrize("length", [90.0, 119.0])
@@ -74,8 +74,8 @@ def test_scores_near_the_limit_lose_nothing(length: float, monkeypatch: pytest.M
     q = torch.tensor([[1.0, 0, 0, 0], [-1.0, 0, 0, 0], [0, 1.0, 0, 0]])[None, None] * length * 2  # / sqrt(4)
     v = toy.normal(1, 1, 1, 400, 4)
     monkeypatch.setattr(cpu, "sdpa", lambda *args: pytest.fail("PyTorch's kernel ran"))
-    found = cpu.blocked(q, k, v)
-    assert float((found - _exact(q, k, v)).abs().max()) < 1e-5
+    out = cpu.blocked(q, k, v)
+    assert float((out - _exact(q, k, v)).abs().max()) < 1e-5
 
 
 @pytest.mark.parametrize("bound", [10.0, 100.0])
@@ -86,9 +86,9 @@ def test_blocks_in_bfloat16_round_as_pytorchs_kernel_does(bound: float, monkeypa
     plain, wanted = F.scaled_dot_product_attention(q, k, v), _exact(q, k, v)
     if cpu.HALF:  # elsewhere bfloat16 is emulated
         monkeypatch.setattr(cpu, "sdpa", lambda *args: pytest.fail("PyTorch's kernel ran"))
-    found = cpu.blocked(q, k, v)
-    assert found.dtype == torch.bfloat16
-    assert float((found - wanted).norm()) < 2 * float((plain - wanted).norm()) < 1e-2 * float(wanted.norm())
+    out = cpu.blocked(q, k, v)
+    assert out.dtype == torch.bfloat16
+    assert float((out - wanted).norm()) < 2 * float((plain - wanted).norm()) < 1e-2 * float(wanted.norm())
 
 
 @pytest.mark.parametrize("wrong", ["far", "nan", "half", "training"])
@@ -101,8 +101,8 @@ def test_other_inputs_take_pytorchs_kernel(wrong: str) -> None:
     if wrong == "half":
         q, k, v = q.half(), k.half(), v.half()
     with torch.set_grad_enabled(wrong == "training"):
-        found, wanted = cpu.blocked(q, k, v), F.scaled_dot_product_attention(q, k, v)
-    assert torch.equal(found.nan_to_num(7), wanted.nan_to_num(7))
+        out, wanted = cpu.blocked(q, k, v), F.scaled_dot_product_attention(q, k, v)
+    assert torch.equal(out.nan_to_num(7), wanted.nan_to_num(7))
 
 
 def test_training_in_bfloat16_takes_the_plain_formula() -> None:
@@ -178,9 +178,9 @@ def test_a_gate_within_the_products(
     half = toy.fill(GEGLU(24, 40)).bfloat16()
     plain = half(x.bfloat16())
     cpu.use(half)
-    found = half(x.bfloat16())
-    assert found.dtype == torch.bfloat16
-    assert float((found - wanted).norm()) < 1.1 * float((plain - wanted).norm()), "no less exact than PyTorch's"
+    out = half(x.bfloat16())
+    assert out.dtype == torch.bfloat16
+    assert float((out - wanted).norm()) < 1.1 * float((plain - wanted).norm()), "no less exact than PyTorch's"
 
 
 @pytest.mark.parametrize("change", ["hook", "another layer", "training"])
@@ -194,10 +194,10 @@ def test_a_gate_whose_linear_is_changed_calls_it(change: str, always: Callable[[
     if change == "another layer":
         layer.proj = nn.Sequential(layer.proj, nn.Identity())
     with torch.set_grad_enabled(change == "training"):
-        found = layer(x)
-    assert toy.relative_error(found.detach(), wanted.detach().numpy()) < 1e-6
+        out = layer(x)
+    assert toy.relative_error(out.detach(), wanted.detach().numpy()) < 1e-6
     assert calls == ["hook"] * (change == "hook")
-    assert found.requires_grad == (change == "training")
+    assert out.requires_grad == (change == "training")
 
 
 @torch.no_grad()
@@ -296,8 +296,8 @@ def test_choices_are_kept(choices: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_the_first_process_decides(choices: Path) -> None:
     ways = {"slow", "other"}
-    found = timing._remember("a product, (3, 4)", "slow", ways)
-    assert timing._remember("a product, (3, 4)", "other", ways) == found == "slow"
+    choice = timing._remember("a product, (3, 4)", "slow", ways)
+    assert timing._remember("a product, (3, 4)", "other", ways) == choice == "slow"
     assert _choose("slow") == "slow"
 
 

@@ -52,13 +52,13 @@ def biased_sum(x: Tensor, y: Tensor, bias: Tensor) -> Tensor:
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The kernels, for maps on a CPU too: by Triton's interpreter, and as they are meant."""
     monkeypatch.setattr(fused_norm, "runs_on", lambda device: True)
-    found: Any = SimpleNamespace(group_norm=group_norm, biased_sum=biased_sum)
+    implementation: Any = SimpleNamespace(group_norm=group_norm, biased_sum=biased_sum)
     if request.param == "in Triton":
-        found = triton_kernels()
+        implementation = triton_kernels()
     calls: Counter[str] = Counter()
 
     def counted(name: str) -> Any:
-        return lambda *args: calls.update([name]) or getattr(found, name)(*args)
+        return lambda *args: calls.update([name]) or getattr(implementation, name)(*args)
 
     both = SimpleNamespace(group_norm=counted("group_norm"), biased_sum=counted("biased_sum"))
     monkeypatch.setattr(fused_norm, "_triton", lambda: both)
@@ -78,12 +78,12 @@ def test_the_kernel_is_exact_to_rounding(shape: tuple[int, ...], mean: float) ->
     x = (a_map(*shape) + mean).contiguous(memory_format=torch.channels_last)
     weight, offset, bias = ((1 + toy.normal(i, shape[1]) / 3).half() for i in range(3))
     for silu, shift in ((False, None), (True, None), (True, toy.normal(4, *shape[:2]).half())):
-        found = ours.group_norm(x, weight, offset, 32, 1e-5, silu, shift, bias)
+        normed = ours.group_norm(x, weight, offset, 32, 1e-5, silu, shift, bias)
         expected = group_norm(x.double(), weight, offset, 32, 1e-5, silu, shift, bias)
-        assert toy.relative_error(found, expected.numpy()) < 3e-4
-        assert found.is_contiguous(memory_format=torch.channels_last)
-    found = ours.biased_sum(x, x, bias)
-    assert toy.relative_error(found, biased_sum(x.double(), x.double(), bias).numpy()) < 3e-4
+        assert toy.relative_error(normed, expected.numpy()) < 3e-4
+        assert normed.is_contiguous(memory_format=torch.channels_last)
+    total = ours.biased_sum(x, x, bias)
+    assert toy.relative_error(total, biased_sum(x.double(), x.double(), bias).numpy()) < 3e-4
 
 
 def test_a_residual_block_is_the_same(kernels: Counter[str]) -> None:
@@ -95,9 +95,9 @@ def test_a_residual_block_is_the_same(kernels: Counter[str]) -> None:
         block.half()
         fused_norm.use(block)
         kernels.clear()
-        found = block(x, emb)
-        assert found.is_contiguous(memory_format=torch.channels_last)
-        assert toy.relative_error(found, expected.numpy()) < 2e-3
+        out = block(x, emb)
+        assert out.is_contiguous(memory_format=torch.channels_last)
+        assert toy.relative_error(out, expected.numpy()) < 2e-3
         assert kernels["biased_sum"] >= 1, "with one for the comparison"
 
 
@@ -122,9 +122,9 @@ def test_what_the_kernels_are_not_for_runs_as_written(change: str, kernels: Coun
         for conv in (block.in_layers[2], block.out_layers[3]):
             conv.padding_mode, conv._reversed_padding_repeated_twice = "circular", [1, 1, 1, 1]
     with torch.set_grad_enabled(change == "gradients"):
-        found = block(x, emb)
+        out = block(x, emb)
     unfused = ResBlock.forward(block, x, emb)
-    assert toy.relative_error(found.detach(), unfused.float().numpy()) < 2e-3
+    assert toy.relative_error(out.detach(), unfused.float().numpy()) < 2e-3
     assert calls == ([1, 1] if change in ("hook", "forward") else [])
     assert (kernels["biased_sum"] > 0) == (change == "circular")
 

@@ -19,13 +19,13 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="asks Linux what
 
 def resident(path: Path) -> int:
     """Return the bytes of a mapped file that this process has in memory."""
-    found, inside = 0, False
+    total, inside = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
             inside = line.endswith(str(path))
         elif inside and line.startswith("Rss:"):
-            found += int(line.split()[1]) * 1024
-    return found
+            total += int(line.split()[1]) * 1024
+    return total
 
 
 def weights() -> dict[str, Tensor]:

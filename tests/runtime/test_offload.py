@@ -145,26 +145,26 @@ def test_copies_ahead_of_time_wait_for_what_their_memory_was_before(
     cpu, events = torch.device("cpu"), list[str]()
     main = SimpleNamespace(wait_event=lambda event: events.append(f"main waits for {event}"))
     stream = SimpleNamespace(
-        wait_stream=lambda other: events.append("the copy waits" if other is main else "?"),
+        wait_stream=lambda awaited: events.append("the copy waits" if awaited is main else "?"),
         record_event=lambda: events.append("copied") or "copied",
     )
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: main)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-    monkeypatch.setattr(Tensor, "record_stream", lambda self, other: events.append("kept") if other is stream else None)
+    monkeypatch.setattr(Tensor, "record_stream", lambda self, user: events.append("kept") if user is stream else None)
     layer = nn.Conv2d(4, 4, 3).half().requires_grad_(False).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     kept = {tensor: quantize(tensor.data, name) for tensor in layer.parameters()}
-    wanted = [dequantize(each, cpu) for each in kept.values()]
+    wanted = [dequantize(stored, cpu) for stored in kept.values()]
     group = offload._Group(kept, cpu, stream)
     group.prefetch()
     assert events == ["the copy waits", "copied"]
     with group:
         assert events[2:] == ["main waits for copied"]
-        for (tensor, each), value in zip(kept.items(), wanted, strict=True):
+        for (tensor, stored), value in zip(kept.items(), wanted, strict=True):
             assert torch.equal(tensor, value)
             assert tensor.dtype == torch.float16
             assert tensor.stride() == value.stride()
-            assert tensor.data_ptr() != each.values.data_ptr()
-    assert all(tensor.data_ptr() == each.values.data_ptr() for tensor, each in kept.items())
+            assert tensor.data_ptr() != stored.values.data_ptr()
+    assert all(tensor.data_ptr() == stored.values.data_ptr() for tensor, stored in kept.items())
     assert "kept" not in events
     group.prefetch()  # a network that goes before it is needed again
     del group
@@ -176,10 +176,10 @@ def test_every_thread_waits_for_the_copy(monkeypatch: pytest.MonkeyPatch) -> Non
     events: list[str] = []
     streams = {name: SimpleNamespace(name=name, wait_event=lambda event, n=name: events.append(n)) for name in "ab"}
     current = ["a"]
-    side = SimpleNamespace(wait_stream=lambda other: None, record_event=lambda: "copied")
+    side = SimpleNamespace(wait_stream=lambda awaited: None, record_event=lambda: "copied")
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams[current[0]])
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-    monkeypatch.setattr(Tensor, "record_stream", lambda self, other: events.append(f"kept for {other.name}"))
+    monkeypatch.setattr(Tensor, "record_stream", lambda self, user: events.append(f"kept for {user.name}"))
     layer = nn.Linear(8, 8, bias=False).requires_grad_(False)
     group = offload._Group({layer.weight: quantize(layer.weight.data, None)}, torch.device("cpu"), side)
     with group:
@@ -207,10 +207,10 @@ def pretended_pinning(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     pieces, empty = list[int](), torch.empty
 
     def pretended(*shape: Any, pin_memory: bool = False, **how: Any) -> Tensor:
-        made = empty(*shape, **how)
+        tensor = empty(*shape, **how)
         if pin_memory:
-            pieces.append(1 << (made.nbytes - 1).bit_length())  # CachingHostAllocator
-        return made
+            pieces.append(1 << (tensor.nbytes - 1).bit_length())  # CachingHostAllocator
+        return tensor
 
     monkeypatch.setattr(torch, "empty", pretended)
     return pieces
@@ -252,10 +252,10 @@ def test_offloaded_networks_are_pinned_once(mode: str, storage: str | None, monk
 def test_a_prefetched_copy_is_not_used_after_writing(monkeypatch: pytest.MonkeyPatch, name: str | None) -> None:
     cpu, kept_for = torch.device("cpu"), list[object]()
     main = SimpleNamespace(wait_event=lambda event: None)
-    stream = SimpleNamespace(wait_stream=lambda other: None, record_event=lambda: "copied")
+    stream = SimpleNamespace(wait_stream=lambda awaited: None, record_event=lambda: "copied")
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: main)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-    monkeypatch.setattr(Tensor, "record_stream", lambda self, other: kept_for.append(other))
+    monkeypatch.setattr(Tensor, "record_stream", lambda self, user: kept_for.append(user))
     layer = nn.Linear(8, 8, bias=False).requires_grad_(False)
     offloader = offload.Offloader({}, cpu, storage=name)
     group = offload._Group({layer.weight: quantize(layer.weight.data, name)}, cpu, stream)
@@ -331,7 +331,7 @@ def test_controls_come_block_by_block_too(small_path: Path, device: Device, tmp_
         thread.start()
     for thread in threads:
         thread.join()
-    assert [torch.equal(each, result) for each in results] == [True, True]
+    assert [torch.equal(threaded, result) for threaded in results] == [True, True]
     storages = [weakref.ref(value.untyped_storage()) for net in nets for value in net.state_dict().values()]
     del nets
     gc.collect()

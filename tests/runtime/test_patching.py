@@ -124,7 +124,7 @@ def test_a_controlnet_follows_its_unet() -> None:
     first, second = (nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.GroupNorm(2, 4)) for _ in range(2))
     fused_norm.use(first)
     patch_like(second, first)
-    assert [patch_of(each) for each in second] == [None, fused_norm._forward]
+    assert [patch_of(layer) for layer in second] == [None, fused_norm._forward]
 
 
 def test_a_twin_has_the_same_attention() -> None:

@@ -202,10 +202,10 @@ def test_loras_come_along(small_path: Path, tmp_path: Path) -> None:
         expected = shot(pipe)
         assert not np.array_equal(expected, plain)
         for carry in CARRIERS.values():
-            other, other_merged = carry((pipe, merged))
-            assert_same(shot(other), expected)
-            other_merged.remove()
-            assert_same(shot(other), plain)
+            copied, copied_merged = carry((pipe, merged))
+            assert_same(shot(copied), expected)
+            copied_merged.remove()
+            assert_same(shot(copied), plain)
         assert_same(shot(pipe), expected)
         merged.remove()
         assert_same(shot(pipe), plain)
@@ -239,8 +239,8 @@ def _in_child(pipe: Pipeline) -> NDArray[np.uint8]:
 def test_another_process(small_path: Path, way: str) -> None:
     pipe = ldm_lite.load(small_path, device="cpu", **WAYS[way])
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        [made] = pool.map(_in_child, [pipe])
-    assert_same(made, shot(pipe))
+        [image] = pool.map(_in_child, [pipe])
+    assert_same(image, shot(pipe))
 
 
 def test_cloudpickle(small_path: Path) -> None:
@@ -264,6 +264,6 @@ def test_controls_and_upscalers(small: Pipeline, tmp_path: Path) -> None:
     upscaler = ldm_lite.Upscaler(tmp_path / "small.pth", device="cpu")
     for carry in CARRIERS.values():
         assert_same(shot(small, control=[carry(control)]), expected)
-        pipe, other = carry((small, control))
-        assert_same(shot(pipe, control=[other]), expected)
+        pipe, copied = carry((small, control))
+        assert_same(shot(pipe, control=[copied]), expected)
         assert carry(upscaler)(toy.photo(16, 16)).tobytes() == upscaler(toy.photo(16, 16)).tobytes()

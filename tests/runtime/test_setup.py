@@ -155,19 +155,21 @@ def test_matmul_precision(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_kernels_are_switched_one_by_one(
     text: str | None, wanted: set[str], small_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given: dict[str, object] = {}
-    monkeypatch.setattr(setup, "compiled_step", lambda tier, unet, settings: given.update(settings) or run_row)
+    compiler_settings: dict[str, object] = {}
+    monkeypatch.setattr(
+        setup, "compiled_step", lambda tier, unet, settings: compiler_settings.update(settings) or run_row
+    )
     networks = ldm_lite.load(small_path, device="cpu").networks
     networks = {role: toy.fill(type(network)(network.spec)) for role, network in networks.items()}
     monkeypatch.setattr(setup, "set_matmul_precision", lambda name: None)
-    monkeypatch.setattr(attention, "_runs", lambda *given: True)
+    monkeypatch.setattr(attention, "_runs", lambda *args: True)
     with monkeypatch.context() as patched:  # weights are where they compute, as far as setup can see
         patched.setattr(setup, "_is_on", lambda weight, device: True)
         prepare_networks(networks, RuntimeOptions(kernels=text, compile="step"), torch.device("cuda"))
     unet = networks["unet"]
     assert any(map(joined.is_joined, joined.joined_layers(unet))) == ("qkv" in wanted)
     names = {"pdl": "triton.enable_pdl", "tma": "triton.enable_persistent_tma_matmul"}
-    assert given == {name: True for kernel, name in names.items() if kernel in wanted}
+    assert compiler_settings == {name: True for kernel, name in names.items() if kernel in wanted}
     control = toy.fill(type(unet)(unet.spec))
     with monkeypatch.context() as patched:
         patched.setattr(setup, "_is_on", lambda weight, device: True)
@@ -181,7 +183,7 @@ def test_kernels_are_switched_one_by_one(
 def test_weights_that_move_are_not_joined(small_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offload, "in_pinned_memory", enumerate)
     monkeypatch.setattr(setup, "set_matmul_precision", lambda name: None)
-    monkeypatch.setattr(attention, "_runs", lambda *given: True)
+    monkeypatch.setattr(attention, "_runs", lambda *args: True)
     unet = ldm_lite.load(small_path, device="cpu").unet
     networks = {"unet": toy.fill(type(unet)(unet.spec))}
     prepare_networks(networks, RuntimeOptions(offload="model"), torch.device("cuda"))

@@ -46,11 +46,11 @@ def test_joined_projections_stay_joined_and_each_image_has_its_bits(unet: Any) -
     batches = Together(unet)
     registers, row, noise, guided, *how = inputs(2)
     for _ in range(3):
-        made = batches(unet, registers, row, noise, guided, *how)
+        batch = batches(unet, registers, row, noise, guided, *how)
         for image in range(2):
             rows = guided._replace(conditioning={k: part[image::2] for k, part in guided.conditioning.items()})
             alone = batches(unet, registers[:, image : image + 1], row, noise[:1], rows, *how)
-            assert torch.equal(made[:, image : image + 1], alone)
+            assert torch.equal(batch[:, image : image + 1], alone)
     assert len(layers) == 4
     assert all(map(joined.is_joined, layers))
     assert list(joined.joined_layers(unet)) == layers
@@ -76,12 +76,12 @@ def test_a_batch_runs_as_a_graph_unless_a_graph_for_each_image_is_faster(
 
     monkeypatch.setattr(together, "_timed", pretended)
     step = CompiledStep("graph", unet, "eager")
-    batches, given = Together(unet, step), inputs(2)
-    wanted = Together(unet)(unet, *given)
+    batches, args = Together(unet, step), inputs(2)
+    wanted = Together(unet)(unet, *args)
     for _ in range(4):
-        assert torch.equal(batches(unet, *given), wanted)
+        assert torch.equal(batches(unet, *args), wanted)
     assert cuda.log.count("capture") == 2, "of a batch, and of one image"
     cuda.replayed.clear()
-    assert torch.equal(batches(unet, *given), wanted)
+    assert torch.equal(batches(unet, *args), wanted)
     assert len(cuda.replayed) == (1 if is_faster else 2)
     assert step.failure is None

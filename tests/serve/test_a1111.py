@@ -27,7 +27,7 @@ pytest.importorskip("uvicorn")
 pytest.importorskip("prometheus_client")
 
 
-def inpainting(library: Library, **given: Any) -> InpaintOptions:
+def inpainting(library: Library, **fields: Any) -> InpaintOptions:
     from ldm_lite.serve.a1111 import routes, translation
     from ldm_lite.serve.http import encoded
 
@@ -35,7 +35,8 @@ def inpainting(library: Library, **given: Any) -> InpaintOptions:
     mask.paste(255, (4, 4, 12, 12))
     images = {"init_images": [encoded(Image.new("RGB", (32, 32), "red"))], "mask": encoded(mask)}
     state = routes.Interface(Engine(library, ServeOptions()))
-    options = translation.submit(state.engine, state.settings, translation.Img2imgRequest(**images, **given))[0].options
+    request = translation.Img2imgRequest(**images, **fields)
+    options = translation.submit(state.engine, state.settings, request)[0].options
     assert isinstance(options, InpaintOptions)
     return options
 
@@ -57,9 +58,9 @@ def test_tags_weigh_networks_and_blocks() -> None:
     from ldm_lite.adapters.strength import Strength
     from ldm_lite.serve.a1111.translation import _loras
 
-    prompt, found = _loras("a <lora:one:0.5:lbw=OUTD>car<lyco:two:te=0.5:unet=1> <lora:three>")
+    prompt, loras = _loras("a <lora:one:0.5:lbw=OUTD>car<lyco:two:te=0.5:unet=1> <lora:three>")
     assert prompt == "a car "
-    assert found == (("one", Strength(0.5, 0.5, "OUTD")), ("two", Strength(0.5, 1)), ("three", Strength()))
+    assert loras == (("one", Strength(0.5, 0.5, "OUTD")), ("two", Strength(0.5, 1)), ("three", Strength()))
     with pytest.raises(ValueError, match="the LoRA 'one': got the weight 'much', expected a number"):
         _loras("<lora:one:much>")
     with pytest.raises(ValueError, match="hypernetworks are not supported"):
@@ -89,9 +90,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(small_path: Path, folder: Path) -> Iterator[Running]:
     options = {name: str(folder / name) for name in ("controlnets", "embeddings")}
-    made = Running(library_of(small_path, **options), **options)
-    yield made
-    made.close()
+    running = Running(library_of(small_path, **options), **options)
+    yield running
+    running.close()
 
 
 def photo() -> Image.Image:

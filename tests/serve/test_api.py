@@ -26,15 +26,15 @@ Events = list[tuple[str, dict[str, Any]]]
 
 @pytest.fixture(scope="module")
 def server(library: Any) -> Iterator[Running]:
-    made = Running(library, max_steps=1000)
-    yield made
-    made.close()
+    running = Running(library, max_steps=1000)
+    yield running
+    running.close()
 
 
 def events(text: str) -> Events:
     blocks = [block for block in text.split("\n\n") if block and not block.startswith(":")]
-    found = [re.fullmatch(r"event: (\w+)\ndata: (.*)", block) for block in blocks]
-    return [(match[1], json.loads(match[2])) for match in found if match]
+    matches = [re.fullmatch(r"event: (\w+)\ndata: (.*)", block) for block in blocks]
+    return [(match[1], json.loads(match[2])) for match in matches if match]
 
 
 def make(server: Running, **values: Any) -> Events:
@@ -74,12 +74,12 @@ def open_stream(server: Running) -> Iterator[Callable[..., Stream]]:
 
 
 def test_images_are_those_of_the_other_interfaces(server: Running) -> None:
-    found = make(server, batch_size=2)
-    kinds = [kind for kind, _ in found]
+    stream = make(server, batch_size=2)
+    kinds = [kind for kind, _ in stream]
     assert kinds[0] == "queued"
     assert kinds[-1] == "done"
-    assert found[0][1]["images"] == 2
-    images = [content for kind, content in found if kind == "image"]
+    assert stream[0][1]["images"] == 2
+    images = [content for kind, content in stream if kind == "image"]
     assert [image["seed"] for image in images] == ["3", "4"]
     assert (images[0]["width"], images[0]["height"]) == (32, 32)
     assert opened(images[0]["image"]).info["parameters"] == images[0]["parameters"]
@@ -98,9 +98,9 @@ def test_every_progress_is_told_once(server: Running) -> None:
 
 
 def test_a_plot_ends_with_its_sheet(server: Running) -> None:
-    found = make(server, x={"option": "scale", "values": "1, 3"}, y={"option": "replace", "values": "cat, dog"})
-    assert [kind for kind, _ in found if kind in ("image", "plot", "done")] == [*["image"] * 4, "plot", "done"]
-    sheet = next(content for kind, content in found if kind == "plot")
+    stream = make(server, x={"option": "scale", "values": "1, 3"}, y={"option": "replace", "values": "cat, dog"})
+    assert [kind for kind, _ in stream if kind in ("image", "plot", "done")] == [*["image"] * 4, "plot", "done"]
+    sheet = next(content for kind, content in stream if kind == "plot")
     assert 'X Type: scale, X Values: "1, 3"' in sheet["parameters"]
     assert sheet["width"] > 64
 
@@ -232,10 +232,10 @@ def test_a_plot_that_is_not_read_in_time_leaves_nothing(server: Running, monkeyp
 
 
 def test_settings_and_hints(server: Running) -> None:
-    [made] = [content for kind, content in make(server, negative_prompt="red") if kind == "image"]
-    status, answer = server.ask("/api/settings", {"image": made["image"]})
+    [image] = [content for kind, content in make(server, negative_prompt="red") if kind == "image"]
+    status, answer = server.ask("/api/settings", {"image": image["image"]})
     assert status == 200
-    assert answer["text"] == made["parameters"]
+    assert answer["text"] == image["parameters"]
     expected = {"prompt": "a cat", "negative_prompt": "red", "seed": "3", "steps": "2", "width": "32", "model": "small"}
     assert expected.items() <= answer["values"].items()
     assert "holds no text" in server.refused("/api/settings", {"image": b64(Image.new("RGB", (8, 8)))})[1]

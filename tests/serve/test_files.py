@@ -20,7 +20,7 @@ KINDS: dict[str, Any] = {
     "inpaint": InpaintOptions,
     "upscale": UpscaleOptions,
 }
-FILES = [(task, each.name) for task, kind in KINDS.items() for each in filter(names_files, dataclasses.fields(kind))]
+FILES = [(task, field.name) for task, kind in KINDS.items() for field in filter(names_files, dataclasses.fields(kind))]
 
 
 def test_the_options_that_name_files_are_known() -> None:

@@ -17,10 +17,10 @@ SIZE: dict[str, Any] = {"steps": 2, "width": 48, "height": 32}
 @pytest.fixture
 def engine(flow_path: Path) -> Iterator[Any]:
     """It starts when a test has given it all its requests."""
-    made = engine_of(library_of(flow_path))
-    yield made
-    made.start() if made._thread.ident is None else None
-    made.close()
+    engine = engine_of(library_of(flow_path))
+    yield engine
+    engine.start() if engine._thread.ident is None else None
+    engine.close()
 
 
 def test_requests_run_together_with_the_bits_that_they_have_alone(engine: Any, flow_path: Path) -> None:
@@ -37,9 +37,9 @@ def test_requests_run_together_with_the_bits_that_they_have_alone(engine: Any, f
     tickets += [submit(engine, "img2img", text | {"init_img": (red,)} | begun) for text in texts]
     tickets += [submit(engine, "inpaint", text | {"init_img": (red,), "mask": (hole,)} | begun) for text in texts]
     engine.start()
-    wanted = [pipe.txt2img(**each, **SIZE) for each in texts]
-    wanted += [pipe.img2img(image=red, **each, **begun) for each in texts]
-    wanted += [pipe.inpaint(image=red, mask=hole, **each, **begun) for each in texts]
+    wanted = [pipe.txt2img(**text, **SIZE) for text in texts]
+    wanted += [pipe.img2img(image=red, **text, **begun) for text in texts]
+    wanted += [pipe.inpaint(image=red, mask=hole, **text, **begun) for text in texts]
     for ticket, [image] in zip(tickets, wanted, strict=True):
         assert wait(ticket)
         assert ticket.error is None

@@ -43,13 +43,13 @@ def test_values_become_options(engine: Any) -> None:
     second = read(engine, hires="1.5", hires_steps="3", hires_upscaler="Lanczos").requests[0].options
     assert (second.hires, second.hires_steps, second.hires_upscaler) == (1.5, 3, "Lanczos")
     assert read(engine, task="img2img", init_img=picture(), hires="2").requests[0].options.hires is None
-    made = read(engine, task="inpaint", init_img=picture(), mask=picture(), feather="4").requests[0].options
-    assert made.init_img[0].size == (8, 8)
+    options = read(engine, task="inpaint", init_img=picture(), mask=picture(), feather="4").requests[0].options
+    assert options.init_img[0].size == (8, 8)
     assert read(engine, task="inpaint", init_img=picture(), extend="left=8").requests[0].options.mask == ()
 
 
 @pytest.mark.parametrize(
-    ("given", "field", "message"),
+    ("fields", "field", "message"),
     [
         ({"steps": "1e3"}, "steps", "expected a whole number"),
         ({"steps": "0"}, "steps", "expected 1 to 1000"),
@@ -80,14 +80,14 @@ def test_values_become_options(engine: Any) -> None:
     ],
 )
 def test_wrong_values_are_one_line_about_their_field(
-    engine: Any, given: dict[str, Any], field: str, message: str
+    engine: Any, fields: dict[str, Any], field: str, message: str
 ) -> None:
     from ldm_lite.serve.http import Refused, field_of
 
     usual = {"weight": 1.0, "start": 0.0, "end": 1.0, "preprocess": "none"}
-    given = {name: usual | value if name == "control" else value for name, value in given.items()}
+    fields = {name: usual | value if name == "control" else value for name, value in fields.items()}
     with pytest.raises((Refused, ValueError, TypeError), match=message) as caught:
-        read(engine, **given)
+        read(engine, **fields)
     assert "\n" not in str(caught.value)
     assert field_of(caught.value) == field
 
@@ -119,19 +119,19 @@ def test_the_settings_of_another_picture_reset_the_form(engine: Any) -> None:
     image.info["parameters"] = (
         "a cat\nSteps: 7, Sampler: Euler, CFG scale: 7, Seed: 1, Model: x, Denoising strength: 0.3"
     )
-    found, text, _ = form.settings(image)
+    values, text, _ = form.settings(image)
     assert text == image.info["parameters"]
-    assert (found["steps"], found["scale"], found["strength"], found["model"]) == ("7", "7", "0.3", "x")
-    assert (found["eta"], found["hires"], found["clip_skip"], found["negative_prompt"]) == ("", "", "1", "")
-    options = read(engine, **{name: value for name, value in found.items() if name != "model"}).requests[0].options
+    assert (values["steps"], values["scale"], values["strength"], values["model"]) == ("7", "7", "0.3", "x")
+    assert (values["eta"], values["hires"], values["clip_skip"], values["negative_prompt"]) == ("", "", "1", "")
+    options = read(engine, **{name: value for name, value in values.items() if name != "model"}).requests[0].options
     assert (options.steps, options.eta, options.clip_skip) == (7, None, 1)
     image.info["parameters"] = "a cat\nSteps: 7, Sampler: Euler, Seed: 1, Denoising strength: 0.3, Hires upscale: 2"
-    found, _, remarks = form.settings(image)  # a second pass, to which the strength belongs
-    assert (found["hires"], found["hires_strength"], found.get("strength"), remarks) == ("2", "0.3", None, [])
+    values, _, remarks = form.settings(image)  # a second pass, to which the strength belongs
+    assert (values["hires"], values["hires_strength"], values.get("strength"), remarks) == ("2", "0.3", None, [])
     image.info["parameters"] = "a cat\nSteps: 7, Sampler: Euler, Tiling: True"
-    found, _, remarks = form.settings(image)
+    values, _, remarks = form.settings(image)
     assert "ignored settings: Tiling" in remarks[0]
-    assert "seed" not in found
+    assert "seed" not in values
 
 
 def test_a_second_pass_may_use_a_network_of_the_server(small_path: Path, tmp_path: Path) -> None:

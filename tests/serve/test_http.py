@@ -42,9 +42,9 @@ Start = Callable[..., Running]
 
 @pytest.fixture(scope="module")
 def server(library: Any) -> Iterator[Running]:
-    made = Running(library)
-    yield made
-    made.close()
+    running = Running(library)
+    yield running
+    running.close()
 
 
 def picture(color: Any = "red", mode: str = "RGB", side: int = 32) -> bytes:
@@ -63,22 +63,22 @@ OPENAI, TXT2IMG, IMG2IMG = "/v1/images/generations", "/sdapi/v1/txt2img", "/sdap
 def test_openais_client_generates_edits_and_streams(server: Running, small_path: Path) -> None:
     openai = pytest.importorskip("openai")
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-    assert [each.id for each in client.models.list()] == ["small"]
+    assert [model.id for model in client.models.list()] == ["small"]
     assert client.models.retrieve("small").object == "model"
     more: dict[str, Any] = {"extra_body": {"seed": 3, "steps": 3, "negative_prompt": "ugly"}}
-    made = client.images.generate(prompt="an apple", model="small", n=2, size="32x32", **more)
-    assert (made.size, made.output_format, len(made.data)) == ("32x32", "png", 2)
+    response = client.images.generate(prompt="an apple", model="small", n=2, size="32x32", **more)
+    assert (response.size, response.output_format, len(response.data)) == ("32x32", "png", 2)
     pipe = ldm_lite.load(small_path, device="cpu")
-    for each, seed in zip(made.data, (3, 4), strict=True):
+    for generated, seed in zip(response.data, (3, 4), strict=True):
         wanted = pipe.txt2img("an apple", negative_prompt="ugly", **SMALL | {"seed": seed})[0]
-        assert opened(each.b64_json).tobytes() == wanted.tobytes()
-        assert opened(each.b64_json).info["parameters"] == wanted.info["parameters"]
+        assert opened(generated.b64_json).tobytes() == wanted.tobytes()
+        assert opened(generated.b64_json).info["parameters"] == wanted.info["parameters"]
 
     events = list(client.images.generate(prompt="an apple", size="32x32", stream=True, partial_images=2, **more))
-    assert [each.type.split(".")[1] for each in events] == ["partial_image", "partial_image", "completed"]
-    assert [each.partial_image_index for each in events[:2]] == [0, 1]
-    assert opened(events[2].b64_json).tobytes() == opened(made.data[0].b64_json).tobytes()
-    assert all(opened(each.b64_json).size == (32, 32) for each in events)
+    assert [event.type.split(".")[1] for event in events] == ["partial_image", "partial_image", "completed"]
+    assert [event.partial_image_index for event in events[:2]] == [0, 1]
+    assert opened(events[2].b64_json).tobytes() == opened(response.data[0].b64_json).tobytes()
+    assert all(opened(event.b64_json).size == (32, 32) for event in events)
 
     image, hole = ("a.png", picture()), ("b.png", picture((0, 0, 0, 0), "RGBA"))
     edited = client.images.edit(image=image, prompt="a car", output_format="webp", extra_body={"steps": 4})
@@ -86,9 +86,9 @@ def test_openais_client_generates_edits_and_streams(server: Running, small_path:
     masked = client.images.edit(image=image, mask=hole, prompt="a car", extra_body={"steps": 4, "seed": 1})
     assert opened(masked.data[0].b64_json).size == (32, 32)
     events = list(client.images.edit(image=image, prompt="a car", stream=True, extra_body={"steps": 4}))
-    assert [each.type for each in events] == ["image_edit.completed"]
+    assert [event.type for event in events] == ["image_edit.completed"]
 
-    for status, given in (
+    for status, wrong in (
         (404, {"model": "other"}),
         (422, {"size": "32"}),
         (422, {"size": "1024x1024"}),
@@ -99,7 +99,7 @@ def test_openais_client_generates_edits_and_streams(server: Running, small_path:
         (422, {"extra_body": {"sampler": "eulerr"}}),
     ):
         with pytest.raises(openai.APIStatusError) as caught:
-            client.images.generate(**{"prompt": "x", **given})
+            client.images.generate(**{"prompt": "x", **wrong})
         assert caught.value.status_code == status
 
 
@@ -107,26 +107,26 @@ def test_a1111s_client_at_work(server: Running, small_path: Path) -> None:
     webuiapi = pytest.importorskip("webuiapi")
     client = webuiapi.WebUIApi(host="127.0.0.1", port=server.port)
     size = {"width": 32, "height": 32}
-    made = client.txt2img(prompt="(an apple:1.2)", seed=3, steps=3, batch_size=2, sampler_name="DPM++ 2M", **size)
-    assert made.info["all_seeds"] == [3, 4]
+    response = client.txt2img(prompt="(an apple:1.2)", seed=3, steps=3, batch_size=2, sampler_name="DPM++ 2M", **size)
+    assert response.info["all_seeds"] == [3, 4]
     more = {"sampler": "webui DPM++ 2M", "scale": 7.0, "prompt_syntax": "a1111", "negative_prompt": ""}
     pipe = ldm_lite.load(small_path, device="cpu")
     [wanted] = pipe.txt2img("(an apple:1.2)", **SMALL | more)
-    assert made.images[0].tobytes() == wanted.tobytes()
+    assert response.images[0].tobytes() == wanted.tobytes()
     varied = client.txt2img(prompt="x", seed=3, steps=3, subseed=9, subseed_strength=0.5, sampler_name="DDIM", **size)
     more |= {"sampler": "webui DDIM", "eta": 1.0, "variation_seed": 9, "variation_strength": 0.5}
     assert varied.image.tobytes() == pipe.txt2img("x", **SMALL | more)[0].tobytes()
-    about = client.png_info(made.images[0])
-    assert about.info == made.info["infotexts"][0]
+    about = client.png_info(response.images[0])
+    assert about.info == response.info["infotexts"][0]
     assert about.parameters["Sampler"] == "DPM++ 2M"
     assert client.png_info(Image.new("RGB", (8, 8))).info == ""
 
     mask = Image.new("L", (32, 32))
     mask.paste(255, (0, 0, 16, 32))
-    given = {"images": [Image.new("RGB", (32, 32), "red")], "prompt": "x", "steps": 4, **size}
-    plain = client.img2img(**given, denoising_strength=0.5)
-    assert plain.info["ignored"] == client.img2img(**given).info["ignored"]
-    painted = client.img2img(**given, mask_image=mask, mask_blur=0, inpainting_fill=1)
+    arguments = {"images": [Image.new("RGB", (32, 32), "red")], "prompt": "x", "steps": 4, **size}
+    plain = client.img2img(**arguments, denoising_strength=0.5)
+    assert plain.info["ignored"] == client.img2img(**arguments).info["ignored"]
+    painted = client.img2img(**arguments, mask_image=mask, mask_blur=0, inpainting_fill=1)
     assert painted.image.crop((16, 0, 32, 32)).getcolors() == [(16 * 32, (255, 0, 0))]
 
     assert "Euler a" in client.util_get_sampler_names()
@@ -188,18 +188,18 @@ def test_the_clients_with_rectified_flow(flow_path: Path, small_path: Path, tmp_
     server, pipe = Running(library_of(flow_path, models=str(tmp_path))), ldm_lite.load(flow_path, device="cpu")
     try:
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-        given: dict[str, Any] = {"prompt": "an apple", "extra_body": {"seed": 3, "steps": 3}}
-        made = client.images.generate(n=2, size="48x32", **given)
+        arguments: dict[str, Any] = {"prompt": "an apple", "extra_body": {"seed": 3, "steps": 3}}
+        response = client.images.generate(n=2, size="48x32", **arguments)
         size: dict[str, Any] = {"steps": 3, "width": 48, "height": 32}
-        for each, seed in zip(made.data, (3, 4), strict=True):
+        for generated, seed in zip(response.data, (3, 4), strict=True):
             [wanted] = pipe.txt2img("an apple", seed=seed, **size)
-            assert opened(each.b64_json).tobytes() == wanted.tobytes()
-            assert opened(each.b64_json).info["parameters"] == wanted.info["parameters"]
-        events = list(client.images.generate(size="48x32", stream=True, partial_images=1, **given))
-        assert [each.type.split(".")[1] for each in events] == ["partial_image", "completed"]
-        assert opened(events[1].b64_json).tobytes() == opened(made.data[0].b64_json).tobytes()
+            assert opened(generated.b64_json).tobytes() == wanted.tobytes()
+            assert opened(generated.b64_json).info["parameters"] == wanted.info["parameters"]
+        events = list(client.images.generate(size="48x32", stream=True, partial_images=1, **arguments))
+        assert [event.type.split(".")[1] for event in events] == ["partial_image", "completed"]
+        assert opened(events[1].b64_json).tobytes() == opened(response.data[0].b64_json).tobytes()
         hole = ("b.png", picture((0, 0, 0, 0), "RGBA"))
-        edited = client.images.edit(image=("a.png", picture()), mask=hole, **given)
+        edited = client.images.edit(image=("a.png", picture()), mask=hole, **arguments)
         assert opened(edited.data[0].b64_json).size == (32, 32)
 
         webui = webuiapi.WebUIApi(host="127.0.0.1", port=server.port)
@@ -251,9 +251,9 @@ def test_urls_and_variations(start: Start, small_path: Path) -> None:
     server = start(api_key=KEY)
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0)
     size: dict[str, Any] = {"size": "32x32", "extra_body": {"seed": 3, "steps": 3}}
-    made = client.images.generate(prompt="an apple", n=2, response_format="url", **size)
+    links = client.images.generate(prompt="an apple", n=2, response_format="url", **size)
     expected = client.images.generate(prompt="an apple", n=2, **size)
-    for linked, image in zip(made.data, expected.data, strict=True):
+    for linked, image in zip(links.data, expected.data, strict=True):
         assert linked.b64_json is None
         with urllib.request.urlopen(linked.url) as answer:  # as any client, without the key
             assert answer.headers["content-type"] == "image/png"
@@ -319,9 +319,9 @@ def test_what_is_transparent_is_white_as_for_the_command(server: Running, small_
 @pytest.fixture(scope="module")
 def editor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """A server with FLUX.2 [klein] in miniature, which reads reference images."""
-    made = Running(library_of(toy_flux2.write_whole(tmp_path_factory.mktemp("klein"))), max_pixels=2**20)
-    yield made
-    made.close()
+    running = Running(library_of(toy_flux2.write_whole(tmp_path_factory.mktemp("klein"))), max_pixels=2**20)
+    yield running
+    running.close()
 
 
 def png(image: Image.Image) -> bytes:
@@ -347,10 +347,10 @@ def edited(server: Running, *images: Image.Image) -> Image.Image:
 def test_a_model_that_reads_references_gets_all_images(editor: Running) -> None:
     """Of OpenAI's edits, and of the page's interface; the size is the first one's."""
     pictures = toy_flux2.pictures()
-    made = edited(editor, *pictures)
+    image = edited(editor, *pictures)
     [wanted] = editor.engine.library.model.txt2img("x", reference=pictures, steps=1, seed=1)
     assert wanted.size == pictures[0].size
-    assert made.tobytes() == wanted.tobytes()
+    assert image.tobytes() == wanted.tobytes()
     texts = [base64.b64encode(png(picture)).decode() for picture in pictures]
     fields = {"prompt": "x", "steps": "1", "seed": "1", "reference": texts}
     status, stream = editor.ask("/api/images", fields)
@@ -362,8 +362,8 @@ def test_a_model_that_reads_references_gets_all_images(editor: Running) -> None:
 def test_the_transparent_part_of_one_image_is_repainted_whatever_the_model_reads(editor: Running) -> None:
     image = toy_flux2.pictures()[0].convert("RGBA")
     image.paste((0, 0, 0, 0), (0, 0, 16, 16))
-    given, made = (np.asarray(picture.convert("RGB"), dtype=int) for picture in (image, edited(editor, image)))
-    changed = (given != made).any(axis=2)
+    before, after = (np.asarray(picture.convert("RGB"), dtype=int) for picture in (image, edited(editor, image)))
+    changed = (before != after).any(axis=2)
     assert changed[:16, :16].any()
     assert not changed[32:, 32:].any()
 
@@ -465,8 +465,8 @@ def test_hostile_json_is_refused_in_one_line(server: Running, path: str, content
     ids=lambda image: str(image)[:30],
 )
 def test_hostile_images_are_refused_in_one_line(server: Running, image: Any) -> None:
-    for path, given in ((IMG2IMG, {"init_images": [image]}), ("/sdapi/v1/png-info", {"image": image})):
-        assert server.refused(path, {"prompt": "x", **given})[0] == 422
+    for path, fields in ((IMG2IMG, {"init_images": [image]}), ("/sdapi/v1/png-info", {"image": image})):
+        assert server.refused(path, {"prompt": "x", **fields})[0] == 422
     assert server.refused(IMG2IMG, {"init_images": [b64(picture())], "mask": image, **SMALL})[0] == 422
 
 
@@ -485,8 +485,8 @@ def test_forms_that_are_none_and_uploads_stay_in_memory(server: Running, monkeyp
     Image.effect_noise((32, 32), 100).convert("RGB").save(noise, "PNG")
     upload = noise.getvalue() + bytes(2**20 - 2**16)  # the decoder stops at the image's end
     form = b"".join(
-        b'--x\r\nContent-Disposition: form-data; name="%s"%s\r\n\r\n%s\r\n' % each
-        for each in ((b"prompt", b"", b"x"), (b"steps", b"", b"2"), (b"image", b'; filename="a.png"', upload))
+        b'--x\r\nContent-Disposition: form-data; name="%s"%s\r\n\r\n%s\r\n' % part
+        for part in ((b"prompt", b"", b"x"), (b"steps", b"", b"2"), (b"image", b'; filename="a.png"', upload))
     )
     status, answer = server.ask(
         "/v1/images/edits", form + b"--x--", **{"Content-Type": "multipart/form-data; boundary=x"}
@@ -580,10 +580,10 @@ def test_the_key(start: Start) -> None:
     assert server.ask("/healthz") == (200, {"status": "ok"})
     for path in ("/v1/models", "/metrics", "/docs", "/openapi.json", "/sdapi/v1/options", "/"):
         assert server.refused(path, None)[0] == 401
-    for given in ("Bearer x", KEY, f"Token {KEY}", "Basic !", "Basic " + base64.b64encode(KEY.encode()).decode()):
-        assert server.ask("/v1/models", Authorization=given)[0] == 401
-    for given in (f"Bearer {KEY}", f"Basic {basic}"):
-        assert server.ask("/v1/models", Authorization=given)[0] == 200
+    for header in ("Bearer x", KEY, f"Token {KEY}", "Basic !", "Basic " + base64.b64encode(KEY.encode()).decode()):
+        assert server.ask("/v1/models", Authorization=header)[0] == 401
+    for header in (f"Bearer {KEY}", f"Basic {basic}"):
+        assert server.ask("/v1/models", Authorization=header)[0] == 200
     openai = pytest.importorskip("openai")
     assert list(openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY).models.list())
 

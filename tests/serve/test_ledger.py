@@ -72,10 +72,10 @@ def test_a_request_is_refused_before_its_images_are_made(library: Any) -> None:
 
 def test_what_waits_makes_room_for_a_client_that_holds_less(library: Any) -> None:
     engine, tickets, token = engine_of(library, max_memory=4), list[Any](), CLIENT.set("")
-    given = SMALL | {"init_img": (Image.new("RGB", (512, 512)),)}
+    request = SMALL | {"init_img": (Image.new("RGB", (512, 512)),)}
     for client in ("greedy", "greedy", "greedy", "other"):
         CLIENT.set(client)
-        tickets.append(submit(engine, "img2img", given))
+        tickets.append(submit(engine, "img2img", request))
     CLIENT.reset(token)
     assert [ticket.state for ticket in tickets] == ["queued", "queued", "failed", "queued"]
     assert isinstance(tickets[2].error, Full)
@@ -140,10 +140,10 @@ def test_connections_of_requests_that_make_room_are_closed(start: Any, monkeypat
     connection.request("POST", "/sdapi/v1/extra-batch-images", body)
     assert connection.getresponse().status == 200
     ledger = running.engine.ledger
-    with Account(ledger, "other") as other:
+    with Account(ledger, "other") as account:
         monkeypatch.setattr(ledger, "most", ledger.held().total() + 10)
         monkeypatch.setattr(ledger, "share", ledger.most)
-        other.hold("body", 100)
+        account.hold("body", 100)
         start_time = time.monotonic()
         wait_for(lambda: not running.server.server_state.connections, "the end of the answer")
         assert time.monotonic() - start_time < 30

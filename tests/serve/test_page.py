@@ -68,9 +68,9 @@ Open = Callable[..., Any]
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     with playwright.sync_playwright() as driver:
-        made = driver.chromium.launch(executable_path=machine.program("chromium"), headless=True, args=FLAGS.split())
-        yield made
-        made.close()
+        browser = driver.chromium.launch(executable_path=machine.program("chromium"), headless=True, args=FLAGS.split())
+        yield browser
+        browser.close()
 
 
 @pytest.fixture
@@ -244,8 +244,8 @@ def test_a_second_pass_is_for_text_alone(visit: Open) -> None:
 
 
 def test_preview_interrupt_and_the_place_in_the_queue(visit: Open, url: str) -> None:
-    page, other = visit(), visit()
-    for visited, steps in ((page, "1000"), (other, "2")):
+    page, second_page = visit(), visit()
+    for visited, steps in ((page, "1000"), (second_page, "2")):
         visited.fill("#f-prompt", "a cat")
         visited.fill("#f-steps", steps)
     page.fill("#f-batch_size", "3")
@@ -253,16 +253,16 @@ def test_preview_interrupt_and_the_place_in_the_queue(visit: Open, url: str) -> 
     page.wait_for_selector("#preview[src^='data:image/jpeg']")
     assert re.match(r"Image 1 of 3, step \d+ of 1000", page.text_content("#status"))
     assert page.evaluate("document.querySelector('#actions progress').value") > 0
-    other.click("#run")
-    other.wait_for_selector("#status:has-text('Waiting: 3 images before yours')")
+    second_page.click("#run")
+    second_page.wait_for_selector("#status:has-text('Waiting: 3 images before yours')")
     page.click("#stop:not(:disabled)")
     page.wait_for_selector("#status:has-text('Interrupted')")
     assert page.locator("#gallery .tile").count() >= 1
-    other.wait_for_selector("#status:has-text('1 image in')")
+    second_page.wait_for_selector("#status:has-text('1 image in')")
     page.click("#run")  # who closes the page gives up what it asked for
     page.wait_for_selector("#preview:not([hidden])")
     page.close()
-    assert make(other).startswith("1 image in")
+    assert make(second_page).startswith("1 image in")
 
 
 def test_errors_are_beside_the_field_that_caused_them(visit: Open) -> None:
@@ -367,8 +367,8 @@ def test_inpaint_repaints_what_was_painted(visit: Open, tmp_path: Path) -> None:
     assert page.text_content("#e-mask") != ""
     paint(page)
     make(page)
-    array, made = np.asarray(Image.open(tmp_path / "picture.png")), np.asarray(result(page))
-    changed = (array != made).any(axis=2)
+    array, repainted = np.asarray(Image.open(tmp_path / "picture.png")), np.asarray(result(page))
+    changed = (array != repainted).any(axis=2)
     assert not changed[:, 32:].any()  # the right half was not painted
     assert changed[20:44, 15:17].mean() > 0.9
     before = painted(page)

@@ -38,9 +38,9 @@ SMALL: dict[str, Any] = {"prompt": "x", "steps": 2, "width": 32, "height": 32}
 
 @pytest.fixture(scope="module")
 def running(library: Any) -> Iterator[Running]:
-    made = Running(library)
-    yield made
-    made.close()
+    server = Running(library)
+    yield server
+    server.close()
 
 
 @pytest.fixture
@@ -260,12 +260,12 @@ def test_decoding_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_pictures_that_wait_have_a_limit(library: Any) -> None:
     """Of bytes: 2 MiB; a picture of 512 x 512 has 1."""
     engine = engine_of(library, max_memory=2)
-    given = {"prompt": "x", "init_img": (Image.new("RGB", (512, 512)),), "width": 32, "height": 32}
-    submit(engine, "img2img", given)
+    request = {"prompt": "x", "init_img": (Image.new("RGB", (512, 512)),), "width": 32, "height": 32}
+    submit(engine, "img2img", request)
     with pytest.raises(Full, match=r"your other requests hold 1 MiB: try again later"):
-        submit(engine, "img2img", given)
+        submit(engine, "img2img", request)
     with pytest.raises(TooLarge, match=r"needs about 3 MiB, expected at most 2"):
-        submit(engine, "inpaint", given | {"init_img": given["init_img"] * 2, "mask": given["init_img"]})
+        submit(engine, "inpaint", request | {"init_img": request["init_img"] * 2, "mask": request["init_img"]})
 
 
 def test_health_is_answered_while_all_threads_read(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -342,19 +342,19 @@ def test_many_controlnets_are_refused_before_their_images_are_read(running: Runn
 
 def test_what_is_queued_too_late_is_given_up(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread that queues it cannot be stopped when the client has got its 503."""
-    go, made = threading.Event(), list[Any]()
+    go, tickets = threading.Event(), list[Any]()
     submit_later = running.engine.submit
 
     def late(*args: Any, **kwargs: Any) -> Any:
         assert go.wait(60)
-        made.append(submit_later(*args, **kwargs))
-        return made[0]
+        tickets.append(submit_later(*args, **kwargs))
+        return tickets[0]
 
     monkeypatch.setattr(running.engine, "submit", late)
     monkeypatch.setattr(http, "READING", 0.3)
     assert running.refused(TXT2IMG, SMALL | {"steps": 150})[0] == 503
     go.set()
-    wait_for(lambda: made and made[0].state == "cancelled", "a request that is given up")
+    wait_for(lambda: tickets and tickets[0].state == "cancelled", "a request that is given up")
 
 
 # ---- what is asked for ----------------------------------------------------------------------------------------------
@@ -517,13 +517,13 @@ def test_a_client_that_holds_the_queue_makes_room_for_others(library: Any, as_cl
     with pytest.raises(Full):
         submit(engine, "txt2img", SMALL)
     as_client("other")
-    other = submit(engine, "txt2img", SMALL)
+    newcomer = submit(engine, "txt2img", SMALL)
     assert [ticket.state for ticket in first] == ["queued"] * 3 + ["failed"]
     assert isinstance(first[3].error, Full)
     second = submit(engine, "txt2img", SMALL)
     with pytest.raises(Full):  # both hold two
         submit(engine, "txt2img", SMALL)
-    assert other.state == second.state == "queued"
+    assert newcomer.state == second.state == "queued"
 
 
 def test_ipv6_clients_are_told_by_their_network() -> None:
@@ -536,8 +536,8 @@ def test_ipv6_clients_are_told_by_their_network() -> None:
 
 
 def test_a_forwarded_address_is_a_proxys_alone(start: Callable[..., Running], caplog: Any) -> None:
-    for given, wanted in (({}, "127.0.0.1"), ({"proxy": "127.0.0.1"}, "9.9.9.9")):
-        server = start(**given)
+    for options, wanted in (({}, "127.0.0.1"), ({"proxy": "127.0.0.1"}, "9.9.9.9")):
+        server = start(**options)
         with caplog.at_level(logging.INFO, logger="ldm_lite.access"):
             server.ask("/healthz", **{"X-Forwarded-For": "9.9.9.9"})
             answered = lambda: any("GET /healthz 200" in message for message in caplog.messages)  # noqa: E731
@@ -574,13 +574,13 @@ def test_connections_have_a_limit_and_those_that_ask_nothing_make_room(start: Ca
     more = [socket.create_connection(("127.0.0.1", server.port), timeout=20) for _ in range(20)]
     assert server.ask("/healthz")[0] == 200
     assert len(server.server.server_state.connections) <= 5
-    for each in (*idle, *more):
-        each.close()
+    for connection in (*idle, *more):
+        connection.close()
 
 
 def test_as_many_files_may_be_open_as_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     resource, limits, connections = pytest.importorskip("resource"), list[tuple[int, int]](), list[tuple[int, int]]()
-    monkeypatch.setattr(resource, "setrlimit", lambda kind, given: limits.append(given))
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, limit: limits.append(limit))
     monkeypatch.setattr(os, "listdir", lambda path: ["file"] * 12)
     for hard in (4096, 1000, resource.RLIM_INFINITY, 64):
         monkeypatch.setattr(resource, "getrlimit", lambda kind, hard=hard: (min(hard % 2**62, 256), hard))
@@ -659,8 +659,8 @@ def test_health_is_answered_though_few_files_may_be_open(small_path: Any) -> Non
         assert health() == 200
         assert time.monotonic() - start < 5
     finally:
-        for each in opened:
-            each.close()
+        for connection in opened:
+            connection.close()
         process.terminate()
         process.wait()
 

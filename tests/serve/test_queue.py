@@ -33,10 +33,10 @@ def options(prompt: str = "a car", seed: int = 1, **more: Any) -> dict[str, Any]
 
 @pytest.fixture
 def engine(library: Any) -> Iterator[Any]:
-    made = engine_of(library)
-    yield made
-    made.start() if made._thread.ident is None else None
-    made.close()
+    engine = engine_of(library)
+    yield engine
+    engine.start() if engine._thread.ident is None else None
+    engine.close()
 
 
 @pytest.fixture(scope="module")
@@ -47,17 +47,17 @@ def alone(small_path: Path) -> Pipeline:
 def test_requests_run_together_with_the_bits_that_they_have_alone(engine: Any, alone: Pipeline) -> None:
     """Prompts, negative prompts, seeds and counts differ; one has a second chunk of text and one other steps."""
     long = ", ".join(["a red apple on a blue background"] * 20)
-    given = [
+    requests = [
         options("an apple", 1),
         options("a car", 7, batch_size=2),
         options("a dog", 9, negative_prompt="ugly", n_iter=2),
         options(long, 3, prompt_syntax="a1111"),
         options("a cat", 4, steps=2),
     ]
-    tickets = [submit(engine, "txt2img", each) for each in given]
-    assert [each.position for each in tickets] == [0, 1, 3, 5, 6]
+    tickets = [submit(engine, "txt2img", request) for request in requests]
+    assert [ticket.position for ticket in tickets] == [0, 1, 3, 5, 6]
     engine.start()
-    for ticket, asked in zip(tickets, given, strict=True):
+    for ticket, asked in zip(tickets, requests, strict=True):
         for result in finished(ticket):
             more = {
                 "steps": asked["steps"],
@@ -68,7 +68,7 @@ def test_requests_run_together_with_the_bits_that_they_have_alone(engine: Any, a
             [wanted] = alone.txt2img(result.prompt, **size, **more, output="result")
             assert result.image.tobytes() == wanted.image.tobytes()
             assert result.parameters == wanted.parameters
-    assert [len(each.results) for each in tickets] == [1, 2, 2, 1, 1]
+    assert [len(ticket.results) for ticket in tickets] == [1, 2, 2, 1, 1]
     assert engine.totals["batches"] == 3
     assert engine.totals["images"] == 7
 
@@ -78,15 +78,15 @@ def test_images_whose_steps_take_turns_have_the_bits_that_they_have_alone(librar
     engine, ticks, tickets, order = engine_of(library), itertools.count(), list[Any](), list[str]()
     engine.clock = lambda: float(next(ticks))
     asked = {"a": options("an apple", 1, batch_size=3, steps=6), "b": options("a car", 7, steps=8, batch_size=2)}
-    for client, given in asked.items():
+    for client, request in asked.items():
         token = CLIENT.set(client)
-        tickets.append(submit(engine, "txt2img", given))
+        tickets.append(submit(engine, "txt2img", request))
         tickets[-1].listen(lambda client=client: order.append(client))
         CLIENT.reset(token)
     engine.start()
-    for ticket, given in zip(tickets, asked.values(), strict=True):
+    for ticket, request in zip(tickets, asked.values(), strict=True):
         for result in finished(ticket):
-            more = {"steps": given["steps"], "seed": result.seed, "width": 32, "height": 32}
+            more = {"steps": request["steps"], "seed": result.seed, "width": 32, "height": 32}
             [wanted] = alone.txt2img(result.prompt, **more)
             assert result.image.tobytes() == wanted.tobytes()
     engine.close()
@@ -98,12 +98,12 @@ def test_images_whose_steps_take_turns_have_the_bits_that_they_have_alone(librar
 def test_fast_batching_differs_by_one_of_255_at_most(bundled: Pipeline) -> None:
     engine = engine_of(library_of(batching="fast"), batching="fast")
     assert engine.library.together is None
-    given = {seed: {"prompt": f"{seed} apples", "seed": seed, "steps": 10} for seed in range(8)}
-    tickets = [submit(engine, "txt2img", each) for each in given.values()]
+    requests = {seed: {"prompt": f"{seed} apples", "seed": seed, "steps": 10} for seed in range(8)}
+    tickets = [submit(engine, "txt2img", request) for request in requests.values()]
     engine.start()
-    for seed, made in zip(given, finished(*tickets), strict=True):
+    for seed, result in zip(requests, finished(*tickets), strict=True):
         [wanted] = bundled.txt2img(f"{seed} apples", seed=seed, steps=10, output="numpy")
-        assert abs(made.array.astype(int) - wanted.astype(int)).max() <= 1
+        assert abs(result.array.astype(int) - wanted.astype(int)).max() <= 1
     assert engine.totals["batches"] == 1
     engine.close()
 
@@ -122,10 +122,10 @@ def test_image_to_image_and_inpainting_run_together_as_alone(engine: Any, alone:
         for i, picture in enumerate(pictures)
     ]
     engine.start()
-    made = finished(*tickets)
+    results = finished(*tickets)
     for i, picture in enumerate(pictures):
-        assert made[i].image.tobytes() == alone.img2img("x", picture, seed=i, **more)[0].tobytes()
-        assert made[3 + i].image.tobytes() == alone.inpaint("x", picture, mask, seed=i, **more)[0].tobytes()
+        assert results[i].image.tobytes() == alone.img2img("x", picture, seed=i, **more)[0].tobytes()
+        assert results[3 + i].image.tobytes() == alone.inpaint("x", picture, mask, seed=i, **more)[0].tobytes()
     assert engine.totals["batches"] == 2
 
 
@@ -141,8 +141,8 @@ def test_a_layer_whose_bits_depend_on_the_batch_runs_image_by_image() -> None:
         assert not torch.equal(network(x)[::2], alone[0])
         together = Together(network)
         with together.images(2):
-            made = network(x)
-    assert all(torch.equal(made[image::2], alone[image]) for image in range(2))
+            outputs = network(x)
+    assert all(torch.equal(outputs[image::2], alone[image]) for image in range(2))
     assert is_unmodified(network)
 
 
@@ -157,11 +157,11 @@ def test_a_step_whose_bits_depend_on_the_batch_runs_image_by_image(alone: Pipeli
     registers = torch.randn(5, 3, 4, 2, 2)
     noise, guided = torch.zeros(3, 4, 2, 2), join([Branch({})], 1.0, torch.device("cpu"))
     for _ in range(2):
-        made = together(network, registers, row, noise, guided, weighted, ())
+        outputs = together(network, registers, row, noise, guided, weighted, ())
         for image in range(3):
-            own = registers[:, image : image + 1]
-            wanted = run_row(network, own, row, noise[:1], guided)
-            assert torch.equal(made[:, image : image + 1], wanted)
+            of_image = registers[:, image : image + 1]
+            wanted = run_row(network, of_image, row, noise[:1], guided)
+            assert torch.equal(outputs[:, image : image + 1], wanted)
     assert calls.count(3) == 1  # it is tried once
 
 
@@ -332,14 +332,14 @@ def test_models_are_swapped_on_request_and_named_from_their_folder_alone(models:
         submit(engine, "txt2img", options(batch_size=2), model=name) for name in ("one", None, "more/two", "one")
     ]
     engine.start()
-    made = finished(*tickets)
+    results = finished(*tickets)
     assert engine.totals["swaps"] == 2  # those of one model run one after the other
     engine.close()
-    assert made[0].image.tobytes() == made[6].image.tobytes()
-    assert made[0].image.tobytes() != made[4].image.tobytes()
+    assert results[0].image.tobytes() == results[6].image.tobytes()
+    assert results[0].image.tobytes() != results[4].image.tobytes()
     path = models / "more" / "two.safetensors"
     [wanted] = ldm_lite.load(path, device="cpu").txt2img("a car", seed=1, steps=3, width=32, height=32)
-    assert made[4].image.tobytes() == wanted.tobytes()
+    assert results[4].image.tobytes() == wanted.tobytes()
 
 
 def write_lora(path: Path) -> None:
@@ -352,10 +352,10 @@ def test_loras_are_merged_for_the_requests_that_name_them(library: Any, small_pa
     engine = engine_of(library_of(small_path, loras=str(tmp_path)), loras=str(tmp_path))
     with pytest.raises(ValueError, match="unknown LoRA 'twos': expected one of ones"):
         submit(engine, "txt2img", options(), loras=(("twos", 1.0),))
-    given: list[Any] = [(), (("ones", 0.5),), (), (("ones", 0.5),), (("ones", 1.0),)]
-    tickets = [submit(engine, "txt2img", options(), loras=each) for each in given]
+    lora_sets: list[Any] = [(), (("ones", 0.5),), (), (("ones", 0.5),), (("ones", 1.0),)]
+    tickets = [submit(engine, "txt2img", options(), loras=loras) for loras in lora_sets]
     engine.start()
-    plain, half, again, too, whole = (made.image.tobytes() for made in finished(*tickets))
+    plain, half, again, too, whole = (result.image.tobytes() for result in finished(*tickets))
     engine.close()
     assert plain == again
     assert half == too
@@ -370,7 +370,7 @@ def test_fifty_swaps_of_models_and_loras_do_not_grow_memory(models: Path, small_
     """One UNet is alive, and the last 25 swaps take less memory than four of these models have."""
     write_lora(models.parent / "ones.safetensors")
     limits = {"models": str(models), "loras": str(models.parent)}
-    others = sum(type(each) is LDMUNet for each in gc.get_objects())  # of fixtures, which live on
+    others = sum(type(instance) is LDMUNet for instance in gc.get_objects())  # of fixtures, which live on
     engine = engine_of(library_of(small_path, **limits), **limits).start()
     sizes = []
     for swap in range(50):
@@ -380,6 +380,6 @@ def test_fifty_swaps_of_models_and_loras_do_not_grow_memory(models: Path, small_
     assert engine.totals["swaps"] == 50
     engine.close()
     gc.collect()
-    assert sum(type(each) is LDMUNet for each in gc.get_objects()) <= others + 1
-    weights = sum(each.numel() * each.element_size() for each in engine.library.model.unet.parameters())
+    assert sum(type(instance) is LDMUNet for instance in gc.get_objects()) <= others + 1
+    weights = sum(parameter.numel() * parameter.element_size() for parameter in engine.library.model.unet.parameters())
     assert sizes[-1] - sizes[24] < 4 * weights

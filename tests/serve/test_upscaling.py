@@ -37,9 +37,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(small_path: Path, folder: Path) -> Iterator[Any]:
     options = {"upscalers": str(folder), "max_steps": 20}
-    made = Running(library_of(small_path, **options), **options)
-    yield made
-    made.close()
+    running = Running(library_of(small_path, **options), **options)
+    yield running
+    running.close()
 
 
 def pixels(text: str) -> np.ndarray:
@@ -80,9 +80,9 @@ def test_a_second_pass_is_that_of_python(
         ours = ours | {"hires_esrgan": folder / ours["hires_esrgan"]}
     wanted = pipe.txt2img(**OURS, batch_size=2, **ours)
     for image, ours_too in zip(answer["images"], wanted, strict=True):
-        made = pixels(image)
-        assert made.shape == ours_too.shape
-        assert np.abs(made.astype(int) - ours_too).max() <= 1  # of a batch of two, or of one
+        enlarged = pixels(image)
+        assert enlarged.shape == ours_too.shape
+        assert np.abs(enlarged.astype(int) - ours_too).max() <= 1  # of a batch of two, or of one
 
 
 @pytest.mark.parametrize(
@@ -114,33 +114,33 @@ def test_extras_enlarge_as_python(server: Any, folder: Path) -> None:
     """Sides are multiples of 8, as there; a second upscaler is mixed in; a size is filled, and cut."""
     image, network = photo(), ldm_lite.Upscaler(folder / "x2net.pth", device="cpu")
 
-    def made(**given: Any) -> np.ndarray:
-        status, answer = server.ask("/sdapi/v1/extra-single-image", {"image": b64(image), **given})
+    def enlarged(**fields: Any) -> np.ndarray:
+        status, answer = server.ask("/sdapi/v1/extra-single-image", {"image": b64(image), **fields})
         assert status == 200, answer
         return pixels(answer["image"])
 
     by_network = network(image).resize((40, 24), Image.Resampling.LANCZOS)
-    assert np.array_equal(made(upscaler_1="x2net", upscaling_resize=2), np.asarray(by_network))
+    assert np.array_equal(enlarged(upscaler_1="x2net", upscaling_resize=2), np.asarray(by_network))
     lanczos = image.resize((40, 24), Image.Resampling.LANCZOS)
-    assert np.array_equal(made(upscaler_1="Lanczos", upscaling_resize=2), np.asarray(lanczos))
-    mixed = made(upscaler_1="x2net", upscaler_2="Lanczos", extras_upscaler_2_visibility=0.25)
+    assert np.array_equal(enlarged(upscaler_1="Lanczos", upscaling_resize=2), np.asarray(lanczos))
+    mixed = enlarged(upscaler_1="x2net", upscaler_2="Lanczos", extras_upscaler_2_visibility=0.25)
     assert np.array_equal(mixed, np.asarray(Image.blend(by_network, lanczos, 0.25)))
     three = network(network(image)).resize((56, 32), Image.Resampling.LANCZOS)  # 60 x 36, in multiples of 8
-    assert np.array_equal(made(upscaler_1="x2net", upscaling_resize=3), np.asarray(three))
+    assert np.array_equal(enlarged(upscaler_1="x2net", upscaling_resize=3), np.asarray(three))
     size = {"resize_mode": 1, "upscaling_resize_w": 24, "upscaling_resize_h": 24}
-    assert np.array_equal(made(upscaler_1="x2net", **size), np.asarray(by_network)[:, 8:32])
-    assert made(upscaler_1="x2net", **size, upscaling_crop=False).shape == (24, 40, 3)
-    assert np.array_equal(made(), np.asarray(image))
+    assert np.array_equal(enlarged(upscaler_1="x2net", **size), np.asarray(by_network)[:, 8:32])
+    assert enlarged(upscaler_1="x2net", **size, upscaling_crop=False).shape == (24, 40, 3)
+    assert np.array_equal(enlarged(), np.asarray(image))
     several = {"imageList": [{"data": b64(image)}, {"data": b64(image)}], "upscaler_1": "x2net"}
     status, answer = server.ask("/sdapi/v1/extra-batch-images", several)
     assert (status, len(answer["images"])) == (200, 2)
-    names = [each["name"] for each in server.ask("/sdapi/v1/upscalers")[1]]
+    names = [upscaler["name"] for upscaler in server.ask("/sdapi/v1/upscalers")[1]]
     assert names == ["None", "Lanczos", "Nearest", "x2net"]
-    assert "Latent (nearest)" in [each["name"] for each in server.ask("/sdapi/v1/latent-upscale-modes")[1]]
+    assert "Latent (nearest)" in [mode["name"] for mode in server.ask("/sdapi/v1/latent-upscale-modes")[1]]
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("fields", "message"),
     [
         ({"upscaler_1": "4x"}, "unknown upscaler '4x': expected one of x2net"),
         ({"upscaler_1": "x2net", "upscaling_resize": 8, "image": b64(photo(100, 100))}, "got 800 x 800 pixels"),
@@ -149,8 +149,8 @@ def test_extras_enlarge_as_python(server: Any, folder: Path) -> None:
         ({"image": "no"}, "image"),
     ],
 )
-def test_wrong_extras_are_one_line(server: Any, given: dict[str, Any], message: str) -> None:
-    status, got = server.refused("/sdapi/v1/extra-single-image", {"image": b64(photo())} | given)
+def test_wrong_extras_are_one_line(server: Any, fields: dict[str, Any], message: str) -> None:
+    status, got = server.refused("/sdapi/v1/extra-single-image", {"image": b64(photo())} | fields)
     assert status == 422
     assert message in got
 
@@ -166,9 +166,9 @@ def test_requests_that_wait_hold_no_network(small_path: Path, folder: Path) -> N
     torch.save({"params": {}}, folder / "broken.pth")
     library = library_of(small_path, upscalers=str(folder))
     engine = engine_of(library, upscalers=str(folder))
-    given = {"prompt": "x", "steps": 1, "width": 32, "height": 32, "hires": 2.0}
+    request = {"prompt": "x", "steps": 1, "width": 32, "height": 32, "hires": 2.0}
     names = ["x2net", "second", "x2net", "broken"]
-    tickets = [submit(engine, "txt2img", given | {"hires_esrgan": library.upscaler(name)}) for name in names]
+    tickets = [submit(engine, "txt2img", request | {"hires_esrgan": library.upscaler(name)}) for name in names]
     assert library._upscaler is None
     engine.start()
     assert len(finished(*tickets[:3])) == 3

@@ -45,9 +45,9 @@ FOREIGN = [
 ]
 
 
-@pytest.mark.parametrize(("prompt", "found", "advice"), FOREIGN)
-def test_what_is_written_for_another_program_gets_one_line(prompt: str, found: str, advice: str) -> None:
-    assert list(signs_in(prompt)) == [f"{found} in the prompt is read as words: {advice}"]
+@pytest.mark.parametrize(("prompt", "sign", "advice"), FOREIGN)
+def test_what_is_written_for_another_program_gets_one_line(prompt: str, sign: str, advice: str) -> None:
+    assert list(signs_in(prompt)) == [f"{sign} in the prompt is read as words: {advice}"]
 
 
 def test_every_sign_is_tried() -> None:

@@ -21,7 +21,7 @@ def test_prompts_are_read_as_in_the_web_ui(start: int) -> None:
         assert [list(part) for part in split_at_ands(prompt)] == parts, prompt
         calls = Calls(steps) if hires is None else Calls(hires, before=steps)
         for (text, _), wanted in zip(parts, schedules, strict=True):
-            assert [list(each) for each in schedule(text, calls)] == wanted, (text, calls)
+            assert [list(span) for span in schedule(text, calls)] == wanted, (text, calls)
         if "BREAK" in prompt:  # tests/text/test_prompt.py
             continue
         pieces = [piece for piece in parse(prompt) if piece[0]] or [("", 1.0)]

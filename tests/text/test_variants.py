@@ -48,7 +48,7 @@ def test_weights_are_shares() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "made"),
+    ("text", "expected"),
     [
         (r"a \{b\|c\} \__x__", "a {b|c} __x__"),
         ("a|b $5 snake_case __ x", "a|b $5 snake_case __ x"),
@@ -57,8 +57,8 @@ def test_weights_are_shares() -> None:
         ("", ""),
     ],
 )
-def test_ordinary_text_stays(text: str, made: str) -> None:
-    assert Prompts(None).all(text) == [made]
+def test_ordinary_text_stays(text: str, expected: str) -> None:
+    assert Prompts(None).all(text) == [expected]
 
 
 @pytest.mark.parametrize(
@@ -119,8 +119,8 @@ def test_hostile_texts_take_no_time_and_little_memory(text: str, tmp_path: Path)
 def test_prompts_are_counted_before_any_is_made(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = Prompts(folder)
     for text in (*GOLDENS, "{0$$a|b}", "{0-2$$ and $$a|bb|{c|dd}} x", "{1-3$$__*__} {2::a|__colour__}"):
-        made = prompts.all(text)
-        assert prompts._size(parse(text), 0) == (len(made), sum(map(len, made)))
+        variants = prompts.all(text)
+        assert prompts._size(parse(text), 0) == (len(variants), sum(map(len, variants)))
     monkeypatch.setattr(Prompts, "_every", None)
     for text in ("{a|b}" * 14, "{8$$a|b|c|d|e|f|g|h}", "{a|b}" * 13 + "a" * 3000):
         with pytest.raises(ValueError, match="makes more than 10000 prompts, or 10000000 characters: draw some"):
@@ -146,17 +146,17 @@ def test_images_take_their_own_prompts(small_path: Path, folder: Path) -> None:
     pipe: Pipeline = ldm_lite.load(small_path, device="cpu")
     run: dict[str, Any] = {"steps": 1, "seed": 5, "output": "result", "wildcards": folder}
     result = pipe.txt2img("a __colour__ {car|bus}", batch_size=3, n_iter=2, **run)
-    assert {each.prompt for each in result} <= {"a red car", "a red bus", "a blue car", "a blue bus"}
-    assert len({each.prompt for each in result}) > 1
+    assert {picture.prompt for picture in result} <= {"a red car", "a red bus", "a blue car", "a blue bus"}
+    assert len({picture.prompt for picture in result}) > 1
     for k in (0, 5):  # each by its own seed
         [again] = pipe.txt2img("a __colour__ {car|bus}", **run | {"seed": 5 + k})
         assert again.prompt == result[k].prompt
-    assert [each.seed for each in result] == [5, 6, 7, 8, 9, 10]
-    assert all(each.parameters.startswith(each.prompt) for each in result)
+    assert [picture.seed for picture in result] == [5, 6, 7, 8, 9, 10]
+    assert all(picture.parameters.startswith(picture.prompt) for picture in result)
     alone = pipe.txt2img(result[4].prompt, steps=1, seed=9, output="numpy")[0]
     assert np.abs(alone.astype(int) - result[4].array).max() <= 1
     every = pipe.txt2img("a __colour__ {car|bus}", dynamic="all", **run)
-    assert [each.prompt for each in every] == ["a red car", "a red bus", "a blue car", "a blue bus"]
+    assert [picture.prompt for picture in every] == ["a red car", "a red bus", "a blue car", "a blue bus"]
     image = np.zeros((64, 64, 3), np.uint8)
     assert len(pipe.img2img("{a|b}", [image, image], dynamic="all", steps=2, output="result")) == 4
     with pytest.raises(ValueError, match="take prompts as they are"):

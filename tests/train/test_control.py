@@ -130,9 +130,9 @@ def test_wandb_has_the_rows_of_the_log(
     ids = list[str]()
     init = wandb.init
 
-    def watched(**given: Any) -> Any:
-        ids.append(given["id"])
-        run = init(mode="disabled", **given)
+    def watched(**arguments: Any) -> Any:
+        ids.append(arguments["id"])
+        run = init(mode="disabled", **arguments)
         run.log = lambda row, step: rows.append((row, step))
         return run
 

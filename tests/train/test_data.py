@@ -75,9 +75,9 @@ def test_lists_of_captions(tmp_path: Path, folder: Path) -> None:
     for split in ("train", "more"):
         (tmp_path / split).mkdir()
     for i in range(6):
-        own = tmp_path / ("train" if i >= 3 else "more")
-        (own / f"{i}.png").write_bytes((folder / f"{i}.png").read_bytes())
-        with open(own / "metadata.jsonl", "a") as file:
+        subfolder = tmp_path / ("train" if i >= 3 else "more")
+        (subfolder / f"{i}.png").write_bytes((folder / f"{i}.png").read_bytes())
+        with open(subfolder / "metadata.jsonl", "a") as file:
             file.write(json.dumps({"file_name": f"{i}.png", "prompt" if i % 2 else "text": f"picture {i}"}) + "\n")
     (tmp_path / "other.jsonl").write_text("{}")
     assert pairs(open_data(tmp_path, 16)) == pairs(open_data(folder, 16))
@@ -229,9 +229,9 @@ def test_processes_share_the_batches_of_one(processes: int) -> None:
     """A batch of 5, divided unevenly: the same examples, with the same random numbers."""
     taken, drawn = Counter[tuple[int, int]](), {}
     for rank in range(processes):
-        own = range(rank * 5 // processes, (rank + 1) * 5 // processes)
-        for batch in batches.batches(Numbers(7, 4), 1, Slice(5, own, 2, 6), workers=0):
-            assert len(batch.numbers) == len(own)
+        share = range(rank * 5 // processes, (rank + 1) * 5 // processes)
+        for batch in batches.batches(Numbers(7, 4), 1, Slice(5, share, 2, 6), workers=0):
+            assert len(batch.numbers) == len(share)
             taken.update(zip(batch.numbers, batch.pixels.flatten().tolist(), strict=True))
             drawn |= dict(zip(batch.numbers, Draws(1, batch.numbers).normal("noise", (2, 3)), strict=True))
     order = Order(Numbers(7, 4), 1)
@@ -274,12 +274,12 @@ def write(out: Path, folder: Path, small_path: Path, shard: int = 4) -> Path:
     assert contexts is not None
     assert empty is not None
     for start in range(0, 6, shard):
-        own = out / f"{start // shard:05}"
-        own.mkdir(parents=True)
-        np.save(own / "moments.npy", moments[start : start + shard].half().numpy())
-        np.save(own / "context.npy", contexts[start : start + shard].half().numpy())
+        shard_folder = out / f"{start // shard:05}"
+        shard_folder.mkdir(parents=True)
+        np.save(shard_folder / "moments.npy", moments[start : start + shard].half().numpy())
+        np.save(shard_folder / "context.npy", contexts[start : start + shard].half().numpy())
         lines = [json.dumps(example.caption) + "\n" for example in examples[start : start + shard]]
-        (own / "captions.jsonl").write_text("".join(lines))
+        (shard_folder / "captions.jsonl").write_text("".join(lines))
     (out / "empty").mkdir()
     np.save(out / "empty" / "context.npy", empty.half().numpy())
     index = {

@@ -62,14 +62,14 @@ def batch(pipe: Pipeline, *captions: str) -> Batch:
     return Batch(moments, list(captions), None, tuple(range(len(captions))), sizes=sizes[: len(captions)])
 
 
-def text_of(pipe: Pipeline, given: Batch, captions: Sequence[str | None]) -> tuple[Tensor | None, Tensor | None]:
+def text_of(pipe: Pipeline, examples: Batch, captions: Sequence[str | None]) -> tuple[Tensor | None, Tensor | None]:
     """What the network reads of captions, of XL with the sizes of the images."""
     text = Conditioning(**encode_captions(pipe, captions))
     if pipe.family.conditioner != "sdxl":
         return text.context, None
     assert text.y is not None
-    assert given.sizes is not None
-    angles = given.sizes.numpy()[:, :, None] * 10000 ** (-np.arange(128) / 128)
+    assert examples.sizes is not None
+    angles = examples.sizes.numpy()[:, :, None] * 10000 ** (-np.arange(128) / 128)
     sinusoids = np.concatenate([np.cos(angles), np.sin(angles)], axis=2).reshape(2, -1)
     return text.context, torch.cat([text.y[:, :96], torch.from_numpy(sinusoids).float()], dim=1)
 
@@ -78,19 +78,19 @@ def text_of(pipe: Pipeline, given: Batch, captions: Sequence[str | None]) -> tup
 def test_the_loss_is_the_mean_squared_error_of_what_the_family_predicts(name: str, files: dict[str, Path]) -> None:
     """v = a eps - s x0 for Stable Diffusion 2; eps for XL, which reads each image's sizes and pooled text."""
     pipe = opened(files, name)
-    given = batch(pipe, "a cat", "a dog on a log")
+    examples = batch(pipe, "a cat", "a dog on a log")
     loss = DiffusionLoss(pipe, {"unet": pipe.unet})
     with torch.no_grad():
-        got = float(loss(given, Draws(3, given.numbers)))
+        got = float(loss(examples, Draws(3, examples.numbers)))
 
-    draws = [SplitMix(3, number) for number in given.numbers]
+    draws = [SplitMix(3, number) for number in examples.numbers]
     z, noise = (np.stack([d.normal(purpose, (4, 8, 12)) for d in draws]) for purpose in ("latents", "noise"))
     t = np.array([d.integers("timesteps", 1000) for d in draws])
-    mean, logvar = given.pixels.numpy()[:, :4], given.pixels.numpy()[:, 4:]
+    mean, logvar = examples.pixels.numpy()[:, :4], examples.pixels.numpy()[:, 4:]
     x0 = pipe.family.scale_factor * (mean + np.exp(logvar / 2) * z)
     alpha_bar = np.cumprod(1 - np.linspace(0.00085**0.5, 0.012**0.5, 1000) ** 2)[t][:, None, None, None]
     a, s = np.sqrt(alpha_bar), np.sqrt(1 - alpha_bar)
-    context, y = text_of(pipe, given, given.captions)
+    context, y = text_of(pipe, examples, examples.captions)
     target = a * noise - s * x0 if name == "sd2" else noise
     with torch.no_grad():
         out = pipe.unet(torch.from_numpy(a * x0 + s * noise).float(), torch.from_numpy(t), context, y)
@@ -108,24 +108,24 @@ def test_a_distillation_has_the_papers_loss(name: str, files: dict[str, Path]) -
         for j, value in enumerate(lora.parameters()):
             value.data = 0.2 * toy.normal(100 * i + j, *value.shape)
         lora.attach({"unet": (student, average)[i]})
-    attached, other = loras[0].attach({"unet": pipe.unet}), functools.partial(using, {"lora": loras[0]})
+    attached, with_weights = loras[0].attach({"unet": pipe.unet}), functools.partial(using, {"lora": loras[0]})
     loss = ConsistencyLoss(
-        pipe, {"lora": loras[0]}, guidance=4.0, base=attached.off, average=lambda: other({"lora": loras[1]})
+        pipe, {"lora": loras[0]}, guidance=4.0, base=attached.off, average=lambda: with_weights({"lora": loras[1]})
     )
-    given = batch(pipe, "a cat", "a dog on a log")
+    examples = batch(pipe, "a cat", "a dog on a log")
     seed = next(seed for seed in range(999) if SplitMix(seed, 0).integers("timesteps", 50) == 0)
-    value = loss(given, Draws(seed, given.numbers))
+    value = loss(examples, Draws(seed, examples.numbers))
 
-    draws = [SplitMix(seed, number) for number in given.numbers]
+    draws = [SplitMix(seed, number) for number in examples.numbers]
     t = 20 * np.array([d.integers("timesteps", 50) for d in draws]) + 19
     before = np.maximum(t - 20, 0)
     assert before[0] == 0
     z, noise = (np.stack([d.normal(purpose, (4, 8, 12)) for d in draws]) for purpose in ("latents", "noise"))
-    mean, logvar = given.pixels.numpy()[:, :4], given.pixels.numpy()[:, 4:]
+    mean, logvar = examples.pixels.numpy()[:, :4], examples.pixels.numpy()[:, 4:]
     alpha_bar = np.cumprod(1 - np.linspace(0.00085**0.5, 0.012**0.5, 1000) ** 2)[:, None, None, None]
     a, s = np.sqrt(alpha_bar), np.sqrt(1 - alpha_bar)
     x = a[t] * pipe.family.scale_factor * (mean + np.exp(logvar / 2) * z) + s[t] * noise
-    text, no_text = (text_of(pipe, given, captions) for captions in (given.captions, [None, None]))
+    text, no_text = (text_of(pipe, examples, captions) for captions in (examples.captions, [None, None]))
 
     def predicted(unet: nn.Module, x: Any, t: Any, text: tuple[Tensor | None, Tensor | None]) -> tuple[Any, Any]:
         with torch.no_grad():
@@ -139,7 +139,7 @@ def test_a_distillation_has_the_papers_loss(name: str, files: dict[str, Path]) -
         skip, rest = 0.5**2 / (scaled**2 + 0.5**2), scaled / np.sqrt(scaled**2 + 0.5**2)
         return skip * x + rest * predicted(unet, x, t, text)[0]
 
-    (x0, eps), (no_x0, no_eps) = (predicted(teacher, x, t, each) for each in (text, no_text))
+    (x0, eps), (no_x0, no_eps) = (predicted(teacher, x, t, condition) for condition in (text, no_text))
     steps = [a[before] * x0 + s[before] * eps, a[before] * no_x0 + s[before] * no_eps]
     target = consistent(average, (1 + 4.0) * steps[0] - 4.0 * steps[1], before)
     distance = np.sqrt((consistent(student, x, t) - target) ** 2 + 1e-3**2) - 1e-3
@@ -165,9 +165,9 @@ def test_a_distillation_goes_on_where_it_stopped(tmp_path: Path, folder: Path, f
     assert np.isfinite(result.pixels.numpy()).all()
 
 
-@pytest.mark.parametrize("other", ["lcm", "flux_dev"])
-def test_what_cannot_be_distilled_is_refused(other: str, files: dict[str, Path]) -> None:
-    pipe, family = opened(files, "sd2"), FAMILY_ROWS[other]
+@pytest.mark.parametrize("name", ["lcm", "flux_dev"])
+def test_what_cannot_be_distilled_is_refused(name: str, files: dict[str, Path]) -> None:
+    pipe, family = opened(files, "sd2"), FAMILY_ROWS[name]
     model = replace(pipe, family=family, schedule=family.noise.schedule(family.prediction))
     with pytest.raises(ValueError, match="`lcm` distils Stable Diffusion 1, 2 and XL only: leave it out"):
         check_model(plain_options(data="a", lora_rank=2, lcm=True), model)
@@ -188,10 +188,10 @@ def test_gradients_reach_all_encoders(name: str, kind: str, files: dict[str, Pat
         trained = Vectors(pipe, "cat", 2)
         model = trained.known_to(pipe, "<it>")
     elif kind == "whole":
-        made = make_loss(plain_options(data="a", train_text=True), pipe)
-        assert isinstance(made, DiffusionLoss)
-        assert made.networks.keys() == networks.keys()
-        trained = nn.ModuleDict(made.networks)
+        whole_loss = make_loss(plain_options(data="a", train_text=True), pipe)
+        assert isinstance(whole_loss, DiffusionLoss)
+        assert whole_loss.networks.keys() == networks.keys()
+        trained = nn.ModuleDict(whole_loss.networks)
     else:
         trained = LoRA(networks, rank=2, alpha=1.5, kind=kind)
         trained.attach(networks)
@@ -199,13 +199,13 @@ def test_gradients_reach_all_encoders(name: str, kind: str, files: dict[str, Pat
         for parameter in trained.parameters():
             nn.init.normal_(parameter, std=0.3)
     loss = DiffusionLoss(model, {"it": trained})
-    given = batch(pipe, "a photo of <it>", "<it> as a dog")
+    examples = batch(pipe, "a photo of <it>", "<it> as a dog")
     with toy.in_float64(*networks.values(), trained):
         pipe.unet.register_forward_pre_hook(lambda net, args: tuple(None if x is None else x.double() for x in args))
         used = [(key, p) for key, p in trained.named_parameters() if p.requires_grad]
         if kind == "dora":
             used = [(key, p) for key, p in used if key.endswith("dora_scale")]
-        check_gradient(lambda: loss(given, Draws(0, given.numbers)), [p for _, p in used])
+        check_gradient(lambda: loss(examples, Draws(0, examples.numbers)), [p for _, p in used])
 
 
 @pytest.mark.slow
@@ -244,7 +244,7 @@ def test_a_lora_of_both_encoders_is_merged_as_it_was_trained(
         "sd2": {"lora_unet_mid", "lora_te_text"},
         "sdxl_base": {"lora_unet_middle", "lora_te1_text", "lora_te2_text"},
     }
-    assert all(any(key.startswith(each) for key in keys) for each in prefixes[name])
+    assert all(any(key.startswith(prefix) for key in keys) for prefix in prefixes[name])
     assert any(key.startswith(("lora_te_", "lora_te2_")) and "self_attn_q_proj" in key for key in keys)
 
     def outputs(pipe: Pipeline) -> list[Tensor]:
@@ -274,8 +274,8 @@ def test_textual_inversion_learns_vectors_alone(
     more = {"stage": "embedding", "token": "<it>", "vectors": 2, "init_word": "cat", "samples": "a <it>"}
     for image in folder.glob("*.png"):
         (tmp_path / image.name).symlink_to(image)
-    given = options(tmp_path, tmp_path / "run", steps=2, lr=0.1, caption="a photo of <it>", **more)
-    path = train(given, load(files, name))
+    run_options = options(tmp_path, tmp_path / "run", steps=2, lr=0.1, caption="a photo of <it>", **more)
+    path = train(run_options, load(files, name))
     pipe = opened(files, name)
     learned = with_embeddings(pipe, [f"<it>={path}"])
     with safe_open(path, "pt") as file:
@@ -301,8 +301,8 @@ def test_xl_trains_from_text_that_was_encoded(tmp_path: Path, folder: Path, file
     for path in folder.glob("*.png"):
         Image.open(path).convert("RGB").resize((64, 64)).save(images / path.name)
         shutil.copy(path.with_suffix(".txt"), images)
-    given = [images, "--encode", "--out", out, "--ckpt", files["sdxl_base"], "--device", "cpu"]
-    assert batch_command.main(list(map(str, given))) == 0
+    arguments = [images, "--encode", "--out", out, "--ckpt", files["sdxl_base"], "--device", "cpu"]
+    assert batch_command.main(list(map(str, arguments))) == 0
     more = {"steps": 2, "freeze_text": True, "caption_dropout": 0.5}
     train(options(out, tmp_path / "a", **more), load(files, "sdxl_base"))
     train(options(images, tmp_path / "b", **more), load(files, "sdxl_base"))
@@ -361,8 +361,8 @@ def test_images_of_all_ratios_are_trained_in_buckets(tmp_path: Path, files: dict
     assert wide.sizes is not None
     assert wide.sizes[:2].tolist()[0] == 100
     assert wide.sizes[4:].tolist() == list(wide.pixels.shape[1:])
-    given = options(tmp_path / "data", tmp_path / "run", steps=3, buckets=True, caption="grey", freeze_text=True)
-    train(given, load(files, "sdxl_base"))
+    run_options = options(tmp_path / "data", tmp_path / "run", steps=3, buckets=True, caption="grey", freeze_text=True)
+    train(run_options, load(files, "sdxl_base"))
     assert len(losses(tmp_path / "run")) == 3
     assert len(list((tmp_path / "run" / "latents").glob("*x*/index.json"))) == 4
 
@@ -380,10 +380,10 @@ def test_latents_kept_by_size_give_the_losses_of_the_images(
     seen: list[tuple[torch.dtype, list[tuple[int, ...]]]] = []
     original = DiffusionLoss.__call__
 
-    def call(loss: DiffusionLoss, given: Batch, draws: Draws) -> Tensor:
-        assert given.sizes is not None
-        seen.append((given.pixels.dtype, [tuple(row) for row in given.sizes.tolist()]))
-        return original(loss, given, draws)
+    def call(loss: DiffusionLoss, examples: Batch, draws: Draws) -> Tensor:
+        assert examples.sizes is not None
+        seen.append((examples.pixels.dtype, [tuple(row) for row in examples.sizes.tolist()]))
+        return original(loss, examples, draws)
 
     monkeypatch.setattr(DiffusionLoss, "__call__", call)
     more: dict[str, Any] = {"steps": 6, "lora_rank": 2, "buckets": True, "caption": "noise"}

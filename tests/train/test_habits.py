@@ -178,8 +178,8 @@ def test_dropout_is_of_steps_alone_and_the_same_when_resumed(folder: Path, small
         torch.rand(7 * i)
         path = train(parts, load_options(small_path))
     assert path.read_bytes() == whole.read_bytes()
-    other = train(options(folder, tmp_path / "none", **arguments | {"lora_dropout": 0.0}), load_options(small_path))
-    assert other.read_bytes() != whole.read_bytes()
+    plain = train(options(folder, tmp_path / "none", **arguments | {"lora_dropout": 0.0}), load_options(small_path))
+    assert plain.read_bytes() != whole.read_bytes()
 
 
 def test_text_encoders_have_a_rate_of_their_own(folder: Path, small_path: Path, tmp_path: Path) -> None:
@@ -236,7 +236,9 @@ def test_timesteps_of_a_rectified_flow(tmp_path: Path) -> None:
     torch.testing.assert_close(narrow, 0.2 + 0.1 * uniform)
 
 
-@pytest.mark.parametrize("given", [{"flow_shift": 2.0}, {"flow_sampling": "uniform"}])
-def test_options_of_flows_are_for_flows(given: dict[str, Any], folder: Path, small_path: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("flow_options", [{"flow_shift": 2.0}, {"flow_sampling": "uniform"}])
+def test_options_of_flows_are_for_flows(
+    flow_options: dict[str, Any], folder: Path, small_path: Path, tmp_path: Path
+) -> None:
     with pytest.raises(ValueError, match="leave out `flow_shift` and `flow_sampling`, which are for rectified flows"):
-        train(options(folder, tmp_path, **ONE, **given), load_options(small_path))
+        train(options(folder, tmp_path, **ONE, **flow_options), load_options(small_path))

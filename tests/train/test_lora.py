@@ -90,11 +90,11 @@ def test_training_removes_its_lora(
 ) -> None:
     """Also if it ends with an error, as with the second learning rate."""
     pipe = ldm_lite.load(small_path, device="cpu")
-    monkeypatch.setattr(run, "load_model", lambda *given: pipe)
-    given = options(folder, tmp_path, steps=1, lora_rank=2, lora_text=True, checkpointing=True, lr=lr, warmup=0)
+    monkeypatch.setattr(run, "load_model", lambda *args: pipe)
+    run_options = options(folder, tmp_path, steps=1, lora_rank=2, lora_text=True, checkpointing=True, lr=lr, warmup=0)
     seen = list[bool]()
     with pytest.raises(ValueError, match="the loss is") if lr > 1 else contextlib.nullcontext():
-        train(given, load_options(small_path), lambda step, loss: seen.append(is_unmodified(pipe.unet)))
+        train(run_options, load_options(small_path), lambda step, loss: seen.append(is_unmodified(pipe.unet)))
     assert seen
     assert not any(seen), "the LoRA was attached while training"
     assert all(is_unmodified(network) for network in _networks(pipe).values())

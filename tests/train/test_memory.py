@@ -79,9 +79,9 @@ def test_frozen_networks_are_in_the_precision_of_the_device(small_path: Path, mo
     monkeypatch.setattr(run, "load_model", loaded)
     for fast in (True, False):
         monkeypatch.setattr(run, "has_fast_bf16", lambda device, fast=fast: fast)
-        for given in ({"lora_rank": 2}, {}, {"train_text": True}, {"stage": "embedding"}):
+        for settings in ({"lora_rank": 2}, {}, {"train_text": True}, {"stage": "embedding"}):
             with pytest.raises(EOFError):
-                run.make_model(options(small_path, small_path, **given), LoadOptions(device="cuda"))
+                run.make_model(options(small_path, small_path, **settings), LoadOptions(device="cuda"))
         assert run.precision_of(LoadOptions(device="cuda"), torch.device("cuda")) == (
             torch.bfloat16 if fast else torch.float16
         )

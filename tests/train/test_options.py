@@ -17,7 +17,7 @@ from ldm_lite.train.options import TrainOptions, as_toml, check, check_here, res
 
 
 @pytest.mark.parametrize(
-    ("given", "load", "message"),
+    ("settings", "load", "message"),
     [
         ({}, {"storage": "int8"}, "`storage` has no effect on training of a whole model: leave it out"),
         ({}, {"offload": "model"}, "`offload` has no effect on training of a whole model: leave it out"),
@@ -65,13 +65,15 @@ from ldm_lite.train.options import TrainOptions, as_toml, check, check_here, res
         ({"data": None}, {}, "expected either `data=FOLDER` or `renderer=FILE.py`"),
     ],
 )
-def test_an_option_without_effect_is_refused(given: dict[str, object], load: dict[str, object], message: str) -> None:
+def test_an_option_without_effect_is_refused(
+    settings: dict[str, object], load: dict[str, object], message: str
+) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
-        check(TrainOptions(**{"data": "photos", **given}), LoadOptions(**load))  # type: ignore[arg-type]
+        check(TrainOptions(**{"data": "photos", **settings}), LoadOptions(**load))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    ("given", "steps", "lr", "decay"),
+    ("settings", "steps", "lr", "decay"),
     [
         ({}, 10_000, 1e-5, 0.999),
         ({"stage": "control"}, 10_000, 1e-5, 0.999),
@@ -83,23 +85,23 @@ def test_an_option_without_effect_is_refused(given: dict[str, object], load: dic
         ({"lora_rank": 16, "lr": 0.0, "ema_decay": 0.9}, 2_000, 0.0, 0.9),
     ],
 )
-def test_defaults_follow_what_is_trained(given: dict[str, Any], steps: int, lr: float, decay: float) -> None:
-    options = resolved(TrainOptions(**given))
+def test_defaults_follow_what_is_trained(settings: dict[str, Any], steps: int, lr: float, decay: float) -> None:
+    options = resolved(TrainOptions(**settings))
     assert (options.steps, options.lr, options.ema_decay) == (steps, lr, decay)
     assert (options.batch_size, options.caption_dropout, options.train_text) == (1, 0.0, False)
     assert options == resolved(options)
 
 
 @pytest.mark.parametrize(
-    ("given", "load"),
+    ("settings", "load"),
     [
         ({"data": "a"}, {"ckpt": "a", "vae": "b", "lora": ("c",), "ema": "no", "attention": "math", "compile": "off"}),
         ({"renderer": "a.py", "renderer_options": "{}", "scenes": 3}, {"vae": "b"}),
         ({"data": "a", "lora_rank": 2, "lora_alpha": 1.0, "lora_text": True, "checkpointing": True}, {"dtype": "fp32"}),
     ],
 )
-def test_the_options_of_each_kind_of_run_are_taken(given: dict[str, object], load: dict[str, object]) -> None:
-    check(TrainOptions(**given), LoadOptions(**load))  # type: ignore[arg-type]
+def test_the_options_of_each_kind_of_run_are_taken(settings: dict[str, object], load: dict[str, object]) -> None:
+    check(TrainOptions(**settings), LoadOptions(**load))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["data", "class_data", "validation", "renderer", "lora_weights"])

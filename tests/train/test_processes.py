@@ -93,23 +93,23 @@ def test_two_processes_sum_tell_and_wait(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_two_processes_take_the_steps_of_one(tmp_path: Path, folder: Path, small_path: Path) -> None:
     """The first with whole weights in both; the second, resumed from one process, with divided ones."""
-    one, two = tmp_path / "one", tmp_path / "two"
+    alone, two = tmp_path / "one", tmp_path / "two"
     pair = torchrun(2, folder, small_path, two, "--minutes=0")
-    train(options(folder, one, **SETTINGS, minutes=0.0), load_options(small_path, dtype="fp32"))
+    train(options(folder, alone, **SETTINGS, minutes=0.0), load_options(small_path, dtype="fp32"))
     _, errors = pair.communicate(timeout=300)
     assert pair.returncode == 0, errors
-    wanted, got = gradients(one), gradients(two)
+    wanted, got = gradients(alone), gradients(two)
     assert (got - wanted).abs().max() <= 1e-6 * wanted.abs().max()
     assert "Python shuts down" not in errors
 
-    shutil.copytree(one, tmp_path / "divided")
+    shutil.copytree(alone, tmp_path / "divided")
     pair = torchrun(2, folder, small_path, tmp_path / "divided", "--minutes=0", "--resume", "--fsdp")
-    train(options(folder, one, **SETTINGS, minutes=0.0, resume=True), load_options(small_path, dtype="fp32"))
+    train(options(folder, alone, **SETTINGS, minutes=0.0, resume=True), load_options(small_path, dtype="fp32"))
     _, errors = pair.communicate(timeout=300)
     assert pair.returncode == 0, errors
-    wanted, got = gradients(one), gradients(tmp_path / "divided")
+    wanted, got = gradients(alone), gradients(tmp_path / "divided")
     assert (got - wanted).abs().max() <= 1e-6 * wanted.abs().max()
-    assert losses(tmp_path / "divided") == pytest.approx(losses(one), rel=1e-6)
+    assert losses(tmp_path / "divided") == pytest.approx(losses(alone), rel=1e-6)
     path = train(
         options(folder, tmp_path / "divided", **SETTINGS, minutes=0.0, resume=True),
         load_options(small_path, dtype="fp32"),
@@ -121,9 +121,9 @@ def test_two_processes_take_the_steps_of_one(tmp_path: Path, folder: Path, small
 def test_a_killed_process_ends_the_run_which_goes_on_in_one_process_or_in_three(
     tmp_path: Path, folder: Path, small_path: Path
 ) -> None:
-    one, two = tmp_path / "one", tmp_path / "two"
+    alone, two = tmp_path / "one", tmp_path / "two"
     pair = torchrun(2, folder, small_path, two, "--lora-rank=2")
-    train(options(folder, one, **SETTINGS, lora_rank=2), load_options(small_path, dtype="fp32"))
+    train(options(folder, alone, **SETTINGS, lora_rank=2), load_options(small_path, dtype="fp32"))
     wait_for((two / "state.pt").exists, "a first state", process=pair, seconds=300)
     os.kill(children(pair.pid)[1], signal.SIGKILL)
     _, errors = pair.communicate(timeout=300)
@@ -138,10 +138,10 @@ def test_a_killed_process_ends_the_run_which_goes_on_in_one_process_or_in_three(
     assert three.returncode == 0, errors
     for out in (two, tmp_path / "three"):
         assert state(out)["step"] == STEPS
-        assert state(out)["settings"] == state(one)["settings"]
+        assert state(out)["settings"] == state(alone)["settings"]
         assert (out / "lora.safetensors").is_file()
         # Adam divides gradients near 0 by their size, so their rounding shows in the weights; losses hardly change.
-        assert losses(out) == pytest.approx(losses(one), rel=1e-4)
+        assert losses(out) == pytest.approx(losses(alone), rel=1e-4)
 
 
 @pytest.mark.slow

@@ -30,7 +30,7 @@ def begun(tmp_path_factory: pytest.TempPathFactory, folder: Path, small_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("given", "name"),
+    ("changes", "name"),
     [
         ({"lora_alpha": 2.0}, "lora_alpha"),
         ({"lora_rank": 4}, "lora_rank"),
@@ -55,16 +55,16 @@ def begun(tmp_path_factory: pytest.TempPathFactory, folder: Path, small_path: Pa
     ],
 )
 def test_another_run_is_refused_by_name(
-    given: dict[str, Any], name: str, begun: Path, folder: Path, small_path: Path, tmp_path: Path
+    changes: dict[str, Any], name: str, begun: Path, folder: Path, small_path: Path, tmp_path: Path
 ) -> None:
     """And nothing in its folder has changed, not even the latents, which may have taken hours."""
     out = tmp_path / "run"
     shutil.copytree(begun, out)
-    ckpt, more, load = small_path, dict(given), {}
-    if given.get("data"):  # one caption is another one
+    ckpt, more, load = small_path, dict(changes), {}
+    if changes.get("data"):  # one caption is another one
         more["data"] = os.fspath(shutil.copytree(folder, tmp_path / "data"))
         (tmp_path / "data" / "3.txt").write_text("pictures")
-    if given.get("ckpt"):
+    if changes.get("ckpt"):
         ckpt = tmp_path / "other.safetensors"
         with safe_open(small_path, "pt") as file:
             tensors, metadata = {key: file.get_tensor(key) for key in file.keys()}, file.metadata()  # noqa: SIM118

@@ -155,9 +155,9 @@ def test_a_divided_state_that_cannot_be_is_one_line_and_runs_no_code(tmp_path: P
         with pytest.raises(ValueError, match=r"^state: [^\n]+$"):
             read_divided(tmp_path / "state", tensors)
     part.write_bytes(content)
-    for other in ({"other": torch.zeros(2)}, {"networks": {"unet": {"weight": torch.zeros(4, 4)}}}):
+    for wrong in ({"other": torch.zeros(2)}, {"networks": {"unet": {"weight": torch.zeros(4, 4)}}}):
         with pytest.raises(ValueError, match=r"^state: [^\n]+$"):
-            read_divided(tmp_path / "state", other)
+            read_divided(tmp_path / "state", wrong)
     write_divided(tmp_path / "state", {"a": torch.tensor([1.0, torch.nan])})
     with pytest.raises(ValueError, match="not finite"):
         read_divided(tmp_path / "state", {"a": torch.zeros(2)})
@@ -515,7 +515,7 @@ def test_a_file_of_tensors_leaves_nothing_beside_it_and_others_may_read_it(tmp_p
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     write_tensors(tmp_path / "bare.safetensors", tensors)
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["bare.safetensors", "model.safetensors", "plain"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["bare.safetensors", "model.safetensors", "plain"]
     assert {path.read_bytes()} == contents
 
 
@@ -545,8 +545,8 @@ def test_a_disk_that_is_full_for_a_while(tmp_path: Path, caplog: pytest.LogCaptu
     assert [row["loss"] for row in read_log(part / "log.jsonl")] == [
         row["loss"] for row in read_log(whole / "log.jsonl")
     ]
-    same, other = (torch.load(folder / "state.pt", weights_only=True) for folder in (whole, part))
-    assert torch.equal(same["networks"]["unet"]["weight"], other["networks"]["unet"]["weight"])
+    whole_state, part_state = (torch.load(folder / "state.pt", weights_only=True) for folder in (whole, part))
+    assert torch.equal(whole_state["networks"]["unet"]["weight"], part_state["networks"]["unet"]["weight"])
     assert not list(part.glob(".*"))
 
 

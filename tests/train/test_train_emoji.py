@@ -118,14 +118,14 @@ def test_other_words_stand_where_the_usual_ones_did() -> None:
 
 def test_other_words_are_copied_from_the_usual_ones_which_stay(bundled: Pipeline) -> None:
     model = replace(bundled, networks=copy.deepcopy(dict(bundled.networks)))
-    caption, other = "a cat on a red background", "a zeppelin on a red background"
+    caption, unusual = "a cat on a red background", "a zeppelin on a red background"
     assert isinstance(model.text_encoder, CLIPTextModel)
     encoder, tokenizer = model.text_encoder, model.tokenizer
-    ids, usual_ids = tokenizer([other]), tokenizer([caption])
+    ids, usual_ids = tokenizer([unusual]), tokenizer([caption])
     places = train_emoji.aligned(ids[0].tolist(), usual_ids[0].tolist())
     before = encoder.embeddings.token_embedding.weight.clone()
     with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train_emoji, "reworded", lambda text, rng: (other, text)[int(rng.integers(2))])
+        patch.setattr(train_emoji, "reworded", lambda text, rng: (unusual, text)[int(rng.integers(2))])
         usual = encoder(usual_ids)
         apart = F.mse_loss(encoder(ids), usual[:, places])
         with torch.enable_grad():

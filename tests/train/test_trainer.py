@@ -16,7 +16,7 @@ HALF = 0.8535533905932737  # (1 + cos(pi / 4)) / 2, and the other half is 1 less
 
 
 @pytest.mark.parametrize(
-    ("given", "wanted"),
+    ("settings", "wanted"),
     [
         ({"warmup": 2}, [0.5, 1, 1, HALF, 0.5, 1 - HALF]),
         ({"warmup": 0.26}, [0.5, 1, 1, HALF, 0.5, 1 - HALF]),
@@ -27,9 +27,9 @@ HALF = 0.8535533905932737  # (1 + cos(pi / 4)) / 2, and the other half is 1 less
         ({"warmup": 3}, [1 / 3, 2 / 3, 1, 1, 0.75, 0.25]),
     ],
 )
-def test_the_learning_rate_over_the_steps(given: dict[str, Any], wanted: list[float], tmp_path: Path) -> None:
+def test_the_learning_rate_over_the_steps(settings: dict[str, Any], wanted: list[float], tmp_path: Path) -> None:
     """That of each step of a run, as the optimiser has it."""
-    run, rates = trainer(tmp_path, steps=6, lr=0.2, **given), list[float]()
+    run, rates = trainer(tmp_path, steps=6, lr=0.2, **settings), list[float]()
     run.fit(Grey(), lambda step, loss: rates.append(run.optimizer.param_groups[0]["lr"]), lambda step: None)
     assert rates == pytest.approx([0.2 * factor for factor in wanted])
 

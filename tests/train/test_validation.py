@@ -49,9 +49,9 @@ def test_the_validation_loss_is_of_the_same_noise_at_every_step(
     """With a learning rate of 0 it never changes; the training loss, of other draws each step, does."""
     extra = extra | ({"validation": str(folder), "validate_every": 2} if "lora_rank" in extra else {"save_every": 2})
     train(options(folder, tmp_path, lr=0.0, weight_decay=0.0, **extra), load_options(small_path))
-    found = validations(tmp_path)
-    assert list(found) == [0, 2, 4]
-    assert found[0] == pytest.approx(found[2], rel=1e-5) == pytest.approx(found[4], rel=1e-5)
+    by_step = validations(tmp_path)
+    assert list(by_step) == [0, 2, 4]
+    assert by_step[0] == pytest.approx(by_step[2], rel=1e-5) == pytest.approx(by_step[4], rel=1e-5)
     values = [row["loss"] for row in read_log(tmp_path / "log.jsonl") if "loss" in row]
     assert len(set(values)) == 4
 
@@ -111,19 +111,19 @@ def test_latents_are_validated_in_bfloat16_too(
 def test_the_validation_loss_is_the_mean_over_levels(small_path: Path) -> None:
     """Written again: errors at the timesteps of the quantiles, with the noise of their numbers."""
     pipe = ldm_lite.load(small_path, device="cpu")
-    loss, given = DiffusionLoss(pipe, {"unet": pipe.unet}), batch()
+    loss, examples = DiffusionLoss(pipe, {"unet": pipe.unet}), batch()
     shares = torch.tensor([0.1234, 0.8765])
     with torch.no_grad():
-        got = loss.errors(given, Draws(0, (5, 9)), shares)
+        got = loss.errors(examples, Draws(0, (5, 9)), shares)
         random = [SplitMix(0, number) for number in (5, 9)]
         z, noise = (
             torch.stack([torch.from_numpy(r.normal(purpose, (4, 8, 8))) for r in random])
             for purpose in ("latents", "noise")
         )
-        x0 = 0.18215 * (given.pixels[:, :4] + (given.pixels[:, 4:] / 2).exp() * z)
+        x0 = 0.18215 * (examples.pixels[:, :4] + (examples.pixels[:, 4:] / 2).exp() * z)
         t = torch.tensor([123, 876])
         a = torch.from_numpy(pipe.schedule.alpha_bar)[t].float().sqrt()[:, None, None, None]
-        out = pipe.unet(a * x0 + (1 - a**2).sqrt() * noise, t, pipe.encode_prompt(given.captions).context)
+        out = pipe.unet(a * x0 + (1 - a**2).sqrt() * noise, t, pipe.encode_prompt(examples.captions).context)
     assert torch.allclose(got, (out - noise).square().mean(dim=(1, 2, 3)), rtol=1e-4)
 
 
@@ -192,13 +192,13 @@ def test_a_masked_run(tmp_path: Path, folder: Path, small_path: Path) -> None:
 def test_the_loss_of_class_images_is_added(small_path: Path) -> None:
     """L(instance) + weight * L(class), each a mean, as in diffusers' train_dreambooth.py."""
     pipe = ldm_lite.load(small_path, device="cpu")
-    given, of_class = batch(), Batch(toy.normal(7, 2, 8, 8, 8), ["a pet", "a pet"], None, (7, 8))
+    examples, of_class = batch(), Batch(toy.normal(7, 2, 8, 8, 8), ["a pet", "a pet"], None, (7, 8))
     with torch.no_grad():
         plain = DiffusionLoss(pipe, {})
-        wanted = plain(given, Draws(0, given.numbers)) + 0.7 * plain(of_class, Draws(0, of_class.numbers))
+        wanted = plain(examples, Draws(0, examples.numbers)) + 0.7 * plain(of_class, Draws(0, of_class.numbers))
         prior = Prior(0.7, None, lambda: pytest.fail("no base is needed"))
         both = DiffusionLoss(pipe, {}, prior=prior)
-        got = both(Batch(**{**vars(given), "prior": of_class}), Draws(0, given.numbers))
+        got = both(Batch(**{**vars(examples), "prior": of_class}), Draws(0, examples.numbers))
     assert float(got) == pytest.approx(float(wanted), rel=1e-6)
 
 
@@ -222,8 +222,8 @@ def test_dreambooth_with_class_images(tmp_path: Path, folder: Path, small_path: 
     (tmp_path / "class").mkdir()
     for image in folder.glob("*.png"):
         (tmp_path / "class" / image.name).symlink_to(image)
-    given = {"class_data": str(tmp_path / "class"), "class_prompt": "a pet", "steps": 2, "lora_rank": 2}
-    train(options(folder, tmp_path / "run", **given), load_options(small_path))
+    settings = {"class_data": str(tmp_path / "class"), "class_prompt": "a pet", "steps": 2, "lora_rank": 2}
+    train(options(folder, tmp_path / "run", **settings), load_options(small_path))
     assert (tmp_path / "run" / "latents-class" / "index.json").exists()
     assert (
         json.loads((tmp_path / "run" / "latents-class" / "00000" / "captions.jsonl").read_text().split("\n")[0])
@@ -243,10 +243,10 @@ def test_fixed_weightings_are_what_they_are_called(prediction: Any) -> None:
     Of v, min(SNR, 5) / (SNR + 1) and SNR / (SNR + 1) (kohya's scale_v_pred_loss_like_noise_pred).
     """
     snr = torch.tensor([1e-3, 0.5, 4.0, 50.0])
-    own = {"eps": snr, "v": snr + 1, "x0": torch.ones(4)}[prediction]
+    factor = {"eps": snr, "v": snr + 1, "x0": torch.ones(4)}[prediction]
     for kind, of_x0_error in (("snr", snr), ("min_snr", snr.clamp(max=5)), ("debiased", snr.sqrt())):
         got = of_x0(kind, prediction)(torch.full((4,), 2.0), snr)
-        assert torch.allclose(got, 2 * of_x0_error / own)
+        assert torch.allclose(got, 2 * of_x0_error / factor)
 
 
 def test_a_learned_weighting_finds_the_log_of_the_error_of_each_level() -> None:
@@ -337,11 +337,11 @@ def test_a_run_keeps_averages_and_the_command_writes_one(
     assert len(list((tmp_path / "averages").iterdir())) == 6
     assert averages_command.main([str(tmp_path), "--length", "0.05"]) == 0
     out = Path(capsys.readouterr().out.strip())
-    made, ema = load_file(out), load_file(path)
-    assert {key: value.shape for key, value in made.items()} == {key: value.shape for key, value in ema.items()}
+    averaged, ema = load_file(out), load_file(path)
+    assert {key: value.shape for key, value in averaged.items()} == {key: value.shape for key, value in ema.items()}
     stored = load_file(tmp_path / "averages" / "0000003-0.050.safetensors")
     for key, value in stored.items():
-        assert torch.allclose(made[key.removeprefix("lora.")].float(), value.float(), atol=1e-4)
+        assert torch.allclose(averaged[key.removeprefix("lora.")].float(), value.float(), atol=1e-4)
     assert averages_command.main([str(folder), "--length", "0.05"]) == 2
     assert "holds no averages: train with --ema-lengths" in capsys.readouterr().err
     assert averages_command.main([str(tmp_path), "--out", str(small_path)]) == 2

@@ -248,8 +248,8 @@ def test_turbo_is_detected_by_layout_or_two_signs(caplog: pytest.LogCaptureFixtu
     assert detect_family(of_sd2, euler | named) == FAMILY_ROWS["sd_turbo"]
     assert "taken for SD-Turbo by its scheduler and its name" in caplog.text
     for signs in (euler, euler | small, ancestral | named):  # Stable Diffusion 2's eps model has 512 px too
-        found = detect_family(of_sd2, signs)
-        assert replace(found, v_resolution=768) == SD2
+        detected = detect_family(of_sd2, signs)
+        assert replace(detected, v_resolution=768) == SD2
     assert "its scheduler is that of SD-Turbo: if it is, add `metadata=family=sd_turbo`" in caplog.text
     of_sd1 = {"unet": {key: tuple(s) for key, s in MANIFESTS["unet_sd1"]["shapes"].items()}}
     assert detect_family(of_sd1, euler) == FAMILY_ROWS["sd1"]
@@ -386,13 +386,13 @@ def test_img2img_with_a_refiner_equals_diffusers(load: Load, caplog: pytest.LogC
 def test_inpainting_with_a_refiner(load: Load, name: str) -> None:
     """By the network itself it changes nothing, by the refiner what is repainted: even after one that reads a mask."""
     mask = Image.fromarray(np.pad(np.full((32, 32), 255, np.uint8), 16))
-    given = (PROMPT, Image.fromarray(toy.waves()), mask)
+    inputs = (PROMPT, Image.fromarray(toy.waves()), mask)
     options = {"steps": 4, "sampler": "ddim", "output": "tensor"}
     pixels = {
-        refiner: load(name).inpaint(*given, refiner=load(refiner), refiner_start=0.5, **options)[0]
+        refiner: load(name).inpaint(*inputs, refiner=load(refiner), refiner_start=0.5, **options)[0]
         for refiner in (name, "sdxl_refiner")
     }
-    [pixels[None]] = load(name).inpaint(*given, **options)
+    [pixels[None]] = load(name).inpaint(*inputs, **options)
     assert torch.equal(pixels[None], pixels[name])
     changed = (pixels[None] != pixels["sdxl_refiner"]).any(dim=0)
     assert changed[16:48, 16:48].float().mean() > 0.9

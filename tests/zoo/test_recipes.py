@@ -99,8 +99,8 @@ def test_every_sampler_of_a_recipe_has_the_levels_of_its_source() -> None:
 
 def test_what_is_told_comes_first(caplog: pytest.LogCaptureFixture) -> None:
     names = [("sdxl_lightning_4step.safetensors", False)]
-    found = with_recipe(FAMILY_ROWS["sdxl_base"], names, {"sampler"})
-    assert settings(found) == (4, 1, FAMILY_ROWS["sdxl_base"].sampler)  # that of a folder's scheduler
+    family = with_recipe(FAMILY_ROWS["sdxl_base"], names, {"sampler"})
+    assert settings(family) == (4, 1, FAMILY_ROWS["sdxl_base"].sampler)  # that of a folder's scheduler
     v_pred = [("noobaiXL_vPred10.safetensors", False)]
     assert with_recipe(FAMILY_ROWS["sdxl_base"], v_pred, ()).prediction == "v"
     assert "its name says v prediction, which is taken: `prediction` overrules that" in caplog.text

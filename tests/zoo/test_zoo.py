@@ -173,8 +173,8 @@ def test_an_invalid_prompt_is_one_line(
     Image.new("L", (4, 4), 200).save(tmp_path / "high.png")
     np.save(tmp_path / "wide.npy", np.zeros(41, dtype=np.float32))
     files = {"rgb": tmp_path / "rgb.png", "high": tmp_path / "high.png", "wide": tmp_path / "wide.npy"}
-    given = [argument.format(**files) if argument.startswith("{") else argument for argument in arguments]
-    arguments = [*given, "--ckpt", str(path_of(name)), "--device", "cpu", "--steps", "1", "--out", str(tmp_path)]
+    filled = [argument.format(**files) if argument.startswith("{") else argument for argument in arguments]
+    arguments = [*filled, "--ckpt", str(path_of(name)), "--device", "cpu", "--steps", "1", "--out", str(tmp_path)]
     assert txt2img.main(arguments) == 2
     *_, last = capsys.readouterr().err.splitlines()
     assert message in last
@@ -305,11 +305,11 @@ def test_another_autoencoder_replaces_the_familys(name: str, path_of: Callable[[
     """One of the same kind, and where it is a VQ one, a KL one of such latents: its scale factor is the family's."""
     spec = toy_zoo.small(name).vae
     fields = {key: value for key, value in vars(spec).items() if key != "num_codes"}
-    for other in (spec, type(toy.KL_F16)(**fields)):
-        weights = toy.fill(toy.network(other), "another").state_dict()
+    for replacement in (spec, type(toy.KL_F16)(**fields)):
+        weights = toy.fill(toy.network(replacement), "another").state_dict()
         save_file(dict(weights), tmp_path / "other.safetensors")
         pipe = ldm_lite.load(path_of(name), device="cpu", vae=tmp_path / "other.safetensors")
-        assert pipe.vae.spec == pipe.family.vae == other
+        assert pipe.vae.spec == pipe.family.vae == replacement
         assert torch.equal(pipe.vae.decoder.conv_in.weight, weights["decoder.conv_in.weight"])
         scale = random_checkpoint.SCALE_FACTOR if name == "ldm_lsun_churches256" else toy_zoo.small(name).scale_factor
         assert pipe.family.scale_factor == pytest.approx(scale)

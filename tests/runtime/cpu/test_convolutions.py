@@ -41,11 +41,11 @@ def test_a_product_is_the_convolution(frozen: bool, last: bool, monkeypatch: pyt
     double = x.detach().double().requires_grad_()
     wanted = exact(double)
     assert toy.relative_error(out.detach(), wanted.detach().numpy()) < 1e-6
-    found = torch.autograd.grad(out, inputs, grad)
-    for one, other in zip(
-        found, torch.autograd.grad(wanted, [double, *exact.parameters()], grad.double()), strict=False
+    gradients = torch.autograd.grad(out, inputs, grad)
+    for gradient, wanted_gradient in zip(
+        gradients, torch.autograd.grad(wanted, [double, *exact.parameters()], grad.double()), strict=False
     ):
-        assert toy.relative_error(one, other.numpy()) < 1e-6
+        assert toy.relative_error(gradient, wanted_gradient.numpy()) < 1e-6
     with torch.no_grad():
         assert toy.relative_error(conv(x), wanted.detach().numpy()) < 1e-6
 
@@ -57,9 +57,9 @@ def test_a_convolution_is_a_product(size: tuple[int, int], last: bool) -> None:
     if last:
         x, weight = (tensor.to(memory_format=torch.channels_last) for tensor in (x, weight))
     wanted = F.conv2d(x.double(), weight.double(), bias.double(), padding=1)
-    found = cpu.as_product(x, weight, bias)
-    assert toy.relative_error(found, wanted.numpy()) < 1e-6
-    assert found.is_contiguous(memory_format=torch.channels_last)
+    product = cpu.as_product(x, weight, bias)
+    assert toy.relative_error(product, wanted.numpy()) < 1e-6
+    assert product.is_contiguous(memory_format=torch.channels_last)
 
 
 @pytest.fixture
@@ -146,11 +146,11 @@ def test_gradients(frozen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = [x.requires_grad_(), *([] if frozen else conv.parameters())]
     out = conv(x)
     assert "_Filtered" in type(out.grad_fn).__name__
-    found = torch.autograd.grad(out, inputs, grad)
+    gradients = torch.autograd.grad(out, inputs, grad)
     double = x.detach().double().requires_grad_()
     wanted = torch.autograd.grad(exact(double), [double, *exact.parameters()], grad.double())
-    for one, other in zip(found, wanted, strict=False):
-        assert toy.relative_error(one, other.numpy()) < 4e-6
+    for gradient, wanted_gradient in zip(gradients, wanted, strict=False):
+        assert toy.relative_error(gradient, wanted_gradient.numpy()) < 4e-6
 
 
 def test_only_plain_convolutions_can_take_it() -> None:
@@ -187,8 +187,8 @@ def test_weights_are_not_moved_while_a_thread_reads_them(monkeypatch: pytest.Mon
         wanted = [F.conv2d(x, conv.weight, conv.bias, padding=1) for x in (small, large)]
         use(conv, owns_weights=True)
         with ThreadPoolExecutor(6) as pool:
-            found = list(pool.map(conv, [small, large] * 12))
-        for i, out in enumerate(found):
+            outs = list(pool.map(conv, [small, large] * 12))
+        for i, out in enumerate(outs):
             assert toy.relative_error(out, wanted[i % 2].numpy()) < 1e-5
         conv(small)
         assert conv.weight.is_contiguous(memory_format=torch.channels_last)
@@ -205,7 +205,7 @@ def test_a_batch_does_not_change_the_bits_of_what_comes_after(side: int) -> None
     before = [conv(image) for image in images]
     for count in (4, 8, 32):
         conv(toy.normal(1, count, 128, 2 * side, 2 * side))
-    assert all(torch.equal(conv(each), bits) for each, bits in zip(images, before, strict=True))
+    assert all(torch.equal(conv(image), bits) for image, bits in zip(images, before, strict=True))
 
 
 def test_weights_that_others_move_stay(monkeypatch: pytest.MonkeyPatch) -> None:

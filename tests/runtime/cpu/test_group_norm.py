@@ -19,23 +19,23 @@ def large(batch: int, h: int, w: int) -> Tensor:
 
 def norm(groups: int = 8) -> nn.GroupNorm:
     """Make a norm with weights other than ones and zeros."""
-    made = nn.GroupNorm(groups, 32, eps=1e-6)
-    made.weight.data, made.bias.data = toy.normal(1, 32), toy.normal(2, 32)
-    return made.requires_grad_(False)
+    layer = nn.GroupNorm(groups, 32, eps=1e-6)
+    layer.weight.data, layer.bias.data = toy.normal(1, 32), toy.normal(2, 32)
+    return layer.requires_grad_(False)
 
 
-def error(made: Tensor, plain: nn.GroupNorm, x: Tensor) -> float:
-    return toy.relative_error(made, plain.double()(x.double()).numpy())
+def error(normed: Tensor, plain: nn.GroupNorm, x: Tensor) -> float:
+    return toy.relative_error(normed, plain.double()(x.double()).numpy())
 
 
 # one image and two; lines that divide evenly, and a prime number of them
 @pytest.mark.parametrize("shape", [(1, 512, 512), (2, 264, 272), (1, 257, 300)], ids=str)
 def test_is_exact_where_the_plain_kernel_is_not(shape: tuple[int, int, int]) -> None:
     x, plain = large(*shape), norm()
-    found = tiling.normalised(plain, x, x.device)(slice(None))
-    assert found.shape == x.shape
-    assert found.is_contiguous(memory_format=torch.channels_last)
-    assert error(found, norm(), x) < 5e-7
+    normed = tiling.normalised(plain, x, x.device)(slice(None))
+    assert normed.shape == x.shape
+    assert normed.is_contiguous(memory_format=torch.channels_last)
+    assert error(normed, norm(), x) < 5e-7
 
 
 def test_is_exact_where_the_mean_is_large() -> None:
@@ -53,9 +53,13 @@ def test_is_taken_for_large_maps(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.no_grad():
         network(x)
         assert len(calls) == 1
-        for other in (x[:, :, :256, :256].contiguous(memory_format=torch.channels_last), x.contiguous(), x.double()):
-            network.to(other.dtype)
-            network(other)
+        for feature_map in (
+            x[:, :, :256, :256].contiguous(memory_format=torch.channels_last),
+            x.contiguous(),
+            x.double(),
+        ):
+            network.to(feature_map.dtype)
+            network(feature_map)
         assert len(calls) == 1
     network.float()(x)  # gradients are the plain way's
     assert len(calls) == 1
@@ -65,17 +69,17 @@ def test_is_taken_for_large_maps(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format], ids=["channels last", "contiguous"])
 def test_written_out_it_is_the_same(layout: torch.memory_format) -> None:
     x = large(2, 17, 24).contiguous(memory_format=layout)
-    found = fused_norm.written_out(x, norm())
-    assert found.is_contiguous(memory_format=layout)
-    assert error(found, norm(), x) < 5e-7
+    normed = fused_norm.written_out(x, norm())
+    assert normed.is_contiguous(memory_format=layout)
+    assert error(normed, norm(), x) < 5e-7
 
 
 def test_written_out_it_computes_in_float32() -> None:
     """The only error is rounding the result, even if all values are far from zero."""
     x, half = (large(2, 16, 16) + 20).half(), norm().half()
-    found = fused_norm.written_out(x, half)
-    assert found.dtype == torch.float16
-    assert error(found, norm().half().float(), x.float()) < 5e-4
+    normed = fused_norm.written_out(x, half)
+    assert normed.dtype == torch.float16
+    assert error(normed, norm().half().float(), x.float()) < 5e-4
 
 
 # positions few and many, of both layouts; channels of a group: 1 and 8

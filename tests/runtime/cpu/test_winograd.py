@@ -19,10 +19,10 @@ def test_equals_the_plain_convolution(shape: tuple[int, ...], m: int, bias: bool
     b, c, k, h, w = shape
     x, weight, offset = toy.normal(0, b, c, h, w), toy.normal(1, k, c, 3, 3), toy.normal(2, k) if bias else None
     wanted = F.conv2d(x.double(), weight.double(), None if offset is None else offset.double(), padding=1)
-    found = cpu.filtered(x, weight, offset, m)
-    assert toy.relative_error(found, wanted.numpy()) < {2: 1e-6, 4: 4e-6}[m]
+    convolved = cpu.filtered(x, weight, offset, m)
+    assert toy.relative_error(convolved, wanted.numpy()) < {2: 1e-6, 4: 4e-6}[m]
     last = cpu.filtered(x.contiguous(memory_format=torch.channels_last), weight, offset, m)
-    assert torch.equal(found, last)
+    assert torch.equal(convolved, last)
 
 
 @pytest.mark.parametrize("m", [2, 4])
