@@ -48,8 +48,8 @@ from ldm_lite import __main__, sheet, txt2img
 from ldm_lite.adapters.lora import file_names, targets
 from ldm_lite.checkpoint.reader import on_meta
 from ldm_lite.zoo.families import detect_family
-from ldm_lite.zoo.families import FAMILIES
-from ldm_lite.zoo.family import build
+from ldm_lite.zoo.families import FAMILY_ROWS
+from ldm_lite.zoo.family import build_network
 
 apple = ["a red apple", "--steps", "2", "--device", "cpu"]
 assert txt2img.main([*apple, "--sampler", "Midpoint Karras", "--attention", "top_keys", "--out", "apple.png"]) == 0
@@ -71,8 +71,8 @@ assert torch.equal(weight, before)
 # the family: a file of these shapes is detected
 shapes = {}
 with on_meta():
-    for role, spec in FAMILIES["sd1_wide"].specs.items():
-        shapes[role] = {key: tuple(value.shape) for key, value in build(spec).state_dict().items()}
+    for role, spec in FAMILY_ROWS["sd1_wide"].specs.items():
+        shapes[role] = {key: tuple(value.shape) for key, value in build_network(spec).state_dict().items()}
 found = detect_family(shapes, {})
 assert (found.title, found.prediction, found.resolution) == ("a wider Stable Diffusion 1 with OpenCLIP", "v", 768)
 assert "sheet" in __main__.COMMANDS

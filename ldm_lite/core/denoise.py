@@ -53,7 +53,8 @@ class Branch(NamedTuple):
     """A conditioning that the network runs on, and what its output counts for."""
 
     conditioning: Conditioning
-    # Multiplied by the guidance scale; a tensor (1,h,w) has one for each position.  The first branch's is not used.
+    # Multiplied by the guidance scale; a tensor (1,h,w) has one for each position.  `weighted` does not use that of the
+    # first branch.
     weight: float | Tensor = 1.0
     # False for a negative prompt, and for a branch of your own that is no prompt: see Outputs.cond.
     positive: bool = True
@@ -117,7 +118,8 @@ class Guided(NamedTuple):
 def running(branches: tuple[Branch, ...], scale: float) -> tuple[Branch, ...]:
     """Return the branches that run: all, or all but the first if its output would count nothing, as at a scale of 1.
 
-    In `weighted`, the first output counts 1 - scale * (the sum of the others' weights).
+    In `weighted`, the first output counts 1 - scale * (the sum of the others' weights).  Where that is 0, the others
+    count 1 together, so the next one may take its place.
 
     Raises ValueError for maps of weights of different sizes.
     """

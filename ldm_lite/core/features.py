@@ -31,7 +31,7 @@ STAGES = (
     "scale",  # how strong guidance is in a call
     "branches",  # which branches of guidance run in it
     "inside",  # the inside of the network
-    "around",  # what is around it
+    "around",  # the network as a whole: calls that are skipped, another network in some of them
     "guidance",  # how the outputs of the branches are mixed and adjusted
     "run",  # noise, latents, pixels, events
     "again",  # a second run, which begins with the results of the first

@@ -144,8 +144,10 @@ def plms(schedule: Schedule, steps: int, spacing: str | Spacing = "leading") -> 
         elif i == 0:
             rows.add(i, now, _transfer(now, after, H), aside=X)
             ahead = after
-            if len(levels) == 2 and after.t == 0:  # the original tells the network timesteps[min(i + 1, last)]
-                ahead = after._replace(t=now.t)  # so with a single step it is told its own again
+            # The original tells the network timesteps[min(i + 1, last)]: with a single step to timestep 0, where
+            # `leading` ends without being clean, that is its own again.
+            if len(levels) == 2 and after.t == 0:
+                ahead = after._replace(t=now.t)
             rows.add(i, ahead, _transfer(now, after, (H1 + H) / 2, x=ASIDE), remember=False)
         elif i == 1:
             rows.add(i, now, _transfer(now, after, (3 * H - H1) / 2))

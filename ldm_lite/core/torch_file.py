@@ -87,7 +87,8 @@ def _stand_ins(pickled: IO[bytes]) -> Iterator[type]:
     """Read a pickle's operations, and yield classes for the inert names in them.
 
     Raises ValueError for other names, and for too many operations: a tuple counts with all that it holds, since
-    what hashes or prints it visits all of that, also a tuple that it holds many times; a text counts with its length.
+    hashing it, as a key of a dictionary, visits all of that, and what it holds twice twice; lists are no keys.  A text
+    counts with its length.
     """
     # A pickle is a program for a machine with a stack.  It is followed here with sizes in place of objects: before
     # each operation, stack[i] is the cost of what would be the i-th object on the machine's stack, marks are the

@@ -288,7 +288,7 @@ def infer_vae(shapes: Shapes) -> Spec:
     """Return the spec of an autoencoder whose weights have these shapes.  Raises ValueError if they make no sense."""
     kind: Any = next((imported(kind) for key, kind in AUTOENCODERS.items() if key in shapes), VAESpec)
     for module in FAMILY_ROWS.modules.values():
-        if module.vae in shapes:
+        if module.vae and module.vae in shapes:
             kind = type(FAMILY_ROWS[module.rows[0]].vae)
     return kind.from_shapes(shapes)
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import random_checkpoint
 import torch
@@ -103,7 +104,7 @@ def test_fast_batching_differs_by_one_of_255_at_most(bundled: Pipeline) -> None:
     engine.start()
     for seed, result in zip(requests, finished(*tickets), strict=True):
         [wanted] = bundled.txt2img(f"{seed} apples", seed=seed, steps=10, output="numpy")
-        assert abs(result.array.astype(int) - wanted.astype(int)).max() <= 1
+        assert abs(np.asarray(result.image).astype(int) - wanted.astype(int)).max() <= 1
     assert engine.totals["batches"] == 1
     engine.close()
 

@@ -313,7 +313,7 @@ def test_training_from_encoded_data_runs_neither_autoencoder_nor_text_encoder(
     monkeypatch.setattr(AutoencoderKL, "encode", None)
     monkeypatch.setattr(losses_of_training, "encode_captions", None)
     train(options(data, tmp_path / "encoded", **LORA), load_options(small_path))
-    assert kept[0] == ["text_encoder", "vae"], "they wait on the CPU"
+    assert not kept[0], "on a CPU no network moves"
     assert losses(tmp_path / "encoded") == pytest.approx(losses(tmp_path / "images"), rel=3e-3)
     assert not (tmp_path / "encoded" / "latents").exists()
     assert list((tmp_path / "encoded").glob("samples*"))
