@@ -196,6 +196,7 @@ def test_an_image_depends_on_its_seed_alone(stages: list[Pipeline]) -> None:
     assert toy.relative_error(alone, many[2][0].numpy()) < 1e-2
 
 
+@pytest.mark.slow
 def test_a_stage_is_loaded_in_its_turn_and_freed_before_the_next(files: dict[str, Path], upscaler: Path) -> None:
     alive: list[weakref.ref[UNetIF]] = []
 
@@ -262,6 +263,7 @@ def test_stages_in_the_wrong_order_are_refused(
         assert message in refused(capsys, files, tmp_path / "a.png", *stages)
 
 
+@pytest.mark.slow
 def test_the_upscaler_may_be_the_last_of_two_stages_and_not_the_first(
     files: dict[str, Path], upscaler: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -241,6 +241,7 @@ def test_wheels_are_found_without_installing_them(tmp_path: Path) -> None:
         gpu.unpacked(tmp_path, folder)
 
 
+@pytest.mark.slow
 def test_a_stage_that_takes_too_long_is_ended_with_the_processes_that_it_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -379,6 +380,7 @@ def test_the_tests_of_a_place_are_those_that_speak_of_it() -> None:
         assert any(path.startswith(f"tests/{test}") for path in near[:5]), (file, near)
 
 
+@pytest.mark.slow
 def test_a_mutant_counts_as_noticed_if_the_test_passes_without_it(tmp_path: Path) -> None:
     (tmp_path / "package.py").write_text("def double(x):\n    return 2 * x\n")
     (tmp_path / "pyproject.toml").write_text("[tool.pytest.ini_options]\n")

@@ -65,6 +65,7 @@ def test_a_url_gets_the_files_of_a_folder(
     assert f"{url}: was made with" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_what_is_cut_is_made_again(
     tmp_path: Path, arguments: list[str], table: Write, batch: Batch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -109,6 +110,7 @@ def test_paths_and_urls(tmp_path: Path, batch: Batch, table: Write, capsys: pyte
     assert "give a folder as --out of --encode" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_fsspec_is_imported_for_a_url_only(tmp_path: Path, arguments: list[str], table: Write) -> None:
     code = "import sys; from ldm_lite.batch.__main__ import main; main(sys.argv[1:]); print('fsspec' in sys.modules)"
     argv = [sys.executable, "-c", "import sys; sys.modules['fsspec'] = None\n" + code]

@@ -168,6 +168,7 @@ def _with_peers(monkeypatch: pytest.MonkeyPatch, **values: Any) -> None:
     monkeypatch.setattr("ldm_lite.bench.peers", peers, raising=False)
 
 
+@pytest.mark.slow
 def test_every_backend_has_a_process_of_its_own(capfd: pytest.CaptureFixture[str]) -> None:
     with SubprocessBackend("fake", OPTIONS, make) as first, SubprocessBackend("fake", OPTIONS, make) as second:
         assert (first.name, first.description) == ("fake", "a fake")

@@ -287,6 +287,7 @@ def test_all_in_one(pipes: dict[str, Pipeline], files: dict[str, Any], tmp_path:
             assert torch.equal(value, same.networks[role].state_dict()[key]), key
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_named(files: dict[str, Any], tmp_path: Path) -> None:
     text = {key: value for key, value in load_file(files["text_encoder"]).items() if not key.startswith("visual.")}
     folder = Path(files["vae"]).parent

@@ -116,6 +116,7 @@ def test_answers_are_held_until_they_are_read_and_end_if_nobody_does(start: Any,
     assert (status, len(answer["images"])) == (200, 8)
 
 
+@pytest.mark.slow
 def test_a_slow_reader_that_reads_enough_gets_its_answer(start: Any, monkeypatch: Any) -> None:
     """Though what waits to be sent does not become less: more of the answer follows."""
     monkeypatch.setattr(server, "STALLED", 0.5)

@@ -761,6 +761,7 @@ def test_a_model_is_not_kept_for_ever(library: Any, monkeypatch: pytest.MonkeyPa
     assert used == ["other"]
 
 
+@pytest.mark.slow
 def test_while_models_are_swapped_requests_are_taken(small_path: Any) -> None:
     library = library_of(small_path)
     library.unload()

@@ -100,6 +100,7 @@ def test_what_a_run_begins_with_is_of_its_seed(kind: str, hinted: Path, small_pa
     assert len(drawn) >= (7 if kind == "control" else 20)
 
 
+@pytest.mark.slow
 def test_dropout_is_of_examples_however_they_are_divided(folder: Path, small_path: Path, tmp_path: Path) -> None:
     """Of four in one batch, of two and two, and of four whose activations are recomputed."""
     arguments = LORA | {"lora_dropout": 0.5, "lora_text": True, "steps": 3, "lr": 0.05, "sample_every": 0}

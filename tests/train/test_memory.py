@@ -99,6 +99,7 @@ def test_a_lora_has_no_average_unless_it_is_asked_for(folder: Path, small_path: 
     train(options(folder, tmp_path / "none", **LORA | {"steps": 3, "resume": True}), load_options(small_path))
 
 
+@pytest.mark.slow
 def test_samples_that_cannot_be_drawn_do_not_end_the_run(
     folder: Path, small_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
