@@ -9,11 +9,10 @@ import importlib
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from ldm_lite.cli import command_options, console, flags
-from ldm_lite.cli.declared import option_rows
+from ldm_lite.cli.declared import import_features
 from ldm_lite.cli.options import LoadOptions, SaveOptions, given, with_features
 from ldm_lite.cli.task_options import Img2imgOptions, InpaintOptions, Txt2imgOptions, UpscaleOptions
 
@@ -56,7 +55,7 @@ def main_of(name: str, about: str | None, module: str = "") -> Callable[..., int
         makes_images = issubclass(command.groups[0], Txt2imgOptions)
         files, rest = _feature_files(argv) if makes_images else ([], argv)
         kinds: list[Any] = []  # the features of these files, which are groups of options, too
-        if status := console.run(lambda: kinds.extend(_features_in(files, command.groups[0]))):
+        if status := console.run(lambda: kinds.extend(import_features(files, command.groups[0]))):
             return status
         parsed, original = flags.parse(rest, name, first_line, (*command.groups, *kinds), command.extend)
         options, features = parsed[: len(command.groups)], parsed[len(command.groups) :]
@@ -81,18 +80,3 @@ def _feature_files(argv: Sequence[str] | None) -> tuple[list[str], list[str]]:
     parser.add_argument("--feature", action="append", default=[])
     known, rest = parser.parse_known_args(argv)
     return known.feature, rest
-
-
-def _features_in(files: Sequence[str], kind: type) -> list[Any]:
-    """Import files, and return the features that they register, for a task's class of options.
-
-    Raises ValueError, one line, for a file that fails, and for an option with the name of another one.
-    """
-    if not files:
-        return []
-    from ldm_lite.core.features import FEATURES, import_file  # which imports torch, as the files do
-
-    for file in files:
-        import_file(Path(file))
-    option_rows(kind)
-    return list(dict.fromkeys(FEATURES.values()))

@@ -20,7 +20,7 @@ from torch import Tensor
 from ldm_lite import generate
 from ldm_lite.checkpoint.loading import load_model
 from ldm_lite.checkpoint.model import CheckpointModel
-from ldm_lite.cli.declared import option_rows as option_rows
+from ldm_lite.cli.declared import option_rows
 from ldm_lite.cli.options import LoadOptions, with_features
 from ldm_lite.cli.progress import step_bar
 from ldm_lite.cli.task_options import (

@@ -42,8 +42,7 @@ from ldm_lite.cli.task_options import Txt2imgOptions
 from ldm_lite.cli.writing import write_whole
 from ldm_lite.core.declare import SCALES, option
 from ldm_lite.core.denoise import Branch, Call, Constraint, Draw, Inputs, InputSource, join, running, unconstrained
-from ldm_lite.core.job import Item, Latents, start
-from ldm_lite.core.job import run_batches as run_batches
+from ldm_lite.core.job import Item, Latents, run_batches, start
 from ldm_lite.core.plan import NUM_REGISTERS, Plan, Row
 from ldm_lite.diffusion.adaptive import AdaptivePlan
 from ldm_lite.diffusion.names import SAMPLERS, named_plan, resolve

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from ldm_lite import Pipeline
 from ldm_lite import img2img as command
-from ldm_lite.cli.task_options import InpaintOptions as InpaintOptions
 
 APPLE = "a red apple on a blue background"
 GOLDEN = np.load(Path(__file__).parent / "data" / "pictures.npz")

@@ -23,11 +23,10 @@ from torch import Tensor
 
 from ldm_lite.batch.rows import Failed, RowItem, TableRows, describe, group
 from ldm_lite.batch.store import COLUMNS, Report, Task, check_job, collected
-from ldm_lite.batch.table import TableRow as TableRow
-from ldm_lite.cli.declared import option_rows
+from ldm_lite.batch.table import TableRow
+from ldm_lite.cli.declared import import_features
 from ldm_lite.cli.task_options import InpaintOptions, Txt2imgOptions
 from ldm_lite.cli.version import __version__
-from ldm_lite.core.features import import_file
 from ldm_lite.networks import digest
 from ldm_lite.toolkit import (
     Batch,
@@ -73,9 +72,7 @@ class ImageWorker:
         """Load the model.  Raises ValueError, one line, for options that fit no row, or that are not the folder's."""
         self.task, self.store = task, task.store
         self.features = [task.folder / Path(file).expanduser() for file in task.options.feature]
-        for file in self.features:
-            import_file(file)
-        option_rows(InpaintOptions)  # which refuses names that clash
+        import_features(self.features, InpaintOptions)
         self.model = load_model(task.load)
         able = tasks_of(self.model)
         if not {"txt2img", "img2img", "inpaint"} & set(able):

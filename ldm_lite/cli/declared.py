@@ -110,6 +110,21 @@ def registered() -> dict[str, Any]:
     return {} if features is None else features.FEATURES
 
 
+def import_features(files: Sequence[str | Path], kind: type) -> list[Any]:
+    """Import Python files, and return the features of the user's own that are registered then.
+
+    Raises ValueError, one line, for a file that fails, and for an option with the name of one of a task's class.
+    """
+    if not files:
+        return []
+    from ldm_lite.core.features import FEATURES, import_file  # which imports torch, as the files do
+
+    for file in files:
+        import_file(Path(file).expanduser())
+    option_rows(kind)
+    return list(dict.fromkeys(FEATURES.values()))
+
+
 def with_values(kind: Any, options: Any) -> Any:
     """Return a feature of a class, with the values that options have for its rows."""
     return kind(**{row.name: getattr(options, row.name) for row in fields(kind) if hasattr(options, row.name)})

@@ -15,7 +15,7 @@ from typing import Any
 
 from ldm_lite.core.layers import Shapes
 from ldm_lite.models.wan_vae import DEVIATION, MEAN
-from ldm_lite.zoo.families import FAMILY_ROWS, Module
+from ldm_lite.zoo.families import FAMILY_ROWS, Module, with_autoencoder_in
 
 log = logging.getLogger("ldm_lite")
 
@@ -95,7 +95,7 @@ def read_network(place: str, config: Config, shapes: Shapes) -> dict[str, str]:
         is_clip = "vision_model.embeddings.class_embedding" in shapes
         width = (shapes["vision_model.embeddings.patch_embedding.weight"] or (0,))[0]
         checked = ("vision" if width <= 1024 else "open_clip_vision") if is_clip else "siglip"
-    of_family = kind == "vae" and any(module.vae in shapes for module in FAMILY_ROWS.modules.values())
+    of_family = kind == "vae" and with_autoencoder_in(shapes) is not None
     unchecked = {"shift_factor"} if has_shift else set()
     unchecked |= {"_class_name"} if of_family else set()
     wanted = {key: values for key, values in CHECKED[checked].items() if key not in unchecked}

@@ -15,10 +15,9 @@ from torch import nn
 
 from ldm_lite import Pipeline, Upscaler, toolkit
 from ldm_lite.checkpoint.reader import open_checkpoint
-from ldm_lite.cli.declared import option_rows
+from ldm_lite.cli.declared import import_features
 from ldm_lite.cli.options import LoadOptions
 from ldm_lite.cli.task_options import Txt2imgOptions
-from ldm_lite.core.features import import_file
 from ldm_lite.core.layers import Shapes
 from ldm_lite.serve.options import ServeOptions
 
@@ -53,9 +52,7 @@ class Library:
     def __init__(self, load: LoadOptions, options: ServeOptions) -> None:
         """Load the default model, load.ckpt.  Raises ValueError, OSError."""
         self._load, self._options = load, options
-        for file in options.feature:
-            import_file(Path(file).expanduser())
-        option_rows(Txt2imgOptions)  # which refuses names that clash
+        import_features(options.feature, Txt2imgOptions)
         for kind in _KINDS:
             folder = getattr(options, kind)
             if folder is not None and not Path(folder).is_dir():

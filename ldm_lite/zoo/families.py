@@ -9,7 +9,7 @@ import json
 import logging
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -287,10 +287,14 @@ AUTOENCODERS = {  # a key of an autoencoder of no family -> the class of its spe
 def infer_vae(shapes: Shapes) -> Spec:
     """Return the spec of an autoencoder whose weights have these shapes.  Raises ValueError if they make no sense."""
     kind: Any = next((imported(kind) for key, kind in AUTOENCODERS.items() if key in shapes), VAESpec)
-    for module in FAMILY_ROWS.modules.values():
-        if module.vae and module.vae in shapes:
-            kind = type(FAMILY_ROWS[module.rows[0]].vae)
+    if (module := with_autoencoder_in(shapes)) is not None:
+        kind = type(FAMILY_ROWS[module.rows[0]].vae)
     return kind.from_shapes(shapes)
+
+
+def with_autoencoder_in(shapes: Container[str]) -> Module | None:
+    """Return the family of which a file holds an autoencoder that only it has, or None."""
+    return next((module for module in FAMILY_ROWS.modules.values() if module.vae and module.vae in shapes), None)
 
 
 CONTROLS = {  # roles of what needs a checkpoint beside it

@@ -34,7 +34,7 @@ from ldm_lite.train.data import Buckets, Example, bucket_sizes, in_buckets, open
 from ldm_lite.train.losses import ConsistencyLoss, DiffusionLoss
 from ldm_lite.train.run import check_model, make_loss
 from ldm_lite.train.trainer import using
-from ldm_lite.zoo.families import FAMILY_ROWS as FAMILY_ROWS
+from ldm_lite.zoo.families import FAMILY_ROWS
 
 FAMILIES = ("sd2", "sdxl_base")
 

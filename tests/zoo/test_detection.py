@@ -18,7 +18,7 @@ from ldm_lite.core.files import Tensors
 from ldm_lite.core.layers import Shapes
 from ldm_lite.models.qwen3 import QWEN3_4B, QWEN25_7B
 from ldm_lite.models.qwen_image import REFERENCES_AT_ZERO
-from ldm_lite.zoo.families import FAMILY_ROWS, check_complete, detect_family, infer_vae
+from ldm_lite.zoo.families import FAMILY_ROWS, check_complete, detect_family, infer_vae, with_autoencoder_in
 from ldm_lite.zoo.family import Spec, build_network
 
 MANIFESTS = json.loads(gzip.decompress((Path(__file__).parents[1] / "data" / "manifests.json.gz").read_bytes()))
@@ -356,3 +356,9 @@ def test_the_table_of_families_is_that_of_their_modules() -> None:
         assert tuple(rows) == module.rows
         contexts = {row.unet.context_dim for row in rows.values() if type(row.unet).__name__ == "LDMUNetSpec"}
         assert contexts == set(module.contexts)
+
+
+def test_a_key_without_a_name_tells_no_family() -> None:
+    """Most families have no autoencoder of their own, so no mark of one."""
+    assert with_autoencoder_in({"": (1,)}) is None
+    assert with_autoencoder_in({"bn.running_mean": (128,)}) is FAMILY_ROWS.modules["flux2"]
