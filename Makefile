@@ -1,4 +1,4 @@
-# What is done often.  PYTHON=... takes another interpreter.
+# Common tasks. PYTHON=... selects another interpreter.
 PYTHON ?= .venv/bin/python
 .DELETE_ON_ERROR:
 .PHONY: setup check format test slow docs wheel clean
