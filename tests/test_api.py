@@ -306,12 +306,6 @@ def test_a_stream_of_wrong_options_fails_at_once(pipe: Pipeline) -> None:
         pipe.stream("a cat", steps=0)
 
 
-def test_masks_may_be_bool(pipe: Pipeline) -> None:
-    mask = np.arange(64)[:, None].repeat(64, 1) < 32
-    images = [pipe.inpaint("a cat", toy.photo(), kind, steps=1, output="tensor")[0] for kind in (mask, mask * 1.0)]
-    assert torch.equal(*images)
-
-
 def test_a_control_says_all_of_itself() -> None:
     control = ldm_lite.Control("net", toy.photo(), weight=0.8, end=0.7, guess=True)
     assert str(control) == "net:image:0.8:0-0.7:guess"

@@ -71,12 +71,6 @@ def test_steps_are_counted_as_the_user_counts(bundled: Pipeline, sampler: str) -
     assert [(state.step, state.num_steps) for state in states] == [(1, 3), (2, 3), (3, 3)]
 
 
-def test_the_loop_can_be_left(bundled: Pipeline) -> None:
-    steps = bundled.stream("rocket", sampler="ddim", steps=1000, scale=1.0, seed=0)
-    assert next(steps).latents.shape == (1, *SHAPE)
-    steps.close()
-
-
 def test_scale_1_is_no_guidance(bundled: Pipeline) -> None:
     calls = []
     hook = bundled.unet.register_forward_pre_hook(lambda module, inputs: calls.append(len(inputs[0])))

@@ -61,11 +61,6 @@ def test_modes_of_grey(mode: str) -> None:
     assert np.array_equal(np.asarray(to_mask(image)), grey)
 
 
-def test_16_bit_files_are_scaled_and_not_clipped(sd: Pipeline, tmp_path: Path) -> None:
-    Image.fromarray(np.array([[0, 32896, 65535]], dtype=np.uint16)).save(tmp_path / "a.png")
-    assert pixels_of(sd, tmp_path / "a.png")[0, :3, 0].tolist() == [0, 128, 255]
-
-
 def test_transparency_is_white_in_images_and_black_in_masks(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     to_rgb(Image.new("RGBA", (2, 1), "red"))
@@ -168,14 +163,6 @@ def test_extending() -> None:
     for bad in ({}, {"up": 3}, {"left": -1}, {"left": 0}):
         with pytest.raises(ValueError, match="expected pixels above 0 for some of left, top, right, bottom"):
             extend(two_halves(), bad)
-
-
-def test_padding(sd: Pipeline) -> None:
-    padded = pixels_of(sd, two_halves())
-    assert padded.shape == (8, 8, 3)
-    assert np.array_equal(padded[:4, :6], np.asarray(two_halves()))
-    assert np.array_equal(padded[7], padded[3])
-    assert pixels_of(sd, padded).shape == (8, 8, 3)
 
 
 def test_list_images_skips_hidden_files_and_folders(tmp_path: Path) -> None:

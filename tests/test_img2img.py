@@ -1,7 +1,6 @@
 """Image to image: noise levels, which steps run, sizes, seeds, instructions, and messages."""
 
 import os
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +10,6 @@ import torch
 import toy
 from PIL import Image
 from runs import SAMPLERS, decoded_latents, unet_calls
-from torch import Tensor
 
 from ldm_lite import Pipeline
 from ldm_lite import img2img as command
@@ -89,17 +87,6 @@ def test_strength_0_is_the_round_trip(bundled: Pipeline, circle: Image.Image, ca
     assert "strength 0: no UNet call" in caplog.text
     assert torch.allclose(result.pixels, bundled.decode(bundled.encode(circle), output="tensor")[0], atol=1e-3)
     assert "Steps: 0" in result.parameters
-
-
-@pytest.mark.slow
-def test_the_more_strength_the_farther_from_the_image(bundled: Pipeline, circle: Image.Image) -> None:
-    strengths = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
-    arrays = [
-        bundled.img2img(APPLE, [circle], strength=strength, steps=5, output="tensor")[0] for strength in strengths
-    ]
-    distances = [float((array - arrays[0]).norm()) for array in arrays]
-    assert distances == sorted(distances)
-    assert distances[1] < 0.7 * distances[-1]
 
 
 def test_adaptive_steps_need_more_than_the_last_one(bundled: Pipeline, circle: Image.Image) -> None:
@@ -223,40 +210,11 @@ def test_a_large_image_is_reduced_with_a_message(
     assert "is reduced from 1000 x 500 pixels to 256 x 128, twice the model's size" in caplog.text
 
 
-@pytest.mark.slow
-def test_the_encoder_and_the_decoder_are_near_inverses(bundled: Pipeline) -> None:
-    """On an image like the training data: far nearer than another such image."""
-    first, second = (bundled.txt2img(prompt, steps=10, output="result")[0] for prompt in (APPLE, "a cat on yellow"))
-    mean = bundled.encode(first.pixels)
-    assert mean.shape == (1, *bundled.latent_shape(128, 128))
-    again = bundled.decode(mean, output="tensor")[0]
-    error = (again - first.pixels).square().mean().sqrt()
-    assert error < 0.2
-    assert error < (second.pixels - first.pixels).square().mean().sqrt() / 3
-
-
 def test_the_posterior_is_sampled_by_seed(bundled: Pipeline, circle: Image.Image) -> None:
     options = {"strength": 0.0, "sample_posterior": True, "output": "tensor"}
     first, two, again = (bundled.img2img(APPLE, circle, seed=seed, **options)[0] for seed in (1, 2, 1))
     assert torch.equal(first, again)
     assert not torch.equal(first, two)
-
-
-@pytest.mark.slow
-def test_two_threads_equal_serial_runs(bundled: Pipeline, circle: Image.Image) -> None:
-    jobs = {"euler_a": 0.5, "dpmpp_2m": 0.9}
-
-    def run(sampler: str) -> Tensor:
-        options = {"steps": 4, "sampler": sampler, "strength": jobs[sampler], "output": "tensor"}
-        return bundled.img2img(APPLE, circle, **options)[0]
-
-    serial, parallel = {sampler: run(sampler) for sampler in jobs}, {}
-    threads = [threading.Thread(target=lambda s=sampler: parallel.update({s: run(s)})) for sampler in jobs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert all(torch.equal(serial[sampler], parallel[sampler]) for sampler in jobs)
 
 
 # ---- instructions ---------------------------------------------------------------------------------------------------

@@ -305,14 +305,6 @@ def test_a_single_step_of_plms_to_timestep_0_sees_no_other_timestep(sd: Pipeline
     assert sd.plan("plms", 2, spacing="leading").t.tolist() == [501, 1, 1]
 
 
-def test_original_spacing_takes_the_originals_number_of_steps(sd: Pipeline) -> None:
-    for sampler in ("ddim", "plms"):
-        assert sd.plan(sampler, 30, spacing="original").num_steps == 31
-        assert sd.plan(sampler, 60, spacing="original").num_steps == 63
-    with pytest.raises(ValueError, match="fail with 27 steps"):
-        sd.plan("ddim", 27, spacing="original")
-
-
 # ---- predictions ----------------------------------------------------------------------------------------------------
 
 

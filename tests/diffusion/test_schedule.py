@@ -1,6 +1,5 @@
 """The noise schedule against values of arbitrary precision; the spacings against the original scripts and others."""
 
-import math
 import re
 from dataclasses import replace
 from itertools import pairwise
@@ -36,24 +35,6 @@ def test_alpha_bar_and_sigmas(betas: tuple[float, float]) -> None:
     assert schedule.alpha_bar.shape == (1000,)
     assert schedule.alpha_bar.dtype == np.float64
     assert (np.diff(schedule.sigmas) > 0).all()
-
-
-def test_a_level_is_variance_preserving_and_knows_its_sigma(sd: Pipeline) -> None:
-    for t in (0, 1, 500, 999):
-        level = sd.schedule.at(t)
-        assert level.t == t
-        assert level.a**2 == pytest.approx(sd.schedule.alpha_bar[t], rel=1e-14)
-        assert level.a**2 + level.s**2 == pytest.approx(1, rel=1e-14)
-        assert level.sigma == pytest.approx(sd.schedule.sigmas[t], rel=1e-12)
-        assert sd.schedule.between(t) == pytest.approx(level, rel=1e-12)
-    clean = spaced_levels("linspace", sd.schedule, 2)[-1]
-    assert clean == (0, 1, 0)
-    assert clean.sigma == 0
-
-
-def test_between_timesteps_log_sigma_is_linear(sd: Pipeline) -> None:
-    low, high = np.log(sd.schedule.sigmas[700]), np.log(sd.schedule.sigmas[701])
-    assert math.log(sd.schedule.between(700.3).sigma) == pytest.approx(0.7 * low + 0.3 * high, rel=1e-12)
 
 
 @pytest.mark.parametrize("t", [0.0, 0.5, 333.3, 998.75, 999.0])
@@ -121,23 +102,6 @@ def test_original_is_the_formula_or_fails_where_it_leaves_the_table(sd: Pipeline
     assert sum(len(formula(steps)) != steps for steps in COUNTS) == 984
 
 
-def test_linspace_spans_all_timesteps_and_ends_clean(sd: Pipeline) -> None:
-    levels = spaced_levels("linspace", sd.schedule, 5)
-    assert [level.t for level in levels] == [999, 749.25, 499.5, 249.75, 0, 0]
-    assert levels[-1] == (0, 1, 0)
-    assert [level.t for level in spaced_levels("linspace", sd.schedule, 1)] == [999, 0]
-
-
-def test_karras_is_linear_in_the_seventh_root_of_sigma(sd: Pipeline) -> None:
-    *levels, end = spaced_levels("karras", sd.schedule, 11)
-    roots = np.array([level.sigma for level in levels]) ** (1 / 7)
-    assert np.diff(roots) == pytest.approx(np.full(10, (roots[-1] - roots[0]) / 10), rel=1e-9)
-    assert levels[0].sigma == pytest.approx(sd.schedule.sigmas[-1], rel=1e-12)
-    assert levels[-1].sigma == pytest.approx(sd.schedule.sigmas[0], rel=1e-12)
-    assert (levels[0].t, levels[-1].t) == pytest.approx((999, 0), abs=1e-9)
-    assert end == (0, 1, 0)
-
-
 @pytest.mark.parametrize(("spacing", "steps"), [(name, n) for name, counts in toy.SPACINGS.items() for n in counts])
 def test_levels_are_those_of_others(sd: Pipeline, spacing: str, steps: int) -> None:
     """Sigmas as in k-diffusion, trailing timesteps as in diffusers, and timesteps of beta by scipy's quantiles."""
@@ -150,12 +114,6 @@ def test_levels_are_those_of_others(sd: Pipeline, spacing: str, steps: int) -> N
     else:
         assert [level.sigma for level in levels] == pytest.approx(theirs, rel=1e-10)
     assert levels[-1] == (0, 1, 0)
-
-
-def test_exponential_is_linear_in_log_sigma(sd: Pipeline) -> None:
-    *levels, _ = spaced_levels("exponential", sd.schedule, 11)
-    logs = np.log([level.sigma for level in levels])
-    assert np.diff(logs) == pytest.approx(np.full(10, (logs[-1] - logs[0]) / 10), rel=1e-9)
 
 
 def test_sgm_uniform_is_linspace_of_one_more_without_the_least(sd: Pipeline) -> None:

@@ -1,9 +1,5 @@
-"""The UNet against the originals' and diffusers' (the goldens), the keys of every released one, and its contract."""
+"""The UNet against the originals' and diffusers' (the goldens), and its contract."""
 
-import gzip
-import json
-import random
-import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +10,6 @@ import pytest
 import torch
 import toy
 from random_checkpoint import SMALL
-from released import UNETS
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
@@ -22,13 +17,6 @@ from ldm_lite.models.unet import AttentionBlock, LDMUNet, LDMUNetSpec
 
 DATA = Path(__file__).parents[1] / "data"
 GOLDEN = np.load(DATA / "networks.npz")
-MANIFESTS = json.loads(gzip.decompress((DATA / "manifests.json.gz").read_bytes()))
-# UNets that differ from one that has a manifest: its name, the shape that differs, and by how many parameters.
-WITHOUT_MANIFEST = {
-    "instruct_pix2pix": ("sd1", "input_blocks.0.0.weight", [320, 8, 3, 3], 320 * 4 * 9),
-    "lcm": ("sd1", "cond_proj.weight", [320, 256], 320 * 256),
-    "lcm_sdxl": ("sdxl_base", "cond_proj.weight", [320, 256], 320 * 256),
-}
 PREFIX = "model.diffusion_model."
 
 
@@ -47,22 +35,17 @@ def test_equals_the_original(name: str) -> None:
     assert toy.relative_error(out, GOLDEN[f"unet.{name}"]) < 1e-5
 
 
-def test_equals_the_original_at_fractional_timesteps() -> None:
-    x, context, _ = toy.unet_inputs(toy.SD1)
-    out = toy.network(toy.SD1)(x, toy.T_FRACTIONAL, context)
-    assert toy.relative_error(out, GOLDEN["unet_fractional.sd1"]) < 1e-5
-
-
-def test_equals_diffusers() -> None:
-    x, context, _ = toy.unet_inputs(SMALL.unet)
-    out = toy.fill(LDMUNet(SMALL.unet), PREFIX)(x, toy.T, context)
-    assert toy.relative_error(out, GOLDEN["small.unet"]) < 1e-5
-
-
-def test_equals_diffusers_at_an_odd_latent_size() -> None:
-    x, context, _ = toy.unet_inputs(toy.SD1, h=9, w=7)
-    out = toy.fill(LDMUNet(toy.SD1), PREFIX)(x, toy.T, context)
-    assert toy.relative_error(out, GOLDEN["unet_odd.sd1"]) < 1e-5
+@pytest.mark.parametrize(
+    ("golden", "spec", "prefix", "timesteps", "size"),
+    [
+        ("unet_fractional.sd1", toy.SD1, "", toy.T_FRACTIONAL, {}),  # CompVis
+        ("unet_odd.sd1", toy.SD1, PREFIX, toy.T, {"h": 9, "w": 7}),  # diffusers
+        ("small.unet", SMALL.unet, PREFIX, toy.T, {}),  # diffusers
+    ],
+)
+def test_equals_others(golden: str, spec: LDMUNetSpec, prefix: str, timesteps: Tensor, size: dict[str, int]) -> None:
+    x, context, _ = toy.unet_inputs(spec, **size)
+    assert toy.relative_error(toy.fill(LDMUNet(spec), prefix)(x, timesteps, context), GOLDEN[golden]) < 1e-5
 
 
 def test_rows_of_qkv_are_ordered_head_by_head() -> None:
@@ -83,37 +66,6 @@ def test_rows_of_qkv_are_ordered_head_by_head() -> None:
 
 
 # ---- every released UNet --------------------------------------------------------------------------------------------
-
-
-def test_every_released_unet_is_known() -> None:
-    assert {name.removeprefix("unet_") for name in MANIFESTS if re.match("unet_(?!if_)", name)} == set(UNETS) - set(
-        WITHOUT_MANIFEST
-    )
-
-
-@pytest.mark.parametrize("name", UNETS)
-def test_keys_shapes_and_parameters_are_those_of_the_originals(name: str) -> None:
-    like, key, shape, more = WITHOUT_MANIFEST.get(name, (name, None, None, 0))
-    manifest = MANIFESTS[f"unet_{like}"]
-    shapes = manifest["shapes"] if key is None else {**manifest["shapes"], key: shape}
-    with torch.device("meta"):
-        network = LDMUNet(UNETS[name])
-    assert {key: list(value.shape) for key, value in network.state_dict().items()} == shapes
-    assert sum(p.numel() for p in network.parameters()) == manifest["params"] + more
-
-
-@pytest.mark.parametrize("name", sorted(set(UNETS) - set(WITHOUT_MANIFEST)))
-def test_is_inferred_from_its_shapes_in_any_order(name: str) -> None:
-    items = [(key, tuple(shape)) for key, shape in MANIFESTS[f"unet_{name}"]["shapes"].items()]
-    for seed in range(3):
-        random.Random(seed).shuffle(items)
-        assert LDMUNetSpec.from_shapes(dict(items)) == replace(UNETS[name], num_heads=None, head_dim=None)
-
-
-@pytest.mark.parametrize("name", toy.UNETS)
-def test_miniatures_are_inferred_too(name: str) -> None:
-    spec = toy.UNETS[name]
-    assert LDMUNetSpec.from_shapes(shapes_of(spec)) == replace(spec, num_heads=None, head_dim=None)
 
 
 def test_a_different_number_of_blocks_a_level_is_inferred() -> None:
