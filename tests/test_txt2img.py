@@ -109,8 +109,6 @@ def test_fixed_code_starts_every_batch_alike(bundled: Pipeline) -> None:
     [
         ({}, "no prompt: give one"),
         ({"prompt": "a", "sampler": "dpm3"}, "unknown sampler 'dpm3': did you mean"),
-        ({"prompt": "a", "steps": 0}, "got `steps` 0, expected 1 to 1000"),
-        ({"prompt": "a", "steps": 1001}, "got `steps` 1001, expected 1 to 1000"),
         ({"prompt": "a", "batch_size": 0}, "got `batch_size` 0, expected 1 to 4096"),
         ({"prompt": "a", "n_iter": -1}, "got `n_iter` -1, expected 1 to"),
         ({"prompt": "a", "seed": -2}, "got `seed` -2, expected -1 to"),
@@ -129,7 +127,6 @@ def test_fixed_code_starts_every_batch_alike(bundled: Pipeline) -> None:
         ({"prompt": "a", "compat": True, "sampler": "euler"}, "`compat` knows the samplers of the original script"),
         ({"prompt": "a", "compat": True, "steps": 3}, "the original scripts fail with 3 steps"),
         ({"prompt": "a", "from_file": "x.txt"}, "got a prompt and `from_file`"),
-        ({"prompt": "a", "scale": float("nan")}, "got `scale` nan, expected 0 to 100"),
     ],
 )
 def test_options_that_do_not_fit(bundled: Pipeline, options: dict[str, Any], message: str) -> None:

@@ -8,7 +8,7 @@ import struct
 import time
 import tracemalloc
 from collections.abc import Mapping
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ from ldm_lite.runtime.setup import num_parameters
 from ldm_lite.zoo.family import build_network
 
 GOLDEN = np.load(Path(__file__).parents[1] / "data" / "gguf.npz")
+Stored = tuple[str, tuple[int, ...], bytes]
 NAMES = sorted({name.partition("/")[0] for name in GOLDEN.files if "/" in name})
 
 
@@ -55,7 +56,7 @@ def pair(key: str, value: object) -> bytes:
     return text(key) + struct.pack("<II", 4, value)
 
 
-def gguf(path: Path, tensors: Mapping[str, tuple[str, tuple[int, ...], bytes]], **pairs: object) -> Path:
+def gguf(path: Path, tensors: Mapping[str, Stored], **pairs: object) -> Path:
     """Write a file: each tensor is a format, a shape as torch has it, and its bytes."""
     table, data, alignment = b"", b"", pairs.get("general__alignment", 32)
     assert isinstance(alignment, int)
@@ -346,30 +347,32 @@ def test_chroma_and_flux2_have_the_names_of_the_originals(toy_family: Any, tmp_p
     torch.testing.assert_close(pipe.unet(*toy_family.inputs()), network(*toy_family.inputs()), rtol=1e-4, atol=1e-4)
 
 
+QWEN = (  # names of llama.cpp
+    (r"^norm\.", "output_norm."),
+    (r"^embed_tokens\.", "token_embd."),
+    (r"^layers\.", "blk."),
+    (r"self_attn\.([qkv])_proj", r"attn_\1"),
+    (r"self_attn\.([qk])_norm", r"attn_\1_norm"),
+    (r"self_attn\.o_proj", "attn_output"),
+    (r"input_layernorm", "attn_norm"),
+    (r"post_attention_layernorm", "ffn_norm"),
+    (r"mlp\.(\w+)_proj", r"ffn_\1"),
+)
+
+
+def qwen(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
+    """The tensors of a text encoder with llama.cpp's names."""
+    return {reduce(lambda name, row: re.sub(*row, name), QWEN, key): value for key, value in tensors.items()}
+
+
 def test_qwen3_has_the_names_of_llama_cpp(tmp_path: Path) -> None:
     """And Z-Image's transformer those of ComfyUI."""
     files, parts = toy_z_image.write(tmp_path), weights(toy_z_image.small())
-    names = {
-        "embed_tokens.": "token_embd.",
-        "layers.": "blk.",
-        **{f"self_attn.{part}_proj.": f"attn_{part}." for part in "qkv"},
-        **{f"self_attn.{part}_norm.": f"attn_{part}_norm." for part in "qk"},
-        "self_attn.o_proj.": "attn_output.",
-        "input_layernorm.": "attn_norm.",
-        "post_attention_layernorm.": "ffn_norm.",
-        **{f"mlp.{part}_proj.": f"ffn_{part}." for part in ("gate", "up", "down")},
-    }
     tensors, worth = stored(parts["text_encoder"])
-    renamed = {}
-    for key, value in tensors.items():
-        new = "output_norm.weight" if key == "norm.weight" else key
-        for ours, theirs in names.items():
-            new = new.replace(ours, theirs)
-        renamed[new] = value
     unet, unet_worth = stored(parts["unet"])
     pipe = ldm_lite.load(
         gguf(tmp_path / "z_turbo.gguf", unet, general__architecture="lumina2"),
-        text_encoder=str(gguf(tmp_path / "qwen.gguf", renamed, general__architecture="qwen3")),
+        text_encoder=str(gguf(tmp_path / "qwen.gguf", qwen(tensors), general__architecture="qwen3")),
         vae=files["vae"],
         device="cpu",
     )
@@ -388,25 +391,11 @@ def test_qwen25_has_the_names_of_llama_cpp_and_qwen_image_its_own(tmp_path: Path
     shapes = json.loads(str(np.load(Path(__file__).parents[1] / "data" / "qwen_image.npz")["shapes"]))
     files = toy_qwen_image.write(tmp_path, shapes)
     whole = ldm_lite.load(files["ckpt"], **{name: value for name, value in files.items() if name != "ckpt"})
-    renamed = {}
     text, worth = stored(whole.text_encoder.state_dict())
-    for key, value in text.items():
-        for pattern, theirs in (
-            (r"^norm\.", "output_norm."),
-            (r"^embed_tokens\.", "token_embd."),
-            (r"^layers\.", "blk."),
-            (r"self_attn\.([qkv])_proj", r"attn_\1"),
-            (r"self_attn\.o_proj", "attn_output"),
-            (r"input_layernorm", "attn_norm"),
-            (r"post_attention_layernorm", "ffn_norm"),
-            (r"mlp\.(\w+)_proj", r"ffn_\1"),
-        ):
-            key = re.sub(pattern, theirs, key)
-        renamed[key] = value
     unet, unet_worth = stored(whole.unet.state_dict())
     pipe = ldm_lite.load(
         gguf(tmp_path / "qwen_image.gguf", unet, general__architecture="qwen_image"),
-        text_encoder=str(gguf(tmp_path / "qwen.gguf", renamed, general__architecture="qwen2vl")),
+        text_encoder=str(gguf(tmp_path / "qwen.gguf", qwen(text), general__architecture="qwen2vl")),
         vae=files["vae"],
         device="cpu",
     )

@@ -126,13 +126,6 @@ def test_bare_files_and_other_files_networks(tmp_path: Path, small_path: Path, r
         ldm_lite.load(small_path, vae=tmp_path / "unet", device="cpu")
 
 
-def test_only_the_needed_tensors_are_read(tmp_path: Path, small_path: Path) -> None:
-    checkpoint = open_checkpoint(small_path)
-    before = set(parts_of(checkpoint))
-    assert before == {"unet", "vae", "text_encoder"}
-    assert checkpoint.read("betas").shape == (1000,)
-
-
 def test_a_file_of_the_core_is_the_same_model(tmp_path: Path) -> None:
     """The core writes what weights do not tell under a prefix."""
     core.load(device="cpu").save(tmp_path / "saved.safetensors")

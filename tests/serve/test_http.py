@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import toy_flux2
 from PIL import Image
-from serving import Running, b64, engine_of, finished, library_of, opened, submit
+from serving import Running, b64, engine_of, finished, form, library_of, opened, submit
 from waiting import wait_for
 
 import ldm_lite
@@ -296,18 +296,11 @@ def test_images_with_urls_are_limited_and_expire(monkeypatch: pytest.MonkeyPatch
         CLIENT.reset(token)
 
 
-def form_of(**fields: bytes) -> tuple[bytes, dict[str, str]]:
-    parts = (
-        b'--x\r\nContent-Disposition: form-data; name="%s"%s\r\n\r\n%s\r\n'
-        % (name.encode(), b'; filename="a.png"' if name in ("image", "mask") else b"", content)
-        for name, content in fields.items()
-    )
-    return b"".join(parts) + b"--x--", {"Content-Type": "multipart/form-data; boundary=x"}
-
-
 def test_what_is_transparent_is_white_as_for_the_command(server: Running, small_path: Path) -> None:
     clear = picture((0, 0, 0, 0), "RGBA")
-    body, head = form_of(prompt=b"x", steps=b"4", seed=b"1", strength=b"0.3", image=clear, mask=clear)
+    body, head = form(
+        ("prompt", b"x"), ("steps", b"4"), ("seed", b"1"), ("strength", b"0.3"), ("image", clear), ("mask", clear)
+    )
     status, answer = server.ask("/v1/images/edits", body, **head)
     assert status == 200, answer
     pipe = ldm_lite.load(small_path, device="cpu")
@@ -333,13 +326,8 @@ def png(image: Image.Image) -> bytes:
 def edited(server: Running, *images: Image.Image) -> Image.Image:
     """The result of OpenAI's edits, one step with seed 1."""
     parts = [("prompt", b"x"), ("steps", b"1"), ("seed", b"1"), *(("image[]", png(image)) for image in images)]
-    body = b"".join(
-        b'--x\r\nContent-Disposition: form-data; name="%s"%s\r\n\r\n%s\r\n'
-        % (name.encode(), b'; filename="a.png"' * (name == "image[]"), content)
-        for name, content in parts
-    )
-    head = {"Content-Type": "multipart/form-data; boundary=x"}
-    status, answer = server.ask("/v1/images/edits", body + b"--x--", **head)
+    body, head = form(*parts)
+    status, answer = server.ask("/v1/images/edits", body, **head)
     assert status == 200, answer
     return opened(answer["data"][0]["b64_json"])
 
@@ -484,13 +472,8 @@ def test_forms_that_are_none_and_uploads_stay_in_memory(server: Running, monkeyp
     noise = io.BytesIO()
     Image.effect_noise((32, 32), 100).convert("RGB").save(noise, "PNG")
     upload = noise.getvalue() + bytes(2**20 - 2**16)  # the decoder stops at the image's end
-    form = b"".join(
-        b'--x\r\nContent-Disposition: form-data; name="%s"%s\r\n\r\n%s\r\n' % part
-        for part in ((b"prompt", b"", b"x"), (b"steps", b"", b"2"), (b"image", b'; filename="a.png"', upload))
-    )
-    status, answer = server.ask(
-        "/v1/images/edits", form + b"--x--", **{"Content-Type": "multipart/form-data; boundary=x"}
-    )
+    body, head = form(("prompt", b"x"), ("steps", b"2"), ("image", upload))
+    status, answer = server.ask("/v1/images/edits", body, **head)
     assert status == 200, answer
 
 
@@ -501,30 +484,6 @@ def test_a_body_that_is_too_large_gets_413(server: Running) -> None:
     connection.request("POST", TXT2IMG, iter([b" " * 2**19] * 4), encode_chunked=True)  # without a length
     assert connection.getresponse().status == 413
     connection.close()
-
-
-def test_a_full_queue_gets_429_with_retry_after(server: Running) -> None:
-    statuses: list[int] = []
-
-    def ask(steps: int) -> None:
-        statuses.append(server.ask(TXT2IMG, {"prompt": "x", **SMALL, "steps": steps, "batch_size": 4})[0])
-
-    threads = [threading.Thread(target=ask, args=(50 + i,)) for i in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert set(statuses) == {200, 429}
-
-
-def test_a_client_that_goes_is_forgotten(server: Running) -> None:
-    before = server.engine.totals["cancelled"]
-    connection = http.client.HTTPConnection("127.0.0.1", server.port)
-    connection.request("POST", TXT2IMG, json.dumps({"prompt": "x", **SMALL, "steps": 150}))
-    wait_for(lambda: server.engine.running, "a request that runs")
-    connection.close()
-    wait_for(lambda: not server.engine.running and server.engine.totals["cancelled"] > before, "the request's end")
-    assert server.engine.totals["cancelled"] == before + 1
 
 
 def test_other_sites_and_other_names_are_refused(server: Running, start: Start) -> None:

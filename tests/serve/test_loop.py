@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
-from serving import Running
+from serving import Running, form
 
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
@@ -31,7 +31,6 @@ FINE |= {
     "the description",
     "OpenAI's",
 }  # requests that are answered
-FORM = {"Content-Type": "multipart/form-data; boundary=x"}
 
 
 @pytest.fixture
@@ -59,14 +58,6 @@ def picture(side: int = 128, text: str = "") -> str:
     noise = np.random.default_rng(0).integers(0, 255, (side, side, 3), dtype=np.uint8)
     Image.fromarray(noise).save(file, "PNG", pnginfo=about)
     return base64.b64encode(file.getvalue()).decode()
-
-
-def form(**fields: bytes) -> bytes:
-    rows = (
-        b'--x\r\nContent-Disposition: form-data; name="%s"\r\n\r\n%s\r\n' % item
-        for item in ((name.encode(), value) for name, value in fields.items())
-    )
-    return b"".join(rows) + b"--x--\r\n"
 
 
 def requests() -> dict[str, tuple[str, Any, dict[str, str]]]:
@@ -97,8 +88,8 @@ def requests() -> dict[str, tuple[str, Any, dict[str, str]]]:
         "a plot": ("/api/images", SMALL | {"x": {"option": "seed", "values": "1-12"}}, {}),
         "a field of the form": ("/api/images", SMALL | {"scale": "1" * 60_000}, {}),
         "OpenAI's": ("/v1/images/generations", {"prompt": words, "size": "128x128", "n": 12, "steps": 1}, {}),
-        "a form": ("/v1/images/edits", form(prompt=text.encode(), image=b"\r" * 900_000), FORM),
-        "a boundary": ("/v1/images/edits", b"\r\n--" * 200_000, FORM),
+        "a form": ("/v1/images/edits", *form(("prompt", text.encode()), ("image", b"\r" * 900_000))),
+        "a boundary": ("/v1/images/edits", b"\r\n--" * 200_000, form()[1]),
         "marks": (TXT2IMG, b"[" * 60_000, {}),
         "numbers": (TXT2IMG, b'{"prompt":"x","other":[' + b"1e300," * 1000 + b"1]}", {}),
         "the description": ("/openapi.json", None, {}),

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 from PIL import Image
-from serving import Full, Running, engine_of, finished, library_of, submit
+from serving import Full, Running, engine_of, finished, form, library_of, submit
 from waiting import wait_for
 
 pytest.importorskip("fastapi")
@@ -673,10 +673,10 @@ def test_heads_have_a_limit(running: Running) -> None:
 
 def test_a_form_has_no_charset_but_utf8(running: Running) -> None:
     """Python's punycode took minutes for a megabyte."""
-    form = b'--x\r\nContent-Disposition: form-data; name="prompt"\r\n\r\na-b\r\n--x--\r\n'
+    body, _ = form(("prompt", b"a-b"))
     for charset, wanted in (("punycode", "UTF-8: leave it out"), ("UTF-8", "got 0 files as image")):
         kind = f"multipart/form-data; boundary=x; charset={charset}"
-        status, message = running.refused("/v1/images/edits", form, **{"Content-Type": kind})
+        status, message = running.refused("/v1/images/edits", body, **{"Content-Type": kind})
         assert status == 422
         assert wanted in message
 
@@ -686,22 +686,15 @@ def test_a_form_has_so_many_parts_at_most(kind: str, most: int, running: Running
     name = b'name="image"; filename="a"' if kind == "file" else b'name="prompt"'
     part = b"--x\r\nContent-Disposition: form-data; " + name + b"\r\n\r\na\r\n"
     for count, wanted in ((most, False), (most + 1, True)):
-        form = part * count + b"--x--\r\n"
-        status, message = running.refused(
-            "/v1/images/edits", form, **{"Content-Type": "multipart/form-data; boundary=x"}
-        )
+        status, message = running.refused("/v1/images/edits", part * count + b"--x--\r\n", **form()[1])
         assert status == 422
         assert (f"Too many {kind}s" in message) is wanted, message
 
 
 def test_forms_are_read_in_threads_too(running: Running) -> None:
     """A body of CRs is the slowest for the parser."""
-    form = (
-        b'--x\r\nContent-Disposition: form-data; name="image"; filename="a"\r\n\r\n'
-        + b"\r" * 900_000
-        + b"\r\n--x--\r\n"
-    )
-    status, _ = running.refused("/v1/images/edits", form, **{"Content-Type": "multipart/form-data; boundary=x"})
+    body, head = form(("image", b"\r" * 900_000))
+    status, _ = running.refused("/v1/images/edits", body, **head)
     assert status == 422
 
 

@@ -308,19 +308,6 @@ def models(tmp_path: Path, small_path: Path) -> Path:
     return models
 
 
-def test_a_model_that_cannot_be_loaded_ends_its_request_alone(small_path: Path, tmp_path: Path) -> None:
-    (tmp_path / "broken.safetensors").write_bytes(b"x" * 100)
-    engine = engine_of(library_of(small_path, models=str(tmp_path)), models=str(tmp_path))
-    broken, fine = (submit(engine, "txt2img", options(steps=1), model=name) for name in ("broken", None))
-    engine.start()
-    with pytest.raises(ValueError, match="broken"):
-        finished(broken)
-    assert finished(fine)
-    engine.close()
-    with pytest.raises(ValueError, match=r"got `loras` .* expected a folder"):
-        library_of(loras=str(tmp_path / "none"))
-
-
 @pytest.mark.slow
 def test_models_are_swapped_on_request_and_named_from_their_folder_alone(models: Path, small_path: Path) -> None:
     library = library_of(small_path, models=str(models))
@@ -353,6 +340,8 @@ def test_loras_are_merged_for_the_requests_that_name_them(library: Any, small_pa
     engine = engine_of(library_of(small_path, loras=str(tmp_path)), loras=str(tmp_path))
     with pytest.raises(ValueError, match="unknown LoRA 'twos': expected one of ones"):
         submit(engine, "txt2img", options(), loras=(("twos", 1.0),))
+    with pytest.raises(ValueError, match=r"got `loras` .* expected a folder"):
+        library_of(loras=str(tmp_path / "none"))
     lora_sets: list[Any] = [(), (("ones", 0.5),), (), (("ones", 0.5),), (("ones", 1.0),)]
     tickets = [submit(engine, "txt2img", options(), loras=loras) for loras in lora_sets]
     engine.start()

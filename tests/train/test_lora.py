@@ -12,7 +12,7 @@ import toy
 from PIL import Image
 from safetensors import safe_open
 from torch import Tensor, nn
-from training import load_options, losses, options, train
+from training import load_options, options, train
 
 import ldm_lite
 from ldm_lite import Pipeline
@@ -132,29 +132,6 @@ def test_the_file_is_kohyas_and_gives_the_same_images(
     ours = grid([to_pil(pixels) for pixels in pipe.decode(latents, output="tensor")], columns=4)
     sheet = Image.open(tmp_path / "samples-0000004.png")  # from float32 averages; the file is float16
     assert np.abs(np.asarray(ours, dtype=int) - np.asarray(sheet, dtype=int)).mean() < 0.5
-
-
-@pytest.mark.slow
-def test_a_resumed_run_has_the_losses_of_one_that_was_never_stopped(
-    tmp_path: Path, folder: Path, small_path: Path
-) -> None:
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    extra = {"lora_rank": 2, "lora_text": True, "checkpointing": True, "steps": 3, "save_every": 9}
-    train(options(folder, whole, **extra), load_options(small_path))
-    for i in range(3):  # minutes 0: one step at a time
-        train(options(folder, parts, minutes=0.0, resume=i > 0, **extra), load_options(small_path))
-    assert losses(parts) == losses(whole)
-    assert len(losses(whole)) == 3
-    with pytest.raises(ValueError, match="is not the state of this run"):
-        train(options(folder, parts, resume=True, **{**extra, "lora_rank": 3}), load_options(small_path))
-
-
-@pytest.mark.slow
-def test_the_loss_falls(tmp_path: Path, folder: Path, small_path: Path) -> None:
-    extra = {"steps": 12, "batch_size": 6, "save_every": 99, "lora_rank": 8, "lr": 3e-2}
-    train(options(folder, tmp_path, **extra), load_options(small_path))
-    got = losses(tmp_path)
-    assert np.mean(got[-4:]) < 0.8 * np.mean(got[:4])
 
 
 def test_a_rank_below_1_is_refused(tmp_path: Path, folder: Path, small_path: Path) -> None:

@@ -1,6 +1,5 @@
 """Training runs, on a miniature checkpoint: they learn, resume exactly, and end in one line when something is wrong."""
 
-import json
 import os
 import subprocess
 import sys
@@ -10,15 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from safetensors import safe_open
 from torch._dynamo.testing import CompileCounter
 from training import CONFIG, load_options, losses, options, plain_options, train
-from waiting import free_port
 
 import ldm_lite
 from ldm_lite.train import __main__ as command
-from ldm_lite.train import data, distributed, run, trainer
+from ldm_lite.train import distributed, run, trainer
 from ldm_lite.train import losses as losses_of_training
 from ldm_lite.train.batches import Batch, Draws
 
@@ -145,48 +142,11 @@ def test_a_run_without_options_changes_the_unet_alone_and_little(
     assert 0 < most < 1e-3
 
 
-def test_captions_from_a_list(tmp_path: Path, folder: Path, small_path: Path) -> None:
-    data = tmp_path / "data"
-    data.mkdir()
-    rows = [{"file_name": os.fspath(folder / f"{i}.png"), "text": f"picture {i}"} for i in range(3)]
-    (data / "captions.jsonl").write_text("\n".join(json.dumps(row) for row in rows) + "\n\n")
-    train(options(data, tmp_path / "out", steps=1), load_options(small_path))
-
-
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="asks Linux which files are open")
 def test_a_run_that_has_ended_has_no_file_open(tmp_path: Path, folder: Path, small_path: Path) -> None:
     train(options(folder, tmp_path, steps=1), load_options(small_path))
     open_files = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
     assert not [name for name in open_files if str(tmp_path) in name]
-
-
-@pytest.mark.slow
-def test_a_loss_that_is_not_finite_keeps_what_was_saved(tmp_path: Path, folder: Path, small_path: Path) -> None:
-    train(options(folder, tmp_path, minutes=0.0), load_options(small_path))
-    kept = (tmp_path / "state.pt").read_bytes()
-    message = r"the loss is (nan|inf) (at|after) step \d+: use a lower `lr`; the state of step 1 is kept"
-    with pytest.raises(ValueError, match=message):
-        train(options(folder, tmp_path, resume=True, lr=1e36, steps=50), load_options(small_path))
-    assert (tmp_path / "state.pt").read_bytes() == kept
-
-
-@pytest.mark.slow
-def test_a_full_disk_keeps_the_last_good_state(
-    tmp_path: Path, folder: Path, small_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    train(options(folder, tmp_path, minutes=0.0), load_options(small_path))
-    kept = {name: (tmp_path / name).read_bytes() for name in ("state.pt", "model.safetensors")}
-
-    def full(state: object, path: Path) -> None:
-        path.write_bytes(b"half")
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(torch, "save", full)
-    arguments = ["--data", os.fspath(folder), "--out", os.fspath(tmp_path), "--resume", "--ckpt", os.fspath(small_path)]
-    small = ["--steps", "2", "--batch-size", "2", "--data-workers", "0", "--device", "cpu", "--warmup", "2"]
-    assert command.main([*arguments, *small]) == 1
-    assert {name: (tmp_path / name).read_bytes() for name in kept} == kept
-    assert not list(tmp_path.glob(".*"))
 
 
 def test_a_model_that_reads_an_image_is_refused(folder: Path, small_path: Path) -> None:
@@ -213,21 +173,6 @@ def test_each_process_has_a_gpu_of_its_own(
     distributed.init()
     assert took == ([] if gpu is None else [gpu])
     assert met == [backend]
-
-
-@pytest.mark.slow
-def test_two_processes_take_the_same_steps(tmp_path: Path, folder: Path, small_path: Path) -> None:
-    """As torchrun starts them: one log, one checkpoint, and resuming alone is possible."""
-    arguments = ["-m", "ldm_lite.train", "--data", os.fspath(folder), "--ckpt", os.fspath(small_path), "--steps", "2"]
-    arguments += ["--batch-size", "2", "--data-workers", "0", "--device", "cpu", "--out", os.fspath(tmp_path)]
-    meet = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
-    started = [
-        subprocess.Popen([sys.executable, *arguments], env={**os.environ, **meet, "RANK": str(rank)})
-        for rank in range(2)
-    ]
-    assert [process.wait() for process in started] == [0, 0]
-    assert len(losses(tmp_path)) == 1
-    train(options(folder, tmp_path, resume=True, steps=3), load_options(small_path))
 
 
 @pytest.mark.parametrize(
@@ -285,20 +230,6 @@ def test_mistakes_are_one_line(
     [error] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert message in error
     assert "Traceback" not in error
-
-
-def test_photos_are_turned_upright_and_transparency_becomes_white(tmp_path: Path) -> None:
-    image, exif = Image.new("RGB", (16, 8), "blue"), Image.Exif()
-    image.paste((255, 0, 0), (0, 0, 8, 8))
-    exif[0x112] = 6  # rotate by 90 degrees: the left side becomes the top
-    image.save(tmp_path / "a.png", exif=exif)
-    Image.new("RGBA", (8, 8)).save(tmp_path / "b.png")
-    for name in "ab":
-        (tmp_path / f"{name}.txt").write_text(name)
-    photo, clear = (data.open_folder(tmp_path, 8).example(i)[0] for i in range(2))
-    assert photo[:, 0, 4].tolist() == [255, 0, 0]
-    assert photo[:, 7, 4].tolist() == [0, 0, 255]
-    assert (clear == 255).all()
 
 
 @pytest.mark.slow
