@@ -1,8 +1,6 @@
-"""What the makers of the goldens of Chroma, FLUX.2 and Z-Image share: diffusers' networks, PEFT's LoRA, the command."""
+"""What the makers of goldens of Chroma, FLUX.2, Qwen-Image and Z-Image share: networks, PEFT's LoRA, the command."""
 
-import argparse
 import json
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ import torch
 import toy
 import toy_z_image
 import transformers
-from make_goldens import DATA, Arrays, write
+from making import DATA, Arrays, folder_of_originals, made_with, write
 from peft import LoraConfig, get_peft_model_state_dict, set_peft_model_state_dict
 from random_checkpoint import random_tensor
 from torch import Tensor, nn
@@ -72,10 +70,12 @@ def shapes_of(pipe: Any) -> dict[str, Any]:
     }
 
 
-def with_lora(pipe: Any, shapes: dict[str, Any], run: Callable[[Any, torch.dtype], Tensor]) -> Arrays:
+def with_lora(
+    pipe: Any, shapes: dict[str, Any], run: Callable[[Any, torch.dtype], Tensor], rank: int = 3, alpha: int = 6
+) -> Arrays:
     """What the transformer computes in float64 with PEFT's LoRA of every linear layer, whose shapes are added."""
     names = [name for name, module in pipe.transformer.named_modules() if isinstance(module, nn.Linear)]
-    pipe.transformer.add_adapter(LoraConfig(r=3, lora_alpha=6, target_modules=names))
+    pipe.transformer.add_adapter(LoraConfig(r=rank, lora_alpha=alpha, target_modules=names))
     keys = get_peft_model_state_dict(pipe.transformer)
     lora = {key: random_tensor(f"lora.{key}", tuple(value.shape)) for key, value in keys.items()}
     set_peft_model_state_dict(pipe.transformer, lora)
@@ -92,13 +92,8 @@ def in_original_layout(stored: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def main(name: str, repository: str, about: str | None, make: Callable[[Path], tuple[Arrays, dict[str, Any]]]) -> None:
     """The command line: make(folder of the repositories) returns the arrays of tests/data/NAME.npz and the shapes."""
-    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--originals", type=Path, required=True, help="the folder of the cloned repository")
-    originals = parser.parse_args().originals.resolve()
+    originals = folder_of_originals(about)
     with torch.no_grad():
         arrays, shapes = make(originals)
-    git = ["git", "-C", str(originals / repository), "rev-parse", "HEAD"]
-    commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout[:7]
-    versions = [f"{module.__name__} {module.__version__}" for module in (torch, diffusers, peft, transformers)]
-    with_versions = ", ".join([*versions, f"{repository} {commit}"])
-    write(DATA / f"{name}.npz", arrays, torch.float32, with_versions, shapes=np.array(json.dumps(shapes)))
+    versions = made_with((torch, diffusers, peft, transformers), originals, [repository])
+    write(DATA / f"{name}.npz", arrays, torch.float32, versions, shapes=np.array(json.dumps(shapes)))

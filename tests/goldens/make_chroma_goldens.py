@@ -24,8 +24,8 @@ import transformers
 from diffusers.models.transformers import transformer_chroma
 from diffusers.models.transformers.transformer_flux import FluxPosEmbed
 from family_goldens import autoencoder, in_original_layout, main, shapes_of, with_lora
-from make_goldens import Arrays, repository
 from make_transformer_goldens import ids, pack, unpack
+from making import Arrays, repository
 from random_checkpoint import random_tensor
 from sentencepiece import SentencePieceProcessor
 from torch import Tensor, nn

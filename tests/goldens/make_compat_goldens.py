@@ -9,13 +9,10 @@ diffusers' and transformers', with the weights of random_checkpoint.py (the main
 out are the watermark and the safety checker.
 """
 
-import argparse
 import contextlib
 import importlib
 import importlib.util
-import json
 import runpy
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -27,7 +24,7 @@ import numpy as np
 import peers
 import torch
 import toy
-from make_goldens import DATA, Arrays, write
+from making import DATA, Arrays, folder_of_originals, made_with, write
 from PIL import Image
 from random_checkpoint import state_dict
 from torch import Tensor
@@ -135,19 +132,15 @@ def run(originals: Path, name: str, folder: Path, model: Model) -> dict[str, np.
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--originals", type=Path, required=True, help="the folder of the cloned repositories")
-    originals = parser.parse_args().originals.resolve()
-    about = {module.__name__: module.__version__ for module in (torch, np, diffusers)}
-    git = ["git", "-C", str(originals / "stable-diffusion"), "rev-parse", "HEAD"]
-    about["stable-diffusion"] = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    originals = folder_of_originals(__doc__)
+    about = made_with((torch, np, diffusers), originals, ["stable-diffusion"])
     arrays: Arrays = {}
     with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
         model = Model()
         for name in toy.COMPAT_RUNS:
             for path, pixels in run(originals, name, Path(folder), model).items():
                 arrays[f"{name}/{path}"] = torch.from_numpy(pixels.copy())
-    write(DATA / "compat.npz", arrays, torch.uint8, json.dumps(about))
+    write(DATA / "compat.npz", arrays, torch.uint8, about)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import torch
 import toy
 import transformers
 from make_family_goldens import NEGATIVE, NOISE, PROMPT, tokenizers
-from make_goldens import DATA, Arrays, write
+from making import DATA, Arrays, made_with, write
 from random_checkpoint import SMALL, state_dict
 
 SCHEDULER = {
@@ -86,7 +86,7 @@ def main() -> None:
             configs = {str(path.relative_to(root / name)): json.loads(path.read_text()) for path in paths}
             first = files.get("plain", {})
             files[name] = {path: config for path, config in configs.items() if config != first.get(path)}
-    versions = {module.__name__: module.__version__ for module in (torch, np, diffusers, transformers)}
+    versions = json.loads(made_with((torch, np, diffusers, transformers)))
     write(DATA / "configs.npz", arrays, torch.float32, json.dumps({**versions, "files": files}))
 
 

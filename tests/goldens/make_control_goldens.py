@@ -9,10 +9,8 @@ The networks are the originals' own classes, filled with toy.fill's weights, in 
 importing them are replaced by empty ones.
 """
 
-import argparse
 import importlib
 import json
-import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +25,8 @@ import torch
 import toy
 from diffusers import ControlNetModel
 from diffusers.loaders.single_file_utils import convert_controlnet_checkpoint
-from make_goldens import COMPVIS, DATA, STABILITY, Arrays, repository, write
+from make_goldens import COMPVIS, STABILITY
+from making import DATA, Arrays, folder_of_originals, made_with, repository, write
 from random_checkpoint import SMALL, random_tensor, state_dict
 from torch import Tensor
 
@@ -359,21 +358,11 @@ def if_model(scale: float | None) -> Callable[..., Tensor]:
     return plain if scale is None else guided
 
 
-def made_with(originals: Path) -> str:
-    """Versions and commits, as JSON."""
-    versions = {module.__name__: module.__version__ for module in (torch, np, diffusers, cv2)}
-    for name in ("ControlNet", "IF", "T2I-Adapter", "T2I-Adapter-SD"):
-        git = ["git", "-C", str(originals / name), "rev-parse", "HEAD"]
-        versions[name] = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
-    return json.dumps(versions)
-
-
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--originals", type=Path, required=True, help="the folder of the cloned repositories")
-    originals = parser.parse_args().originals.resolve()
-    about = made_with(originals)
+    originals = folder_of_originals(__doc__)
+    repositories = ("ControlNet", "IF", "T2I-Adapter", "T2I-Adapter-SD")
+    about = made_with((torch, np, diffusers, cv2), originals, repositories)
     cleaned = json.dumps(captions(originals), ensure_ascii=False, indent=1)
     (DATA / "captions.json").write_text(cleaned + "\n", encoding="utf-8")
     with torch.no_grad():

@@ -19,7 +19,7 @@ import torch
 import toy
 import transformers
 from make_family_goldens import NEGATIVE, NOISE, PROMPT, sd2_pipeline, sdxl_pipeline, tokenizers
-from make_goldens import DATA, Arrays, write
+from making import DATA, Arrays, made_with, write
 from PIL import Image
 from random_checkpoint import LCM, SMALL, small, state_dict
 from torch import nn
@@ -286,14 +286,14 @@ def folders() -> tuple[Arrays, dict[str, Shapes]]:
 def main() -> None:
     """Write both files."""
     arrays, shapes = {}, released()
-    versions = {module.__name__: module.__version__ for module in (torch, np, diffusers, transformers)}
+    versions = made_with((torch, np, diffusers, transformers))
     with torch.no_grad():
         for more_arrays, more_shapes in (unets(), controls(), adapters(), beside(), lcm(), folders(), steered()):
             arrays |= more_arrays
             shapes |= more_shapes
-    write(DATA / "diffusers.npz", arrays, torch.float32, json.dumps(versions))
+    write(DATA / "diffusers.npz", arrays, torch.float32, versions)
     path = DATA / "diffusers.json.gz"
-    content = json.dumps({"made_with": versions, **shapes}, separators=(",", ":")).encode("utf-8")
+    content = json.dumps({"made_with": json.loads(versions), **shapes}, separators=(",", ":")).encode("utf-8")
     with open(path, "wb") as file, gzip.GzipFile("", "wb", compresslevel=9, fileobj=file, mtime=0) as zipped:
         zipped.write(content)
     print(f"{path}: {len(shapes)} networks, {path.stat().st_size} bytes")

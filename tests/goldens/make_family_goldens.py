@@ -9,7 +9,6 @@ PROMPT, the last latents, and every fourth pixel of the image.
 """
 
 import copy
-import json
 import re
 import tempfile
 from pathlib import Path
@@ -23,9 +22,9 @@ import toy
 import transformers
 from diffusers.pipelines.stable_diffusion.stable_unclip_image_normalizer import StableUnCLIPImageNormalizer
 from diffusers.pipelines.stable_diffusion_xl import pipeline_stable_diffusion_xl_img2img
-from make_goldens import Arrays, write
 from make_tokenizer_goldens import reference
 from make_vocab import read_merges, source
+from making import DATA, Arrays, made_with, write
 from PIL import Image
 from random_checkpoint import small, state_dict
 from toy import NEGATIVE, NOISE, PROMPT
@@ -33,8 +32,6 @@ from toy import NEGATIVE, NOISE, PROMPT
 from ldm_lite.models.taesd import TAESD
 from ldm_lite.zoo.families import with_prediction
 from ldm_lite.zoo.family import FamilyRow
-
-DATA = Path(__file__).resolve().parents[1] / "data"
 
 
 def scheduler(family: FamilyRow) -> object:
@@ -240,11 +237,10 @@ def _layer(match: re.Match[str]) -> str:
 def main() -> None:
     """Write the goldens."""
     first, second = tokenizers()
-    versions = {module.__name__: module.__version__ for module in (torch, np, diffusers, transformers)}
     with torch.no_grad():
         arrays = stable_diffusion_2(second) | depth(second) | sdxl(first, second) | learned(first, second)
         arrays |= unclip() | tiny()
-    write(DATA / "families.npz", arrays, torch.float32, json.dumps(versions))
+    write(DATA / "families.npz", arrays, torch.float32, made_with((torch, np, diffusers, transformers)))
 
 
 if __name__ == "__main__":

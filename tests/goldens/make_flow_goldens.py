@@ -10,7 +10,6 @@ numbers of each latent.
 Whole runs are the originals' own loops, guidance and networks, in toy_flow's sizes with toy.fill's weights, in float32.
 """
 
-import argparse
 import functools
 import importlib
 import sys
@@ -24,8 +23,8 @@ import numpy as np
 import torch
 import toy
 import toy_flow
-from make_goldens import DATA, repository
-from make_transformer_goldens import FLUX, SD3, flux_params, ids, made_with, mmditx_of, pack, unpack
+from make_transformer_goldens import FLUX, SD3, flux_params, ids, mmditx_of, pack, unpack
+from making import DATA, folder_of_originals, made_with, repository
 
 KEPT = 5
 COUNTS = (1, 2, 3, 10, 30)
@@ -153,9 +152,7 @@ class Plain:
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--originals", type=Path, required=True, help="the folder of the cloned repositories")
-    originals = parser.parse_args().originals.resolve()
+    originals = folder_of_originals(__doc__)
     with torch.no_grad():
         data = flux_runs(originals) | sd3_runs(originals)
     for name, (scheduler, settings) in RUNS.items():
@@ -163,7 +160,8 @@ def main() -> None:
             if name == "euler_karras" and steps == 1:
                 continue
             data |= {f"{name}.{steps}.{key}": value for key, value in run(scheduler, settings, steps).items()}
-    np.savez_compressed(DATA / "flow.npz", **data, made_with=np.array(made_with(originals)))
+    about = made_with((torch, diffusers), originals, ("flux", "sd3.5"))
+    np.savez_compressed(DATA / "flow.npz", **data, made_with=np.array(about))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ import toy
 import toy_flux2
 from diffusers.models.transformers import transformer_flux2
 from family_goldens import in_original_layout, main, qwen3, shapes_of, tokenizer, with_lora
-from make_goldens import Arrays, repository
+from making import Arrays, repository
 from torch import Tensor, nn
 
 from ldm_lite.models.flux import SingleStreamBlock

@@ -14,15 +14,9 @@ samplers of CompVis keep their tables on the CPU, noise comes from toy.noises, a
 replaced by empty modules.  Spacings are k-diffusion's, diffusers' (trailing) and scipy's quantiles (beta).
 """
 
-import argparse
 import contextlib
 import importlib
-import io
 import itertools
-import json
-import subprocess
-import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -36,39 +30,9 @@ import scipy.stats
 import torch
 import toy
 import transformers
-from numpy.typing import NDArray
+from making import DATA, Arrays, folder_of_originals, made_with, repository, write
 from random_checkpoint import SMALL, random_tensor, state_dict
 from torch import Tensor, nn
-
-DATA = Path(__file__).resolve().parents[1] / "data"
-Arrays = dict[str, Any]
-
-
-@contextlib.contextmanager
-def repository(path: Path, packages: tuple[str, ...] = (), stubs: tuple[str, ...] = ()) -> Iterator[None]:
-    """Import from a repository, then forget its modules: two of them have a package `ldm`.
-
-    The __init__ of the packages is not run; stubs are modules that importing needs, but what is used of it does not.
-    """
-    before = set(sys.modules)
-    sys.path.insert(0, str(path))
-    for name in packages:
-        package = ModuleType(name)
-        package.__path__ = [str(path / name.replace(".", "/"))]
-        sys.modules[name] = package
-    for name in stubs:
-        try:
-            importlib.import_module(name)
-        except ImportError:
-            sys.modules[name] = mock.MagicMock()
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        yield
-    sys.path.remove(str(path))
-    roots = {"ldm", *(name.split(".")[0] for name in (*packages, *stubs))}
-    for name in set(sys.modules) - before:
-        if name.split(".")[0] in roots:
-            del sys.modules[name]
-
 
 # ---- networks -------------------------------------------------------------------------------------------------------
 
@@ -404,32 +368,10 @@ def samplers(originals: Path) -> Arrays:
 # ---- files ----------------------------------------------------------------------------------------------------------
 
 
-def made_with(originals: Path) -> str:
-    """Versions and commits, as JSON."""
-    versions = {module.__name__: module.__version__ for module in (torch, np, scipy, diffusers, transformers)}
-    for name in (*ORIGINAL_UNETS, "k-diffusion"):
-        git = ["git", "-C", str(originals / name), "rev-parse", "HEAD"]
-        versions[name] = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
-    return json.dumps(versions)
-
-
-def write(path: Path, arrays: Arrays, dtype: torch.dtype, about: str, **others: NDArray[Any]) -> None:
-    """Write the arrays, other ones, and what they were made with, and say how large the file is."""
-    for name, value in arrays.items():
-        assert value.dtype == dtype, f"{name} is {value.dtype}, expected {dtype}"
-        assert torch.isfinite(value).all(), f"{name} is not finite"
-    np.savez_compressed(
-        path, made_with=np.array(about), **others, **{name: value.numpy() for name, value in arrays.items()}
-    )
-    print(f"{path}: {len(arrays)} arrays, {path.stat().st_size} bytes")
-
-
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--originals", type=Path, required=True, help="the folder of the cloned repositories")
-    originals = parser.parse_args().originals.resolve()
-    about = made_with(originals)
+    originals = folder_of_originals(__doc__)
+    about = made_with((torch, np, scipy, diffusers, transformers), originals, (*ORIGINAL_UNETS, "k-diffusion"))
     with torch.no_grad():
         networks = unets(originals) | autoencoders_and_text(originals)
         write(DATA / "networks.npz", networks, torch.float32, about)

@@ -2,18 +2,15 @@
 
     pip install diffusers transformers einops
     git clone https://github.com/tencent-ailab/IP-Adapter
-    PYTHONPATH=tests/fixtures:. python tests/goldens/make_ip_adapter_goldens.py --original IP-Adapter
+    PYTHONPATH=tests/fixtures:. python tests/goldens/make_ip_adapter_goldens.py --originals IP-Adapter
 
 The image encoder is transformers' CLIPVisionModelWithProjection, its image prepared by CLIPImageProcessor; the
 projections and the attention are the original's; UNets are diffusers', and read the adapter once as the original loads
 it (an nn.ModuleList of the attention processors), and once as diffusers' load_ip_adapter does, which must agree.
 """
 
-import argparse
 import importlib
-import json
 import sys
-from pathlib import Path
 from typing import Any
 
 import diffusers
@@ -23,7 +20,7 @@ import peers
 import torch
 import toy
 import transformers
-from make_goldens import DATA, Arrays, write
+from making import DATA, Arrays, folder_of_originals, made_with, write
 from PIL import Image
 from random_checkpoint import SMALL, small, state_dict
 from torch import Tensor, nn
@@ -170,13 +167,10 @@ def results() -> Arrays:
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--original", type=Path, required=True, help="the folder of the cloned repository")
-    sys.path.insert(0, str(parser.parse_args().original.resolve()))
+    sys.path.insert(0, str(folder_of_originals(__doc__)))
     sys.modules["diffusers.pipelines.controlnet"].MultiControlNetModel = object  # moved since, and not used here
-    versions = {module.__name__: module.__version__ for module in (torch, np, diffusers, transformers)}
     with torch.no_grad():
-        write(DATA / "ip_adapter.npz", results(), torch.float32, json.dumps(versions))
+        write(DATA / "ip_adapter.npz", results(), torch.float32, made_with((torch, np, diffusers, transformers)))
 
 
 if __name__ == "__main__":

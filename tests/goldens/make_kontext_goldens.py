@@ -13,8 +13,8 @@ import torch
 import toy
 import toy_flow
 from diffusers.pipelines.flux.pipeline_flux_kontext import PREFERRED_KONTEXT_RESOLUTIONS
-from make_goldens import DATA, write
 from make_transformer_goldens import AXES, pack, unpack
+from making import DATA, made_with, write
 
 CHANNELS = (32, 32, 32, 32)
 
@@ -57,9 +57,14 @@ def main() -> None:
             guidance_scale=toy_flow.SCALE,
             output_type="latent",
         ).images
-    about = f"torch {torch.__version__}, diffusers {diffusers.__version__}"
-    arrays = {"run": unpack(out, x)}
-    write(DATA / "kontext.npz", arrays, torch.float32, about, sizes=np.array(PREFERRED_KONTEXT_RESOLUTIONS))
+    about = made_with((torch, diffusers))
+    write(
+        DATA / "kontext.npz",
+        {"run": unpack(out, x)},
+        torch.float32,
+        about,
+        sizes=np.array(PREFERRED_KONTEXT_RESOLUTIONS),
+    )
 
 
 if __name__ == "__main__":

@@ -12,7 +12,8 @@ import numpy as np
 import peers
 import torch
 import transformers
-from make_family_goldens import DATA, NEGATIVE, PROMPT, tokenizers
+from make_family_goldens import NEGATIVE, PROMPT, tokenizers
+from making import DATA, made_with
 from random_checkpoint import SMALL, state_dict
 
 SCHEDULE = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "timestep_spacing": "linspace"}
@@ -51,8 +52,8 @@ def main() -> None:
         **run,
     ).images
     arrays = {"image": image, "txt2img": images[:, ::4, ::4], "img2img": again[:, ::4, ::4]}
-    versions = {library.__name__: library.__version__ for library in (torch, diffusers, transformers)}
-    np.savez_compressed(DATA / "noise.npz", made_with=np.array(str(versions)), **arrays)
+    about = made_with((torch, diffusers, transformers))
+    np.savez_compressed(DATA / "noise.npz", made_with=np.array(about), **arrays)
 
 
 if __name__ == "__main__":

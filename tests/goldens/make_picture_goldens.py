@@ -8,10 +8,7 @@ The folder holds the repository, a checkout; nothing of it is copied.  Networks 
 random_checkpoint.py in the families of toy.PICTURE_FAMILIES; what is stored is the last latents of toy.PICTURE_RUNS.
 """
 
-import argparse
 import importlib
-import json
-import subprocess
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,7 +24,7 @@ from diffusers.pipelines.stable_diffusion import (
     pipeline_stable_diffusion_img2img,
     pipeline_stable_diffusion_inpaint,
 )
-from make_goldens import DATA, Arrays, repository, write
+from making import DATA, Arrays, folder_of_originals, made_with, repository, write
 from numpy.typing import NDArray
 from PIL import Image
 from random_checkpoint import state_dict
@@ -157,12 +154,8 @@ def from_the_original(originals: Path, run: toy.PictureRun) -> Tensor:
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--originals", type=Path, required=True, help="the folder of the cloned repository")
-    originals = parser.parse_args().originals.resolve()
-    git = ["git", "-C", str(originals / "stable-diffusion"), "rev-parse", "HEAD"]
-    about = {module.__name__: module.__version__ for module in (torch, np, diffusers)}
-    about["stable-diffusion"] = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    originals = folder_of_originals(__doc__)
+    about = made_with((torch, np, diffusers), originals, ["stable-diffusion"])
     with torch.no_grad():
         arrays: Arrays = {
             name: from_the_original(originals, run)
@@ -170,7 +163,7 @@ def main() -> None:
             else from_diffusers(run, family := toy.PICTURE_FAMILIES[run.task], dict(state_dict(family)))
             for name, run in toy.PICTURE_RUNS.items()
         }
-    write(DATA / "pictures.npz", arrays, torch.float32, json.dumps(about))
+    write(DATA / "pictures.npz", arrays, torch.float32, about)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,8 @@ import toy
 import toy_qwen_image
 import transformers
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
-from make_goldens import DATA, Arrays, write
+from family_goldens import shapes_of
+from making import DATA, Arrays, made_with, write
 from PIL import Image
 from torch import Tensor
 from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl
@@ -156,12 +157,8 @@ def main() -> None:
         assert inputs["image_grid_thw"].tolist() == [[1, 10, 18]]
         arrays["vision"] = seen(inputs["pixel_values"], grid_thw=inputs["image_grid_thw"]).pooler_output
         arrays |= wide_block()
-    names = ("transformer", "text_encoder", "vae")
-    shapes = {
-        name: {key: list(value.shape) for key, value in getattr(pipes[0], name).state_dict().items()} for name in names
-    }
-    about = f"torch {torch.__version__}, diffusers {diffusers.__version__}, transformers {transformers.__version__}"
-    write(DATA / "qwen_image_edit.npz", arrays, torch.float32, about, shapes=np.array(json.dumps(shapes)))
+    about, shapes = made_with((torch, diffusers, transformers)), json.dumps(shapes_of(pipes[0]))
+    write(DATA / "qwen_image_edit.npz", arrays, torch.float32, about, shapes=np.array(shapes))
 
 
 if __name__ == "__main__":

@@ -24,9 +24,8 @@ import toy_z_image
 import transformers
 from diffusers.loaders.single_file_utils import convert_wan_vae_to_diffusers
 from diffusers.models.transformers import transformer_qwenimage
-from make_goldens import DATA, Arrays, write
-from peft import LoraConfig, get_peft_model_state_dict, set_peft_model_state_dict
-from random_checkpoint import random_tensor
+from family_goldens import shapes_of, with_lora
+from making import DATA, Arrays, made_with, write
 from torch import Tensor, nn
 
 from ldm_lite.models.qwen_image import QWEN_IMAGE
@@ -119,10 +118,6 @@ def of_diffusers() -> tuple[Arrays, dict[str, Any], Any]:
     """diffusers' networks and whole runs; the shapes by key of its networks; and its pipeline."""
     with tempfile.TemporaryDirectory() as folder:
         pipe = pipeline(Path(folder))
-    shapes: dict[str, Any] = {
-        name: {key: list(value.shape) for key, value in getattr(pipe, name).state_dict().items()}
-        for name in ("transformer", "text_encoder", "vae")
-    }
     arrays: Arrays = {"plain": run(pipe.transformer)}
     prompts = list(toy_qwen_image.PROMPTS)
     context, mask = pipe.encode_prompt(prompts)
@@ -131,20 +126,7 @@ def of_diffusers() -> tuple[Arrays, dict[str, Any], Any]:
         more = {"num_inference_steps": toy_qwen_image.STEPS, "true_cfg_scale": scale, "height": 32, "width": 48}
         more |= {"negative_prompt": negative and [negative] * 2, "latents": packed(toy.normal(1, 2, 16, 4, 6))}
         arrays[f"run.{name}"] = pipe(prompt=prompts, output_type="pt", **more).images
-    return arrays | autoencoder(pipe.vae), shapes, pipe
-
-
-def of_peft(pipe: Any, shapes: dict[str, Any]) -> Arrays:
-    """diffusers' transformer with a LoRA of every linear layer."""
-    names = [name for name, module in pipe.transformer.named_modules() if isinstance(module, nn.Linear)]
-    pipe.transformer.add_adapter(LoraConfig(r=4, lora_alpha=2, target_modules=names))
-    keys = get_peft_model_state_dict(pipe.transformer)
-    lora = {f"transformer.{key}": random_tensor(f"lora.{key}", tuple(value.shape)) for key, value in keys.items()}
-    set_peft_model_state_dict(
-        pipe.transformer, {key.removeprefix("transformer."): value for key, value in lora.items()}
-    )
-    shapes["lora"] = {key: list(value.shape) for key, value in lora.items()}
-    return {"lora": run(pipe.transformer.double(), torch.float64).float()}
+    return arrays | autoencoder(pipe.vae), shapes_of(pipe), pipe
 
 
 def wide_block() -> Arrays:
@@ -162,9 +144,8 @@ def main() -> None:
     """The command line."""
     with torch.no_grad():
         arrays, shapes, pipe = of_diffusers()
-        arrays |= of_peft(pipe, shapes) | wide_block()
-    about = f"torch {torch.__version__}, diffusers {diffusers.__version__}, peft {peft.__version__}"
-    about += f", transformers {transformers.__version__}"
+        arrays |= with_lora(pipe, shapes, run, rank=4, alpha=2) | wide_block()
+    about = made_with((torch, diffusers, peft, transformers))
     write(DATA / "qwen_image.npz", arrays, torch.float32, about, shapes=np.array(json.dumps(shapes)))
 
 

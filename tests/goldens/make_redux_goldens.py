@@ -7,16 +7,14 @@ The image encoder and the two linears have the weights of toy_flow.redux(); the 
 those of make_transformer_goldens.py.
 """
 
-import json
-
 import diffusers
 import numpy as np
 import torch
 import toy
 import toy_flow
 import transformers
-from make_goldens import DATA, write
 from make_transformer_goldens import AXES, pack, unpack
+from making import DATA, made_with, write
 from PIL import Image
 from torch import Tensor
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
@@ -88,10 +86,10 @@ def run(image: Tensor) -> Tensor:
 
 def main() -> None:
     """Make both."""
-    versions = {module.__name__: module.__version__ for module in (torch, np, diffusers, transformers)}
+    about = made_with((torch, np, diffusers, transformers))
     with torch.no_grad():
         image = tokens()
-        write(DATA / "redux.npz", {"tokens": image, "run": run(image)}, torch.float32, json.dumps(versions))
+        write(DATA / "redux.npz", {"tokens": image, "run": run(image)}, torch.float32, about)
 
 
 if __name__ == "__main__":

@@ -2,15 +2,13 @@
 
     pip install diffusers transformers
     git clone -b SD https://github.com/TencentARC/T2I-Adapter
-    PYTHONPATH=tests/fixtures:scripts python tests/goldens/make_style_goldens.py --original T2I-Adapter
+    PYTHONPATH=tests/fixtures:scripts python tests/goldens/make_style_goldens.py --originals T2I-Adapter
 
 The image encoder is transformers' CLIPVisionModel, its image prepared by CLIPImageProcessor; the adapter and the
 sampler are the original's, the UNet diffusers', all with toy's weights, in float32; nothing of it is copied.
 """
 
-import argparse
 import importlib
-import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,7 +18,7 @@ import peers
 import torch
 import toy
 import transformers
-from make_goldens import DATA, Arrays, repository, write
+from making import DATA, Arrays, folder_of_originals, made_with, repository, write
 from PIL import Image
 from random_checkpoint import SMALL, state_dict
 from torch import Tensor
@@ -91,12 +89,9 @@ def run(original: Path) -> Arrays:
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--original", type=Path, required=True, help="the folder of the cloned repository")
-    original = parser.parse_args().original.resolve()
-    versions = {module.__name__: module.__version__ for module in (torch, np, diffusers, transformers)}
+    original = folder_of_originals(__doc__)
     with torch.no_grad():
-        write(DATA / "style.npz", run(original), torch.float32, json.dumps(versions))
+        write(DATA / "style.npz", run(original), torch.float32, made_with((torch, np, diffusers, transformers)))
 
 
 if __name__ == "__main__":

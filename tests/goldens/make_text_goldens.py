@@ -11,7 +11,6 @@ with toy.fill's weights, in float32.  The tokenizers are transformers' BertToken
 bert-base-uncased, and SentencePiece itself on a model of 150 pieces that is trained here and stored with the tests.
 """
 
-import argparse
 import gzip
 import importlib
 import importlib.metadata
@@ -29,14 +28,13 @@ import tokenizers
 import torch
 import toy
 import transformers
-from make_goldens import Arrays, repository
 from make_goldens import write as write_arrays
 from make_tokenizer_goldens import APOSTROPHES, CONTROL, DIGITS, EMOJI, HTML, LETTERS, LONG, PLAIN, WHITE, random_texts
+from making import DATA, Arrays, folder_of_originals, made_with, repository
 
 from ldm_lite.models.t5 import T5Encoder
 from ldm_lite.text.tokenizer import _BERT_VOCAB
 
-DATA = Path(__file__).resolve().parents[1] / "data"
 STUBS = ("torchvision", "torchvision.ops", "torchvision.ops.misc", "kornia", "clip", "open_clip", "pytorch_lightning")
 
 
@@ -161,11 +159,9 @@ def sentence_pieces(target: Path) -> list[dict[str, object]]:
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--originals", type=Path, required=True, help="the folder of the cloned repositories")
-    originals = parser.parse_args().originals.resolve()
+    originals = folder_of_originals(__doc__)
     versions = {
-        **{module.__name__: module.__version__ for module in (torch, np, transformers, tokenizers, sentencepiece)},
+        **json.loads(made_with((torch, np, transformers, tokenizers, sentencepiece))),
         "open_clip_torch": importlib.metadata.version("open_clip_torch"),
     }
     with torch.no_grad():

@@ -10,11 +10,9 @@ networks and Black Forest Labs' own for control.  PEFT's are computed in float64
 rounding twenty times as large, and differently on every CPU.
 """
 
-import argparse
 import importlib
 import json
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,7 @@ import peft
 import torch
 import toy
 import toy_flow
-from make_goldens import DATA, Arrays, repository, write
+from making import DATA, Arrays, folder_of_originals, made_with, repository, write
 from peft import LoraConfig, get_peft_model_state_dict, set_peft_model_state_dict
 from random_checkpoint import random_tensor
 from torch import Tensor, nn
@@ -212,24 +210,14 @@ def with_lora(network: nn.Module) -> dict[str, list[int]]:
     return {key: list(value.shape) for key, value in weights.items()}
 
 
-def made_with(originals: Path) -> str:
-    """Versions of what the goldens are made with."""
-    about = [f"torch {torch.__version__}", f"diffusers {diffusers.__version__}", f"peft {peft.__version__}"]
-    for name in ("flux", "sd3.5"):
-        git = ["git", "-C", str(originals / name), "rev-parse", "HEAD"]
-        about.append(f"{name} {subprocess.run(git, capture_output=True, text=True, check=True).stdout[:7]}")
-    return ", ".join(about)
-
-
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--originals", type=Path, required=True, help="the folder of the cloned repositories")
-    originals = parser.parse_args().originals.resolve()
+    originals = folder_of_originals(__doc__)
     with torch.no_grad():
         arrays, shapes = of_diffusers()
         arrays |= flux(originals) | sd3(originals)
-    write(DATA / "transformers.npz", arrays, torch.float32, made_with(originals), shapes=np.array(json.dumps(shapes)))
+    about = made_with((torch, diffusers, peft), originals, ("flux", "sd3.5"))
+    write(DATA / "transformers.npz", arrays, torch.float32, about, shapes=np.array(json.dumps(shapes)))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ Weights depend on their keys (toy.fill).  Only rrdbnet_arch.py is run: what it i
 it uses of that (a decorator, an initialisation that does not matter, nn.Sequential, pixel_unshuffle).
 """
 
-import argparse
 import json
 import sys
 import types
@@ -17,9 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 import toy
+from making import DATA, folder_of_originals, made_with
 from torch import nn
 
-DATA = Path(__file__).resolve().parents[1] / "data"
 SIZES = {"num_feat": 16, "num_block": 2, "num_grow_ch": 8}
 
 
@@ -46,16 +45,14 @@ def original(folder: Path) -> Any:
 
 def main() -> None:
     """Write the file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--originals", type=Path, required=True, help="the folder of the cloned repository")
-    kind, arrays = original(parser.parse_args().originals), {}
+    kind, arrays = original(folder_of_originals(__doc__)), {}
     for scale in (4, 2, 1):
         network = toy.fill(kind(3, 3, scale=scale, **SIZES)).eval()
         with torch.no_grad():
             arrays[f"x{scale}"] = network(torch.sigmoid(toy.normal(31, 1, 3, 12, 8))).numpy()
         shapes = {key: list(value.shape) for key, value in network.state_dict().items()}
         arrays[f"x{scale}.shapes"] = np.array(json.dumps(shapes))
-    np.savez_compressed(DATA / "upscaler.npz", made_with=np.array(f"torch {torch.__version__}"), **arrays)
+    np.savez_compressed(DATA / "upscaler.npz", made_with=np.array(made_with([torch])), **arrays)
 
 
 if __name__ == "__main__":

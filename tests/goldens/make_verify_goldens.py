@@ -18,7 +18,8 @@ import peers
 import torch
 import transformers
 from diffusers.pipelines.latent_diffusion.pipeline_latent_diffusion import LDMBertConfig, LDMBertModel
-from make_family_goldens import DATA, tokenizers
+from make_family_goldens import tokenizers
+from making import DATA, made_with
 from random_checkpoint import state_dict
 from toy_verify import FAMILY_OF, SIDE, toy_vectors
 
@@ -122,8 +123,8 @@ def main() -> None:
         rows = slice(vector.corner, vector.corner + 3 or None)
         arrays[vector.title] = image[rows, rows, -1].ravel() if isinstance(vector.expected, tuple) else image
         print(vector.title, arrays[vector.title].ravel()[:9])
-    versions = {library.__name__: library.__version__ for library in (torch, diffusers, transformers)}
-    np.savez_compressed(DATA / "verify.npz", made_with=np.array(str(versions)), **arrays)
+    about = made_with((torch, diffusers, transformers))
+    np.savez_compressed(DATA / "verify.npz", made_with=np.array(about), **arrays)
 
 
 if __name__ == "__main__":

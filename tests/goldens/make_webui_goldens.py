@@ -12,7 +12,6 @@ arithmetic (interface, devices, guidance, the model's management) are replaced b
 toy.noises, for the SDE samplers as the increments of one motion.  Results are of KEPT numbers of the final latent.
 """
 
-import argparse
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -24,9 +23,9 @@ import numpy as np
 import torch
 import toy
 from diffusers.schedulers import scheduling_tcd
+from making import DATA, folder_of_originals
 from torch import Tensor
 
-DATA = Path(__file__).resolve().parents[1] / "data"
 KEPT = 5
 COUNTS = (4, 13, 20, 40)
 ETA = ("Euler a", "DPM++ 2M SDE", "DPM fast", "DDIM")  # stored with eta 0.5, too
@@ -186,9 +185,7 @@ def tcd(alpha_bar: Tensor, steps: int, eta: float) -> tuple[Any, Any]:
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--originals", type=Path, required=True, help="the folder of the cloned repositories")
-    webui = load(parser.parse_args().originals.resolve())
+    webui = load(folder_of_originals(__doc__))
     torch.set_default_dtype(torch.float64)
     torch.FloatTensor = torch.DoubleTensor  # type: ignore[misc]
     torch.float32 = torch.float64  # type: ignore[misc]  # LCM's table of alpha_bar

@@ -19,7 +19,7 @@ import torch
 import toy
 import toy_z_image
 from family_goldens import autoencoder, main, qwen3, shapes_of, tokenizer, with_lora
-from make_goldens import Arrays, repository
+from making import Arrays, repository
 from torch import nn
 
 SPEC, QWEN3 = toy_z_image.SPEC, toy_z_image.QWEN3

@@ -9,10 +9,7 @@ The folder holds the repositories under these names, a checkout each; nothing of
 originals' own classes with toy.fill's weights, in float32.  Only what they need of Lightning is replaced, by torch.nn.
 """
 
-import argparse
 import importlib
-import json
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -23,7 +20,8 @@ import numpy as np
 import torch
 import toy
 import toy_zoo
-from make_goldens import COMPVIS, DATA, LDM, ORIGINAL_UNETS, UNCONDITIONAL, Arrays, repository, write
+from make_goldens import COMPVIS, LDM, ORIGINAL_UNETS, UNCONDITIONAL
+from making import DATA, Arrays, folder_of_originals, made_with, repository, write
 from random_checkpoint import SCALE_FACTOR, random_tensor
 from torch import nn
 
@@ -316,24 +314,13 @@ def runs(originals: Path) -> Arrays:
     return arrays
 
 
-def made_with(originals: Path) -> str:
-    """Versions and commits, as JSON."""
-    versions = {module.__name__: module.__version__ for module in (torch, np)}
-    for name in REPOSITORIES:
-        git = ["git", "-C", str(originals / name), "rev-parse", "HEAD"]
-        versions[name] = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
-    return json.dumps(versions)
-
-
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--originals", type=Path, required=True, help="the folder of the cloned repositories")
-    originals = parser.parse_args().originals.resolve()
+    originals = folder_of_originals(__doc__)
     sys.path.insert(0, str(originals / "taming-transformers"))  # latent-diffusion imports it
     with torch.no_grad():
         arrays = autoencoders(originals) | embedders(originals) | runs(originals)
-        write(DATA / "zoo.npz", arrays, torch.float32, made_with(originals))
+        write(DATA / "zoo.npz", arrays, torch.float32, made_with((torch, np), originals, REPOSITORIES))
 
 
 if __name__ == "__main__":
