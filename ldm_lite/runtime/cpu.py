@@ -1,16 +1,19 @@
 """Kernels for a CPU: `use` gives each layer of a network the fastest way to compute what its class does.
 
 - Group norms of large maps are computed in strips, for exactness.
-- Linears and 1x1 convolutions are products, by the library that is faster for their size.
-- Feed-forwards of transformers multiply by their gate within the products, where that is faster, in bfloat16 too.
+- Linears and 1x1 convolutions are products, by the library that is faster here.
+- Feed-forwards of transformers multiply by their gate within the products, in bfloat16 too.
 - 3x3 convolutions take Winograd's filtering, one large product, or PyTorch's convolution, by their size; in bfloat16
   one of the last two.
-- Attention of many tokens runs in blocks, where that is faster, in bfloat16 too.
+- Attention of many tokens runs in blocks, if that is faster here, in bfloat16 too.
 - An autoencoder computes large images strip by strip, in half the memory: see tiling.py.
 
-What is faster is timed once on a machine (timing.py).  Training has kernels of its own: Winograd's for 3x3
-convolutions, and in bfloat16 group norms and attention.  Whatever a kernel is not for, other dtypes and compiled code,
-runs as PyTorch does it.  Ways differ by rounding.
+Two choices depend on the CPU: the library for products in float32, and blocks of attention in each dtype.  Each is
+timed once on a machine (timing.py), with sizes that never change, so that CPUs of one kind choose alike, whatever runs
+first.  The rest are rules.
+
+Training has kernels of its own: Winograd's for 3x3 convolutions, and in bfloat16 group norms and attention.  Whatever a
+kernel is not for, other dtypes and compiled code, runs as PyTorch does it.  Ways differ by rounding.
 
 Shape letters: B batch, C channels in, K channels out, G groups of channels, M rows of a product, T tiles; in attention
 H heads, N queries, M keys, D channels of a head.
@@ -20,7 +23,7 @@ import functools
 import itertools
 import math
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -84,10 +87,9 @@ def _trains_in_bf16(x: Tensor) -> bool:
     return is_half and torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
-def _fastest(what: str, ways: Mapping[str, Callable[..., Tensor]], *some: Any) -> Callable[..., Tensor]:
-    """Return the fastest of several ways, timed once a machine with these arguments."""
-    calls = {name: functools.partial(way, *some) for name, way in ways.items()}
-    return ways[fastest(what, "fp32" if some[0].dtype == torch.float32 else "bf16", calls, some[0].device)]
+def _ramp(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Values to time with, which take nothing from a generator of random numbers."""
+    return torch.linspace(-1, 1, math.prod(size)).view(size).to(dtype)
 
 
 # ---- group normalisation --------------------------------------------------------------------------------------------
@@ -149,8 +151,7 @@ class _Normalised(torch.autograd.Function):
 # ---- products -------------------------------------------------------------------------------------------------------
 # PyTorch multiplies float32 matrices by MKL, which on some CPUs is slower than oneDNN.
 
-MIN_PRODUCT = 2**27  # multiplications: smaller products take less than two milliseconds
-TIMED = 512  # rows of a product that is timed, at most
+MIN_PRODUCT = 2**28  # multiplications: smaller products take one or two milliseconds
 _ONEDNN: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)  # not public
 
 
@@ -170,15 +171,18 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     Of weights (P,K,C) each multiplies its x (P,M,C), without bias: (P,M,K).
     """
-    num_out, channels = weight.shape[-2:]
-    if not _suits(x) or x.numel() * num_out < MIN_PRODUCT or not x.is_contiguous():
+    if not _suits(x) or x.numel() * weight.shape[-2] < MIN_PRODUCT or not x.is_contiguous():
         return _by_torch(x, weight, bias)
-    many = weight.ndim == 3
-    rows = x.shape[1] if many else x.numel() // channels
-    rows = min(TIMED, 1 << (rows - 1).bit_length())  # products of like sizes share a choice
-    what = f"product{'s' if many else ''} of {rows} rows, {channels} to {num_out} channels"
-    some = (x[:2, :rows], weight[:2]) if many else (x.view(-1, channels)[:rows], weight)
-    return _fastest(what, {"torch": _by_torch, "onednn": _by_onednn}, *some, bias)(x, weight, bias)
+    return _product(torch.get_num_threads())(x, weight, bias)
+
+
+@functools.cache
+def _product(threads: int) -> Callable[..., Tensor]:
+    """Choose the library for float32 on this CPU, with as many threads."""
+    ways = {"torch": _by_torch, "onednn": _by_onednn}
+    x, weight = _ramp(512, 1280), _ramp(1280, 1280)
+    calls = {name: functools.partial(way, x, weight) for name, way in ways.items()}
+    return ways[fastest("product", "fp32", calls, x.device)]
 
 
 def _by_torch(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -195,30 +199,23 @@ def _by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return result
 
 
+MIN_GEGLU = 2**27  # multiplications
+
+
 @kernel
 def _geglu(layer: GEGLU, x: Tensor) -> Tensor:
     proj: Any = layer.proj
     is_plain = type(proj) is nn.Linear and is_layer_unmodified(proj) and x.is_contiguous()
-    if not _suits(x, *HALF) or not is_plain or x.numel() * len(proj.weight) < MIN_PRODUCT:
+    if _ONEDNN is None or not _suits(x, *HALF) or not is_plain or x.numel() * len(proj.weight) < MIN_GEGLU:
         return GEGLU.forward(layer, x)
-    channels = x.shape[-1]
-    rows = min(4 * TIMED, 1 << (x.numel() // channels - 1).bit_length())  # more than one product: passes count here
-    what = f"GEGLU of {rows} rows, {channels} to {len(proj.weight)} channels"
-    some = x.view(-1, channels)[:rows]
-    return _fastest(what, {"torch": _gated, "onednn": _gated_by_onednn}, some, proj.weight, proj.bias)(
-        x, proj.weight, proj.bias
-    )
+    return gated(x, proj.weight, proj.bias)
 
 
-def _gated(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    value, gate = matmul(x, weight, bias).chunk(2, dim=-1)
-    return value * F.gelu(gate)
+def gated(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """GEGLU of x (...,C), weight (2K,C) and bias (2K,): (...,K).
 
-
-def _gated_by_onednn(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """The same in two products, of which the first ends with the GELU and the second with its multiplication."""
-    if _ONEDNN is None:
-        return _gated(x, weight, bias)
+    Two products: that of the gate ends with the GELU, that of the values with their multiplication by the gate.
+    """
     (of_value, of_gate), (bias_of_value, bias_of_gate) = weight.chunk(2), bias.chunk(2)
     gate = _ONEDNN(x, of_gate, bias_of_gate, "gelu", [], "none")  # by the error function
     result: Tensor = _ONEDNN.binary(x, gate, of_value, bias_of_value, "mul")
@@ -396,21 +393,31 @@ WAYS: dict[str, Callable[[Tensor, Tensor, Tensor | None], Tensor]] = {
 # ---- attention ------------------------------------------------------------------------------------------------------
 
 LIMIT = 60.0 * math.log2(math.e)  # of an exponent of 2
-QUERIES = 256  # of a block: with 4096 keys its scores take 4 MiB
-MIN_TOKENS = 1024  # with fewer queries there is little to gain
+QUERIES = 512  # of a block: with 4096 keys its scores take 8 MiB
+MIN_KEYS = 1024  # with fewer keys, or fewer scores of an image, there is little to gain
+MIN_SCORES = 2**22
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """softmax(q k^T / sqrt(D)) v by `blocked` or by PyTorch's kernel, whichever is faster here for these sizes.
+    """softmax(q k^T / sqrt(D)) v, of many tokens by `blocked` or by PyTorch's kernel, whichever is faster here.
 
     Training in bfloat16 takes the plain formula: the backward pass of PyTorch's kernel takes four times as long.
     """
     if _trains_in_bf16(q):
         return torch.softmax((q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1), dim=-1) @ v
-    if not _suits(q, *HALF) or q.shape[2] < MIN_TOKENS:
+    heads, n, m = *q.shape[1:3], k.shape[2]
+    if not _suits(q, *HALF) or m < MIN_KEYS or heads * n * m < MIN_SCORES:
         return sdpa(q, k, v)
-    what = f"attention to {k.shape[2]} keys, {q.shape[1]} heads of {q.shape[3]} channels"
-    return _fastest(what, {"sdpa": sdpa, "blocked": blocked}, q[:1, :, : 2 * QUERIES], k[:1], v[:1])(q, k, v)
+    return _attention(q.dtype, torch.get_num_threads())(q, k, v)
+
+
+@functools.cache
+def _attention(dtype: torch.dtype, threads: int) -> Callable[..., Tensor]:
+    """Choose the attention for a dtype on this CPU, with as many threads."""
+    ways = {"sdpa": sdpa, "blocked": blocked}
+    q, k = _ramp(1, 2, QUERIES, 40, dtype=dtype), _ramp(1, 2, 4096, 40, dtype=dtype)
+    calls = {name: functools.partial(way, q, k, k) for name, way in ways.items()}
+    return ways[fastest("attention", "fp32" if dtype == torch.float32 else "bf16", calls, q.device)]
 
 
 def blocked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

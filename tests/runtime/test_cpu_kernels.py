@@ -28,6 +28,8 @@ def choices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The file of choices of this test."""
     monkeypatch.setattr(timing, "_CHOICES", {})
     monkeypatch.setattr(timing, "choices_file", lambda: tmp_path / "cache" / "kernels.txt")
+    for choice in (cpu._product, cpu._attention):
+        monkeypatch.setattr(cpu, choice.__name__, functools.cache(choice.__wrapped__))
     return tmp_path / "cache" / "kernels.txt"
 
 
@@ -38,6 +40,7 @@ def always(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     def choose(name: str) -> None:
         monkeypatch.setattr(cpu, "fastest", lambda what, key, ways, device: name)
         monkeypatch.setattr(cpu, "MIN_PRODUCT", 1)
+        monkeypatch.setattr(cpu, "MIN_GEGLU", 1)
 
     return choose
 
@@ -124,7 +127,8 @@ def test_training_in_bfloat16_takes_the_plain_formula() -> None:
 @torch.no_grad()
 def test_attention_takes_the_choice(name: str, always: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
     always(name)
-    monkeypatch.setattr(cpu, "MIN_TOKENS", 8)
+    monkeypatch.setattr(cpu, "MIN_KEYS", 8)
+    monkeypatch.setattr(cpu, "MIN_SCORES", 8)
     q, k, v = (toy.normal(i, 2, 2, 20, 8) for i in range(3))
     kernel: Any = cpu.blocked if name == "blocked" else F.scaled_dot_product_attention
     assert torch.equal(cpu.attention(q, k, v), kernel(q, k, v))
@@ -159,12 +163,11 @@ def test_products_of_both_libraries(
 
 
 @pytest.mark.parametrize("missing", [False, True])
-@pytest.mark.parametrize("name", ["torch", "onednn"])
 @torch.no_grad()
 def test_a_gate_within_the_products(
-    name: str, missing: bool, always: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+    missing: bool, always: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    always(name)
+    always("onednn")
     if missing:  # from this build of torch
         monkeypatch.setattr(cpu, "_ONEDNN", None)
     layer, x = toy.fill(GEGLU(24, 40)), toy.normal(1, 2, 5, 24)
@@ -204,6 +207,7 @@ def test_a_gate_whose_linear_is_changed_calls_it(change: str, always: Callable[[
 def test_autocast_takes_pytorchs_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights have another dtype than what they multiply, so nothing is timed and no choice is kept."""
     monkeypatch.setattr(cpu, "MIN_PRODUCT", 1)
+    monkeypatch.setattr(cpu, "MIN_GEGLU", 1)
     monkeypatch.setattr(cpu, "fastest", lambda *args: pytest.fail("timed"))
     layer, x = toy.fill(nn.Sequential(nn.Linear(24, 24), GEGLU(24, 40))), toy.normal(1, 2, 5, 24)
     with torch.autocast("cpu", torch.bfloat16):
