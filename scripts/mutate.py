@@ -99,30 +99,53 @@ class Tests:
     def near(self, file: Path, line: int) -> list[str]:
         """The files that have most in common with a line of the package, the nearest first.
 
-        What counts are rare words of the functions and classes around it and names that its file defines, an import of
-        the file, and the file's name.
+        What counts are rare words of the functions and classes around it, or that use the constant there, and names
+        that its file defines; an import of the file, or of one that imports it; and the file's name.
         """
         source = (self._folder / file).read_text(encoding="utf-8")
-        defined, around = set[str](), set[str]()
-        for node in ast.walk(ast.parse(source)):
+        tree = ast.parse(source)
+        constants = {
+            name.id.strip("_")
+            for node in tree.body
+            if isinstance(node, ast.Assign | ast.AnnAssign) and node.lineno <= line <= (node.end_lineno or line)
+            for name in ast.walk(node)
+            if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store)
+        }
+        defined, around = set[str](), constants
+        for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 defined.add(node.name.strip("_"))
-                if node.lineno <= line <= (node.end_lineno or line):
-                    around |= {node.name.strip("_")}
-                    if not isinstance(node, ast.ClassDef):
-                        around |= words_of(ast.get_source_segment(source, node) or "")
+                inside = (
+                    set() if isinstance(node, ast.ClassDef) else words_of(ast.get_source_segment(source, node) or "")
+                )
+                if node.lineno <= line <= (node.end_lineno or line) or inside & constants:
+                    around = around | {node.name.strip("_")} | inside
             elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
                 defined.add(node.target.id)
-        module = ".".join(file.with_suffix("").parts)
-        package, _, name = module.rpartition(".")
+        imports = self._imports_of(file)
+        importers = [self._imports_of(path) for path, text in self._package(file).items() if imports.search(text)]
+        name = {*file.stem.strip("_").split("_")}
         scores = {}
         for path, words in self._words.items():
+            text = self._texts[path]
             score = sum(self._weights[word] for word in around & words)
             score += sum(self._weights[word] for word in defined & words)
-            score += 8 * (module in self._texts[path] or f"from {package} import {name}" in self._texts[path])
-            score += 8 * (file.stem.strip("_") in path.stem.removeprefix("test_").split("_"))
+            score += 8 if imports.search(text) else 4 * any(pattern.search(text) for pattern in importers)
+            score += 8 * len(name & {*path.stem.split("_")}) / len(name)
             scores[path.as_posix()] = score + 4 * (path.parent.name == file.parent.name)
         return sorted(scores, key=lambda path: (-scores[path], path))[:MOST_FILES]
+
+    def _package(self, file: Path) -> dict[Path, str]:
+        """The texts of the package that a file is of."""
+        paths = (self._folder / file.parts[0]).rglob("*.py")
+        return {path.relative_to(self._folder): path.read_text(encoding="utf-8") for path in paths}
+
+    @staticmethod
+    def _imports_of(file: Path) -> re.Pattern[str]:
+        """A pattern of statements that import a file."""
+        module = r"\.".join(file.with_suffix("").parts)
+        package, _, name = module.rpartition(r"\.")
+        return re.compile(rf"from {module} import|import {module}\b|from {package} import [^\n]*\b{name}\b")
 
 
 def words_of(text: str) -> set[str]:
