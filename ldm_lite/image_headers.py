@@ -106,10 +106,9 @@ def _check_jpeg(file: BinaryIO) -> None:
         elif marker == 0xDA:
             several = progressive or content[:1] < bytes([components])
             most = min(MOST_SCANS, MOST_SCANNED // max(pixels, 1))
-            scans, last = 1, b""
-            while several and (block := file.read(2**20)):
-                scans += (last + block).count(b"\xff\xda")
-                last = b"\xff" if block[-1] == 0xFF else b""
+            scans = 1
+            while several and (block := file.read(2**20)):  # one that begins in two blocks costs little
+                scans += block.count(b"\xff\xda")
                 _check_pieces(scans, most, "scans")
             break
     _check_exif(exif)
@@ -206,7 +205,10 @@ def _check_tags(file: BinaryIO, size: int) -> None:
             total_bytes += min(length, max(0, size - value)) if length > inline else 0
             total_numbers += numbers if is_number else 0
             if (is_number and numbers > MOST_NUMBERS) or total_numbers > 2 * MOST_NUMBERS:
-                raise ValueError(f"tag {tag} has {numbers} numbers, expected at most {MOST_NUMBERS}: save it anew")
+                raise ValueError(
+                    f"got {numbers} numbers in tag {tag}, {total_numbers} so far, expected at most {MOST_NUMBERS} in a "
+                    f"tag and {2 * MOST_NUMBERS} in all: save it anew"
+                )
             if total_bytes > size + 2**18:  # a damaged tag or two of a photo may say anything
                 raise ValueError(f"got tags of more bytes than the {size} of the file, expected each stored once")
             if tag in DIRECTORIES:

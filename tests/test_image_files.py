@@ -120,6 +120,7 @@ def test_what_expands_when_it_is_read_is_refused(sd: Pipeline, tmp_path: Path) -
         "rationals": tiff(282, 5, 2**20, ">"),
         "sixty-four bits": tiff(273, 16, 2**40, big=True),
     }
+    cases |= {f"type {kind}": tiff(273, kind, 2**20) for kind in (3, 6, 8, 9, 10, 11, 12, 13)}  # all but bytes and text
     for name, content in cases.items():
         (tmp_path / name).write_bytes(content)
         with pytest.raises(ValueError, match=f"{name}: is not an image that can be read .*(large|expected at most)"):
@@ -143,6 +144,7 @@ def costly() -> dict[str, tuple[bytes, str]]:
     head, scan = jpeg[:2], progressive[progressive.rindex(b"\xff\xda") : -2]
     colours = 13 + (3 << (gif[10] & 7) + 1)
     exif = [b"Exif\0\0" + part for part in (shared(900, 40_000), shared(5000, 60_001)[:60_000], b"x" * 60_000)]
+    bmp = b"BM" + bytes(8) + struct.pack("<I", 1078)
     grey = struct.pack("<IiiHHIIiiII", 40, 65_535, 1000, 1, 8, 1, 4, 0, 0, 0, 0) + bytes(1024) + b"\0\0" * 1000
 
     def with_segments(*segments: bytes) -> bytes:
@@ -176,11 +178,13 @@ def costly() -> dict[str, tuple[bytes, str]]:
         "no blocks": (with_blocks(b"\0" * 10**6), r"more than \d+ blocks"),
         "after the frame": (gif[:-1] + b"!\xfe\1c\0" * 9999, r"more than \d+ blocks"),
         "bytes of TIFF": (shared(900, 10**6), "more bytes than"),
-        "numbers of TIFF": (shared(3, 10**6, kind=3), "expected at most 262144"),
-        "run lengths": (
-            b"BM" + bytes(8) + struct.pack("<I", 1078) + grey,
-            "65535 x 1000 pixels, expected at most 4194304",
+        "numbers of TIFF": (shared(3, 10**6, kind=3), "got 500000 numbers in tag 4096"),
+        "numbers of all tags": (
+            shared(3, 250_000, kind=6) + bytes(300_000),
+            "750000 so far, expected .* 524288 in all",
         ),
+        "run lengths": (bmp + grey, "65535 x 1000 pixels, expected at most 4194304"),
+        "upside down": (bmp + grey.replace(struct.pack("<i", 1000), struct.pack("<i", -1000)), "65535 x 1000 pixels"),
         "AVIF": (encoded("AVIF", exif=shared(5000, 60_001)), "5000 tags"),
         "WebP": (encoded("WEBP", exif=shared(900, 40_000)), "more bytes than"),
     }

@@ -171,7 +171,7 @@ class Hires(Feature):
             changes |= {"sampler": self.hires_sampler, "spacing": None}
         options = dataclasses.replace(options, **changes)
         steps = options.steps or job.model.family.steps
-        whole = int(steps / min(strength, 0.999))
+        whole = int(steps / strength)
         if not 1 <= whole <= 1000:
             raise ValueError(
                 f"got {steps} steps at `hires_strength` {strength:g}, the last of {whole}, expected at most 1000"

@@ -77,7 +77,7 @@ class Noise(Feature):
                     f"{sampler}: other programs draw its noise in another way here, so only the first is theirs",
                 )
         # An image's latents may be sampled after the first noise.
-        first_draws = 1 + bool(getattr(options, "samples_posterior", False) and program != "diffusers")
+        first_draws = 1 + bool(getattr(options, "samples_posterior", False))
         num_prompts = len(job.task.prompts)
 
         def variation(item: Item) -> int:

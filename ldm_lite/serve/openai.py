@@ -101,7 +101,6 @@ class Links:
         client, now, half = CLIENT.get(), time.monotonic(), MOST_LINKED // 2
         if sum(map(len, contents)) > half:
             raise Refused(422, f"got images of more than {half >> 20} MiB: give b64_json as response_format, or fewer")
-        self._links = {name: link for name, link in self._links.items() if link.until > now}
         names = [f"{secrets.token_hex(16)}.{suffix}" for _ in contents]
         self._links |= zip(names, (Link(client, now + LIFETIME, content) for content in contents), strict=True)
         for most, whose in ((half, client), (MOST_LINKED, None)):
