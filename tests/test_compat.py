@@ -15,7 +15,7 @@ import ldm_lite
 from ldm_lite import Pipeline, img2img, txt2img
 from ldm_lite.cli.task_options import Img2imgOptions, Txt2imgOptions
 from ldm_lite.families.sd2 import SD2
-from ldm_lite.features.compat import Compat
+from ldm_lite.features.compat import Compat, as_original, dpm_solver
 from ldm_lite.image import grid
 from ldm_lite.models.open_clip import OPEN_CLIP_H
 from ldm_lite.zoo.families import FAMILY_ROWS
@@ -101,6 +101,14 @@ def test_defaults_are_those_of_the_original_script(bundled: Pipeline) -> None:
     large = replace(bundled, family=FAMILY_ROWS["ldm_text2img_large"])
     assert Compat().change_options(large, Txt2imgOptions(compat=True, width=256))[1].width == 256
     assert Compat().change_options(large, Txt2imgOptions(compat=True))[1].height == 512
+
+
+def test_of_fewer_than_15_steps_the_last_is_of_first_order(bundled: Pipeline) -> None:
+    for steps, is_first_order in ((14, True), (15, False)):
+        plan = bundled.plan("dpmpp_2m", steps, spacing=dpm_solver)
+        ours = as_original(plan, "dpmpp_2m", bundled.schedule)
+        assert np.array_equal(ours.mix[:-1], plan.mix[:-1])
+        assert np.array_equal(ours.mix[-1], plan.mix[-1]) is not is_first_order
 
 
 @pytest.mark.parametrize(

@@ -145,8 +145,8 @@ def test_on_the_hub(tmp_path: Path, small: Pipeline, monkeypatch: pytest.MonkeyP
     folder(tmp_path / "sub", keyed(FC1), {"r": 2, "lora_alpha": 6})
     folder(tmp_path, keyed(FC1), {"r": 2, "lora_alpha": 6})
     names = [file.relative_to(tmp_path).as_posix() for file in tmp_path.rglob("*") if file.is_file()]
-    monkeypatch.setattr(hub, "files", lambda repository: names)
-    monkeypatch.setattr(hub, "download", lambda repository, file: tmp_path / file)
+    monkeypatch.setattr(hub, "files", {"o/r": names}.__getitem__)
+    monkeypatch.setattr(hub, "download", lambda repository, file: {"o/r": tmp_path}[repository] / file)
     for source in ("o/r", "o/r/sub", "o/r/adapter_model.safetensors", "o/r/sub/adapter_model.safetensors"):
         [changes] = ldm_lite.open_lora(source).modules.values()
         assert changes["weight"].scale == 3

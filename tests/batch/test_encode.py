@@ -15,6 +15,7 @@ from PIL import Image
 from training import load_options, options, train
 
 import ldm_lite
+from ldm_lite.batch import encode as encoding
 from ldm_lite.batch.__main__ import main
 from ldm_lite.train import data, encoded
 from ldm_lite.train.data import open_folder, to_float
@@ -73,6 +74,16 @@ def test_shards_hold_what_the_networks_make(tmp_path: Path, images: Path, small_
         assert json.loads((folder / "captions.jsonl").read_text().splitlines()[i % 3]) == caption == f"picture {i}"
     empty = np.load(out / "empty" / "context.npy")
     np.testing.assert_allclose(empty[0], pipe.encode_prompt("").context[0], rtol=2e-3, atol=2e-3)
+
+
+def test_embeddings_that_exceed_float16_are_finite(
+    tmp_path: Path, encode: Encode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of transformers that were trained in bfloat16."""
+    large = torch.tensor([[[1e6, -1e6]]])
+    monkeypatch.setattr(encoding, "encode_captions", lambda model, texts: {"context": large.expand(len(texts), 1, 2)})
+    assert encode() == 0
+    assert np.load(tmp_path / "out" / "00000" / "context.npy").tolist() == [[[65504.0, -65504.0]]] * 3
 
 
 def test_only_what_is_missing_is_encoded(tmp_path: Path, images: Path, encode: Encode) -> None:

@@ -178,12 +178,33 @@ def test_a_row_that_fails_in_its_batch_does_not_change_the_others(tmp_path: Path
     rows = [{"prompt": "x", "init_image": name, "strength": 1} for name in ("a.png", "b.png", "a.png")]
     manifest = batch(table(rows), "--batch-size", 3)
     assert [line["error"] is None for line in manifest] == [True, False, True]
+    (tmp_path / "b.png").write_bytes((tmp_path / "a.png").read_bytes())  # a shard is made again for other contents
+    assert [line["error"] for line in batch(table(rows), "--batch-size", 3)] == [None] * 3
+
+
+def test_a_programs_noise_is_that_of_a_row_alone(table: Write, batch: Batch) -> None:
+    """diffusers draws the noise of a batch from one seed."""
+    rows = [{"prompt": "x", "noise": "diffusers", "seed": seed} for seed in (5, 9)]
+    assert batch(table(rows))[1]["sha256"] == batch(table(rows[1:]), out="alone")[0]["sha256"]
+
+
+def test_a_row_fails_for_lack_of_memory_and_all_of_them_for_a_broken_gpu(
+    table: Write, batch: Batch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(samples: object) -> None:
+        raise errors.pop()
+
+    errors: list[Exception] = [RuntimeError("CUDA error: an illegal memory access"), torch.OutOfMemoryError("CUDA ...")]
+    monkeypatch.setattr(images, "Batch", fail)
+    assert batch(table(1), status=2)[0]["error"] == "out of memory"
+    assert batch(table(1), out="broken", status=1) == []
 
 
 def test_many_rows_that_fail_leave_no_trace_in_the_terminal(
-    table: Write, batch: Batch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, table: Write, batch: Batch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     batch(table([{"prompt": " ".join(["word"] * 90 + [str(i)])} for i in range(6)]))
+    assert json.loads(members(tmp_path / "out" / "00001.tar")["000000004.json"])["dropped"].endswith(" word 4")
     errors = [line for line in capsys.readouterr().err.splitlines() if "too long" in line]
     assert [line.partition(": the prompt is")[0] for line in errors] == ["warning: 00000.tar", "warning: 00001.tar"]
     assert all("(and 2 more)" in line for line in errors)
@@ -214,9 +235,9 @@ def test_parquet(tmp_path: Path, table: Write, batch: Batch) -> None:
     manifest = parquet.read_table(tmp_path / "parquet" / "manifest.parquet")
     assert manifest.column_names == ["id", "row", "shard", "seed", "sha256", "time", "error"]
     assert manifest["seed"].to_pylist() == list(range(8))
-    opened = open_table(tmp_path / "t.parquet", 3)
+    opened = open_table(tmp_path / "t.parquet", 2)
     assert opened.columns == ["prompt", "seed", "steps"]
-    assert [[row["seed"] for row in opened.rows(i)] for i in (2, 0, 1, 2)] == [[6, 7], [0, 1, 2], [3, 4, 5], [6, 7]]  # type: ignore[index]
+    assert [[row["seed"] for row in opened.rows(i)] for i in (2, 0, 3, 2)] == [[4, 5], [0, 1], [6, 7], [4, 5]]  # type: ignore[index]
 
 
 def test_shards_of_a_table_are_read_in_any_order(tmp_path: Path) -> None:
@@ -308,6 +329,7 @@ def test_what_is_no_table(
     ("more", "wanted"),
     [
         (["--shard", "3/2"], "got --shard '3/2', expected I/N with I from 1 to N"),
+        (["--shard", "0/2"], "got --shard '0/2', expected I/N with I from 1 to N"),
         (["--workers", "2"], "--workers is for the engine Ray: add --engine ray"),
         (["--width", "33"], "expected multiples of 8"),
         (["--sampler", "best"], "unknown sampler 'best'"),
@@ -351,7 +373,14 @@ def test_unknown_columns_are_named_once(table: Write, batch: Batch, capsys: pyte
 
 @pytest.mark.parametrize(
     ("name", "value", "wanted"),
-    [("steps", "20", 20), ("steps", 20.0, 20), ("scale", "7.5", 7.5), ("exact_steps", "true", True), ("id", 5, "5")],
+    [
+        ("steps", "20", 20),
+        ("steps", 20.0, 20),
+        ("scale", "7.5", 7.5),
+        ("exact_steps", "true", True),
+        ("exact_steps", 0, False),
+        ("id", 5, "5"),
+    ],
 )
 def test_cells_have_the_types_of_their_columns(name: str, value: object, wanted: object) -> None:
     assert convert(name, value) == wanted
@@ -364,6 +393,11 @@ def test_the_pixels_of_a_row_may_be_limited(small_path: Path) -> None:
     first, second = rows.read(0, [{"prompt": "a", "width": 64}, {"prompt": "a", "width": 72}])
     assert isinstance(first, RowItem)
     assert not isinstance(second, RowItem)
+    sizes = [{"prompt": "a", "width": 2048, "height": height} for height in (2048, 2056)]
+    assert [isinstance(row, RowItem) for row in TableRows(pipe, RowOptions(), None, [Path()]).read(0, sizes)] == [
+        True,
+        False,
+    ]
 
 
 def test_few_texts_are_held_at_once(

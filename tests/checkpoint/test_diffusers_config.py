@@ -200,6 +200,7 @@ def test_settings_that_change_no_image_and_unknown_ones_are_not_read(
 ) -> None:
     configure(weights, "plain", "unet/config.json", mystery="x", dropout=0.1, upcast_attention=True, _private=3)
     ldm_lite.load(weights, device="cpu")
+    ldm_lite.load(configure(weights, "plain", "vae/config.json", shift_factor=0.0), device="cpu")
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 

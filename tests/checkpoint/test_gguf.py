@@ -424,6 +424,10 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     ),
     "known format": (struct.pack("<IQQ", 3, 1, 0) + text("a") + struct.pack("<IQIQ", 1, 32, 18, 0), "format IQ3_XXS"),
     "dimensions": (struct.pack("<IQQ", 3, 1, 0) + text("a") + struct.pack("<I", 2**30), "dimensions"),
+    "unaligned": (
+        struct.pack("<IQQ", 3, 1, 0) + text("a") + struct.pack("<IQIQ", 1, 1, 0, 1) + bytes(99),
+        "are missing",
+    ),
     "huge": (struct.pack("<IQQ", 3, 1, 0) + text("a") + struct.pack("<IQQIQ", 2, 2**31, 2**31, 8, 0), "are missing"),
     "huger": (struct.pack("<IQQ", 3, 1, 0) + text("a") + struct.pack("<IQIQ", 1, 2**63, 8, 0), "has the shape"),
     "empty side": (struct.pack("<IQQ", 3, 1, 0) + text("a") + struct.pack("<IQIQ", 1, 0, 0, 0), "has the shape"),

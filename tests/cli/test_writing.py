@@ -86,3 +86,4 @@ def test_a_shared_lock_is_held_by_several(tmp_path: Path, shared: bool, other_sh
             finally:
                 os._exit(1)
         assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == (0 if shared and other_shared else 1)
+        assert (tmp_path / "lock").read_text() == ("" if shared else f"{os.getpid()}\n"), "nobody is named for several"

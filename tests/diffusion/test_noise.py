@@ -59,6 +59,12 @@ def test_cuda_noise_is_normal_and_moves_on() -> None:
     assert torch.equal(CudaNoise([5], (4, 64, 64))()[0], first[0])
 
 
+def test_noise_of_ones_own_leaves_what_is_drawn_later(pipe: Pipeline) -> None:
+    run = {"sampler": "euler_a", "steps": 2, "seed": 7, "output": "numpy"}
+    [wanted], [image] = pipe.txt2img("a", **run), pipe.txt2img("a", noise=pipe.noise(7), **run)
+    assert np.array_equal(image, wanted)
+
+
 def test_slerp_turns_columns() -> None:
     torch.manual_seed(0)
     a, b = torch.randn(1, 2, 5, 3, dtype=torch.float64), torch.randn(1, 2, 5, 3, dtype=torch.float64)
@@ -80,6 +86,9 @@ def test_the_web_ui_draws_each_image_from_its_own_seeds() -> None:
         varied = torch.from_numpy(cuda_normal(variation, 0, 256)).view(1, *SHAPE)
         assert torch.equal(first[row], slerp(base, varied, 0.2)[0])
         assert torch.equal(second[row].flatten(), torch.from_numpy(cuda_normal(7 + 31337, 0, 256)))
+    last = draws("own", 1, 0.0, [2**64 - 1], [0], SHAPE)
+    assert not torch.equal(last(), second := last())
+    assert torch.equal(second[0], cpu_normal(0)), "seeds go on from 0"
     plain = draws("a1111", 0, 0.0, [7], [0], SHAPE)
     assert torch.equal(plain().flatten(), torch.from_numpy(cuda_normal(7, 0, 256)))
     assert torch.equal(plain().flatten(), torch.from_numpy(cuda_normal(7, 1, 256)))

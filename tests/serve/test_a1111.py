@@ -52,6 +52,8 @@ def test_only_masked(library: Library) -> None:
     assert inpainting(library, inpaint_full_res=True, inpaint_full_res_padding=32).only_masked == 32
     assert inpainting(library, inpaint_full_res=False, inpaint_full_res_padding=32).only_masked is None
     assert inpainting(library).masked_content == "fill"
+    for fixed in (False, True):
+        assert inpainting(library, override_settings={"img2img_fix_steps": fixed}).exact_steps is fixed
 
 
 def test_tags_weigh_networks_and_blocks() -> None:
@@ -80,7 +82,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (path / "controlnets").mkdir()
     save_file(toy.control(random_checkpoint.SMALL.unet), path / "controlnets/edges.safetensors")
     (path / "embeddings").mkdir()
-    save_file({"emb_params": torch.ones(2, 64)}, path / "embeddings/xyzzy.safetensors")
+    save_file({"emb_params": torch.ones(2, 64)}, path / "embeddings/Xyzzy.safetensors")
     save_file({"emb_params": torch.ones(2, 768)}, path / "embeddings/cat.safetensors")  # of another model
     torch.save({"string_to_param": {"*": torch.ones(3, 64)}, "name": "old"}, path / "embeddings/old.pt")
     (path / "embeddings/none.pt").write_bytes(b"x")
@@ -146,6 +148,19 @@ def test_controlnets_as_the_extension_has_them(server: Running, folder: Path, sm
     assert opened(detected[1]["images"][0]).convert("L").getextrema() == (0, 255)
 
 
+def test_a_controlnets_mask_is_transparent_and_a_threshold_may_be_0(server: Running) -> None:
+    from ldm_lite.serve.a1111.controlnet import Unit, controls
+    from ldm_lite.serve.http import encoded
+
+    mask = Image.new("L", (64, 64))
+    mask.paste(255, (0, 0, 32, 64))
+    pictures = {"model": "edges", "image": encoded(photo()), "mask": encoded(mask)}
+    asked = [Unit(module="inpaint", **pictures), Unit(module="canny", threshold_a=0, **pictures)]
+    masked, edges = controls(server.engine, asked, (64, 64), None, None)
+    assert [masked.image.getpixel((x, 0))[3] for x in (0, 63)] == [0, 255]
+    assert (masked.preprocess, edges.preprocess) == ("inpaint", "canny:0:200")
+
+
 @pytest.mark.parametrize(
     ("unit", "message"),
     [
@@ -170,21 +185,26 @@ def test_controlnets_that_are_wrong_are_one_line(server: Running, unit: dict[str
     assert server.refused("/controlnet/detect", {"controlnet_input_images": []})[0] == 422
 
 
-def test_embeddings_are_used_by_name(server: Running, folder: Path, small_path: Path) -> None:
+def test_embeddings_are_used_by_name(
+    server: Running, folder: Path, small_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     loaded = server.ask("/sdapi/v1/embeddings")[1]["loaded"]
     assert {name: (about["vectors"], about["shape"]) for name, about in loaded.items()} == {
         "cat": (2, 768),
         "old": (3, 64),
-        "xyzzy": (2, 64),
+        "Xyzzy": (2, 64),
     }
     pipe = ldm_lite.load(small_path, device="cpu")
     ours = {"steps": 2, "seed": 3, "width": 64, "height": 64, "sampler": "webui Euler", "prompt_syntax": "a1111"}
-    files = [str(folder / "embeddings/xyzzy.safetensors")]
+    files = [str(folder / "embeddings/Xyzzy.safetensors")]
     [wanted] = pipe.txt2img("a XYZZY cat", negative_prompt="", embedding=files, **ours)
     got = server.ask(TXT2IMG, SMALL | {"prompt": "a XYZZY cat"})[1]["images"][0]
     assert opened(got).tobytes() == wanted.tobytes()
     [plain] = pipe.txt2img("a XYZZY cat", negative_prompt="", **ours)
     assert plain.tobytes() != wanted.tobytes()
+    library, two = server.engine.library, server.engine.library.facts(None)._replace(widths={64, 1280})
+    monkeypatch.setattr(library, "facts", lambda model: two)
+    assert library.embeddings_in(["a xyzzy cat"], None) == ()  # it lacks the vectors of the second text encoder
 
 
 def test_info_is_complete_and_names_what_is_ignored(server: Running) -> None:
@@ -217,6 +237,8 @@ def test_fields_that_would_change_the_image_are_refused_by_name(server: Running)
         assert status == 200, answer
         ignored = json.loads(answer["info"])["ignored"]  # there is no second pass
         assert ignored == ["hr_additional_modules", "hr_checkpoint_name", "refiner_switch_at"]
+    asked = SMALL | {"init_images": [encoded(photo())], "image_cfg_scale": 1.5}  # of InstructPix2Pix
+    assert json.loads(server.ask(IMG2IMG, asked)[1]["info"])["ignored"] == ["image_cfg_scale"]
     second = {"enable_hr": True, "cfg_scale": 5.0, "hr_cfg": 5.0, "hr_upscaler": "Latent", "hr_scale": 1.0}
     assert server.ask(TXT2IMG, SMALL | nothing | second)[0] == 200
     for name in NEUTRAL:
@@ -362,5 +384,6 @@ def test_settings_progress_and_interrupt_are_each_clients_own(library: Library) 
             CLIENT.set(str(number))
             state.set({"CLIP_stop_at_last_layers": 3})
         assert len(state._settings) == routes.MOST_CLIENTS
+        assert state.settings.CLIP_stop_at_last_layers == 3  # the oldest are forgotten, not the last
     finally:
         CLIENT.reset(token)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from PIL import Image, ImageDraw
+from PIL.PngImagePlugin import PngInfo
 from serving import Running, b64, opened, wait
 from waiting import wait_for
 
@@ -238,6 +239,10 @@ def test_settings_and_hints(server: Running) -> None:
     assert answer["text"] == image["parameters"]
     expected = {"prompt": "a cat", "negative_prompt": "red", "seed": "3", "steps": "2", "width": "32", "model": "small"}
     assert expected.items() <= answer["values"].items()
+    info = PngInfo()
+    info.add_text("parameters", image["parameters"].replace("Model: small", "Model: another"))
+    other = b64(Image.new("RGB", (8, 8)), pnginfo=info)
+    assert "model" not in server.ask("/api/settings", {"image": other})[1]["values"]
     assert "holds no text" in server.refused("/api/settings", {"image": b64(Image.new("RGB", (8, 8)))})[1]
     square = Image.new("RGB", (64, 48), "white")
     ImageDraw.Draw(square).rectangle((16, 16, 48, 32), "black")

@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import hashlib
 import http.client
 import io
 import json
@@ -21,7 +22,7 @@ import numpy as np
 import pytest
 import toy_flux2
 from PIL import Image
-from serving import Running, b64, engine_of, finished, form, library_of, opened, submit
+from serving import Full, Running, Stopping, b64, engine_of, finished, form, library_of, opened, submit
 from waiting import wait_for
 
 import ldm_lite
@@ -32,7 +33,8 @@ pytest.importorskip("prometheus_client")
 
 from ldm_lite.cli.options import LoadOptions
 from ldm_lite.runtime import compile as compilation
-from ldm_lite.serve.http import changes
+from ldm_lite.serve.http import answer, changes
+from ldm_lite.serve.ledger import TooLarge
 from ldm_lite.serve.library import Library
 from ldm_lite.serve.options import ServeOptions
 
@@ -224,6 +226,14 @@ def test_the_clients_with_rectified_flow(flow_path: Path, small_path: Path, tmp_
         server.close()
 
 
+def test_the_quality_of_a_jpeg_is_what_is_asked_for(server: Running) -> None:
+    asked = {"prompt": "x", "size": "32x32", "steps": 1, "seed": 1, "output_format": "jpeg"}
+    answers = (server.ask(OPENAI, asked | more)[1] for more in ({}, *({"output_compression": n} for n in (100, 10))))
+    plain, best, small = (answer["data"][0]["b64_json"] for answer in answers)
+    assert plain == best
+    assert len(small) < len(best)
+
+
 @pytest.mark.parametrize("name", ["gpt-image-1", "gpt-image-9-any", "dall-e-3", "small.safetensors"])
 def test_the_names_that_clients_give_by_default(server: Running, name: str) -> None:
     asked = {"prompt": "x", "size": "32x32", "steps": 1, "seed": 1}
@@ -389,7 +399,25 @@ def test_an_edit_by_a_model_that_was_never_loaded(small_path: Path, tmp_path: Pa
     assert not library.inputs(klein.stem).references
 
 
+def test_a_hash_is_of_a_files_second_mebibyte_as_in_a1111(small_path: Path, tmp_path: Path) -> None:
+    content = b"".join(number.to_bytes(4) for number in range(2**20))
+    (tmp_path / "large.safetensors").write_bytes(content)
+    digest = hashlib.sha256(content[2**20 : 2**20 + 2**16]).hexdigest()[:8]
+    title = library_of(small_path, models=str(tmp_path)).title("models", "large")
+    assert title == (f"large.safetensors [{digest}]", digest)
+
+
 # ---- what is refused ------------------------------------------------------------------------------------------------
+
+
+def test_an_error_has_its_status_and_tells_when_to_try_again() -> None:
+    errors = {Full: 429, TooLarge: 413, Stopping: 503, TimeoutError: 504, ValueError: 422, MemoryError: 503}
+    for kind, status in (*errors.items(), (KeyError, 500)):
+        response = answer(kind("x"))
+        about = json.loads(bytes(response.body))["error"]
+        assert response.status_code == status
+        assert response.headers.get("retry-after") == ("1" if status in (429, 503) else None)
+        assert about["type"] == ("invalid_request_error" if status < 500 else "server_error")
 
 
 def bomb(side: int) -> bytes:
@@ -553,6 +581,7 @@ def test_metrics_and_the_description_of_the_api(server: Running) -> None:
     _, text = server.ask("/metrics")
     numbers = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
     assert float(numbers["ldm_lite_images_total"]) == server.engine.totals["images"] > 0
+    assert float(numbers["ldm_lite_done_total"]) > 0
     assert float(numbers[f'ldm_lite_http_requests_total{{path="{OPENAI}",status="200"}}']) > 0
     assert "random" not in text
     described = server.ask("/openapi.json")[1]["paths"]

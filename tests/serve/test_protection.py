@@ -25,6 +25,7 @@ pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 pytest.importorskip("prometheus_client")
 
+from ldm_lite import Control
 from ldm_lite.cli.task_options import Img2imgOptions, InpaintOptions
 from ldm_lite.serve import http, queue, server
 from ldm_lite.serve.http import Refused, open_bytes, validated
@@ -106,7 +107,7 @@ def test_a_list_of_wrong_values_takes_no_memory(value: str, path: str, name: str
         {"prompt": "x", "other": ["e" * 100_000]},
         {"prompt": "x", "other": {"a": "e" * 100_000}},
         {"prompt": "x", "other": json.loads("[" * 40 + "]" * 40)},
-        {"prompt": "x", "other": 10**30},
+        {"prompt": "x", "other": 2**64},
     ],
     ids=lambda content: str(content)[:40],
 )
@@ -223,8 +224,8 @@ def test_bodies_that_come_at_once_have_a_limit(running: Running, monkeypatch: py
 
 
 def test_a_large_body_is_not_read_for_a_full_queue(start: Callable[..., Running], monkeypatch: Any) -> None:
-    server = start(max_queue=1)
-    monkeypatch.setattr(type(server.engine), "waiting", 1)
+    server = start(max_queue=2)
+    monkeypatch.setattr(type(server.engine), "waiting", 2)
     monkeypatch.setattr(server.engine, "queue", [submit(engine_of(server.engine.library), "txt2img", SMALL)])
     server.engine.queue[0].client = "127.0.0.1"
     with socket.create_connection(("127.0.0.1", server.port), timeout=20) as client:  # the body does not come
@@ -366,6 +367,7 @@ def test_what_is_queued_too_late_is_given_up(running: Running, monkeypatch: pyte
         ({"prompt": " AND ".join("x" * 400)}, r"got 401 branches in each step, for 400 parts .* \(`max_branches`\)"),
         ({"prompt": " AND ".join("x" * 10)}, r"got 11 branches .* expected at most 10 \(`max_branches`\)"),
         ({"hires": 2.0, "hires_prompt": " AND ".join("x" * 400)}, "got 401 branches"),
+        ({"control": (Control("x", Image.new("L", (8, 8))),) * 9}, "got 11 branches .* and 9 ControlNets"),
         (
             {"prompt": " AND ".join("x" * 400), "regions": ";".join(["all"] * 400), "prompt_syntax": "plain"},
             "got 401 branches",
@@ -415,6 +417,8 @@ def test_the_size_of_a_picture_that_is_made_larger_is_known_before(library: Any,
     options = kind(prompt="x", init_img=(Image.new("RGB", (64, 64)),), **more)
     with pytest.raises(ValueError, match="pixels, expected at most"):
         engine_of(library).submit(task, options)
+    with pytest.raises(ValueError, match="got 1200 x 1200 pixels, expected at most"):
+        submit(engine_of(library), "upscale", {"prompt": "x", "init_img": (Image.new("RGB", (300, 300)),)})
 
 
 def test_images_of_many_branches_share_no_batch(library: Any) -> None:
@@ -523,6 +527,9 @@ def test_a_client_that_holds_the_queue_makes_room_for_others(library: Any, as_cl
     second = submit(engine, "txt2img", SMALL)
     with pytest.raises(Full):  # both hold two
         submit(engine, "txt2img", SMALL)
+    as_client("third")
+    with pytest.raises(Full):  # so would all three
+        submit(engine, "txt2img", SMALL | {"batch_size": 2})
     assert newcomer.state == second.state == "queued"
 
 

@@ -207,6 +207,7 @@ def test_an_interrupted_request_ends_though_the_first_of_its_batch_goes_on(engin
 
 def test_partial_images_are_evenly_spread(engine: Any) -> None:
     ticket = submit(engine, "txt2img", options(steps=8, batch_size=2), partials=3)
+    assert ticket.results_size == (2 * (1 + 3) + 1) * 32 * 32 * 4  # and one as it is sent
     engine.start()
     finished(ticket)
     assert sorted(number for number, _ in ticket.partials) == [0, 0, 0, 1, 1, 1]

@@ -60,8 +60,9 @@ def photo(width: int = 20, height: int = 12) -> Image.Image:
             {"hires": 1.5, "hires_upscaler": "Lanczos", "hires_steps": 2, "hires_strength": 0.5},
         ),
         (
-            {"hr_resize_x": 48, "hr_upscaler": "x2net", "hr_prompt": "a dog"},
-            {"hires": 1.5, "hires_strength": 0.75, "hires_esrgan": "x2net.pth", "hires_prompt": "a dog"},
+            # 120 / 88 * 88 is below 120
+            {"width": 88, "hr_resize_x": 120, "hr_upscaler": "x2net", "hr_prompt": "a dog"},
+            {"width": 88, "hires": 1.364, "hires_strength": 0.75, "hires_esrgan": "x2net.pth", "hires_prompt": "a dog"},
         ),
         (
             {"hr_sampler_name": "DPM++ 2M", "hr_scheduler": "Karras", "hr_negative_prompt": "blue"},
@@ -78,7 +79,7 @@ def test_a_second_pass_is_that_of_python(
     assert status == 200, answer
     if "hires_esrgan" in ours:
         ours = ours | {"hires_esrgan": folder / ours["hires_esrgan"]}
-    wanted = pipe.txt2img(**OURS, batch_size=2, **ours)
+    wanted = pipe.txt2img(**OURS | {"batch_size": 2} | ours)
     for image, ours_too in zip(answer["images"], wanted, strict=True):
         enlarged = pixels(image)
         assert enlarged.shape == ours_too.shape
@@ -162,7 +163,7 @@ def test_no_picture_is_none_to_enlarge(server: Any) -> None:
 
 def test_requests_that_wait_hold_no_network(small_path: Path, folder: Path) -> None:
     """They hold its name; a file that fails is refused from then on."""
-    torch.save({"params": esrgan.weights(2)}, folder / "second.pth")
+    torch.save({"params": esrgan.weights(4)}, folder / "second.pth")
     torch.save({"params": {}}, folder / "broken.pth")
     library = library_of(small_path, upscalers=str(folder))
     engine = engine_of(library, upscalers=str(folder))
@@ -170,8 +171,12 @@ def test_requests_that_wait_hold_no_network(small_path: Path, folder: Path) -> N
     names = ["x2net", "second", "x2net", "broken"]
     tickets = [submit(engine, "txt2img", request | {"hires_esrgan": library.upscaler(name)}) for name in names]
     assert library._upscaler is None
+    shares = list[float]()
+    tickets[0].listen(lambda: shares.append(tickets[0].progress))
     engine.start()
-    assert len(finished(*tickets[:3])) == 3
+    first, second, third = (result.image.tobytes() for result in finished(*tickets[:3]))
+    assert first == third != second
+    assert shares == sorted(shares)  # over both passes
     with pytest.raises(ValueError, match="broken"):
         finished(tickets[3])
     engine.close()

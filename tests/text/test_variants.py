@@ -13,6 +13,8 @@ import pytest
 
 import ldm_lite
 from ldm_lite import Pipeline
+from ldm_lite.cli.task_options import Txt2imgOptions
+from ldm_lite.features.templates import Templates
 from ldm_lite.text.variants import Prompts, parse
 from ldm_lite.txt2img import main
 
@@ -139,6 +141,12 @@ def test_lines_of_a_wildcard_are_limited(tmp_path: Path, monkeypatch: pytest.Mon
         Prompts(tmp_path).lines("*")
     with pytest.raises(ValueError, match=r"^got the wildcard __y{40}\.\.\., expected at most 100 characters$"):
         Prompts(tmp_path).lines("y" * 20_000)
+
+
+def test_each_image_draws_by_its_own_seed() -> None:
+    template = "{a|b|c|d} and {a|b|c|d}"
+    options = Templates(dynamic="random").check(Txt2imgOptions(template, seed=5, batch_size=4, n_iter=2))
+    assert options.prompt == tuple(Prompts(None).one(template, seed) for seed in range(5, 13))
 
 
 @pytest.mark.slow

@@ -552,6 +552,16 @@ def test_the_rows_of_what_is_left_are_those_of_their_images(tmp_path: Path, fold
     assert not {*learned} & {*measured}
 
 
+def test_too_few_images_to_hold_some_out_are_told_before_they_are_encoded(
+    tmp_path: Path, folder: Path, small_path: Path
+) -> None:
+    for name in ("0.png", "0.txt"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    with pytest.raises(ValueError, match=r"got `validation` 0.5 of 1 images: expected two or more"):
+        train(options(tmp_path, tmp_path / "run", validation="0.5"), load_options(small_path))
+    assert not (tmp_path / "run" / "latents").exists()
+
+
 def test_too_many_broken_images_end_a_run(tmp_path: Path, folder: Path, small_path: Path) -> None:
     data = copied(folder, tmp_path / "data")
     for i in range(6):

@@ -11,7 +11,7 @@ import pytest
 import torch
 import toy
 import toy_flow
-from PIL import Image
+from PIL import ExifTags, Image
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
@@ -22,7 +22,7 @@ from ldm_lite.cli.options import LoadOptions
 from ldm_lite.train import encoded
 from ldm_lite.train.additions import LoRA
 from ldm_lite.train.batches import Batch, Draws
-from ldm_lite.train.data import divided, in_buckets, open_folder
+from ldm_lite.train.data import divided, in_buckets, nearest, open_folder
 from ldm_lite.train.losses import DiffusionLoss
 from ldm_lite.train.options import TrainOptions, check, with_config
 from ldm_lite.train.trainer import shuffle
@@ -50,6 +50,9 @@ def test_folders_with_repeats_and_captions(habits: Path) -> None:
     learned, measured = divided(images, images, None, 0)
     assert measured is None
     assert sorted(learned.indices) == [0, 0, 0, 1, 1, 1, 2, 3]  # type: ignore[attr-defined]
+    learned, measured = divided(images, images, 0.99, 0)
+    assert measured is not None
+    assert sum(measured.shards or ()) == 3, "one image is learned, however large the share"
     assert open_folder(habits, 8, "it").items[0][1] == "it", "`caption` comes before the folder's name"
 
 
@@ -79,15 +82,26 @@ def test_an_image_that_is_held_out_is_not_learned_as_a_copy(habits: Path, bucket
 
 
 def test_a_run_learns_mirrored_and_repeated_latents(habits: Path, small_path: Path, tmp_path: Path) -> None:
-    train_options = options(habits, tmp_path / "run", **ONE | {"epochs": 2.0, "steps": None, "flip": True})
+    train_options = options(habits, tmp_path / "run", **ONE | {"epochs": 1.9, "steps": None, "flip": True})
     train(train_options, load_options(small_path))
-    assert torch.load(tmp_path / "run" / "state.pt", weights_only=True)["step"] == 16, "2 epochs of 16 in batches of 2"
+    assert torch.load(tmp_path / "run" / "state.pt", weights_only=True)["step"] == 16, (
+        "1.9 epochs of 16 in batches of 2, rounded up"
+    )
     assert encoded.open_encoded(tmp_path / "run" / "latents").shards == (8,)
     again, load = with_config(TrainOptions(config=os.fspath(tmp_path / "run" / "config.toml")), LoadOptions())
     check(again, load)
     assert (again.steps, again.epochs) == (16, None)
     with pytest.raises(ValueError, match="`steps` has no effect with `epochs`"):
         train(replace(train_options, steps=3), load_options(small_path))
+
+
+def test_an_image_has_the_bucket_of_how_it_is_shown(tmp_path: Path) -> None:
+    for orientation, wanted in ((4, (32, 128)), (5, (128, 32))):
+        exif = Image.Exif()
+        exif[ExifTags.Base.Orientation] = orientation
+        Image.new("RGB", (200, 50)).save(tmp_path / "a.jpg", exif=exif)
+        assert [part.size for part in in_buckets(open_folder(tmp_path, 64, "it"), 8).parts] == [wanted]  # type: ignore[attr-defined]
+    assert nearest([(8, 8), (16, 16)], 5, 5) == (16, 16), "the largest of equal ones"
 
 
 def test_small_images_are_not_enlarged(tmp_path: Path) -> None:

@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+import ldm_lite
 from ldm_lite.cli.options import LoadOptions
 from ldm_lite.cli.version import pip_install
 from ldm_lite.train.options import TrainOptions, as_toml, check, check_here, resolved, with_config
+from ldm_lite.train.run import changes_text
 
 
 @pytest.mark.parametrize(
@@ -76,6 +78,7 @@ def test_an_option_without_effect_is_refused(
     ("settings", "steps", "lr", "decay"),
     [
         ({}, 10_000, 1e-5, 0.999),
+        ({"optimizer": "prodigy"}, 10_000, 1.0, 0.999),
         ({"stage": "control"}, 10_000, 1e-5, 0.999),
         ({"stage": "embedding"}, 3_000, 5e-3, 0.0),
         ({"lora_rank": 16}, 2_000, 1e-4, 0.0),
@@ -90,6 +93,14 @@ def test_defaults_follow_what_is_trained(settings: dict[str, Any], steps: int, l
     assert (options.steps, options.lr, options.ema_decay) == (steps, lr, decay)
     assert (options.batch_size, options.caption_dropout, options.train_text) == (1, 0.0, False)
     assert options == resolved(options)
+
+
+def test_whether_text_changes_follows_what_is_trained(small_path: Path) -> None:
+    pipe, lora = ldm_lite.load(small_path, device="cpu"), {"lora_rank": 2}
+    for changing in ({"train_text": True}, lora | {"lora_text": True}, {"stage": "embedding", "token": "it"}):
+        assert changes_text(TrainOptions(data="a", **changing), pipe)  # type: ignore[arg-type]
+    for fixed in ({}, lora, {"stage": "control"}):
+        assert not changes_text(TrainOptions(data="a", **fixed), pipe)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from ldm_lite.train import distributed, run
 from ldm_lite.train.averages import coefficients, products
 from ldm_lite.train.batches import Batch, Draws
 from ldm_lite.train.data import open_folder
-from ldm_lite.train.losses import DiffusionLoss, LearnedWeighting, Prior, Validation, of_x0
+from ldm_lite.train.losses import DiffusionLoss, LearnedWeighting, Prior, Validation, of_x0, read
 from ldm_lite.train.state import read_log
 from ldm_lite.train.trainer import LENGTHS, PowerAverages, exponent
 
@@ -80,6 +80,7 @@ def test_each_process_computes_as_many_batches_of_a_validation(
 
         def errors(self, batch: Batch, draws: Draws, quantiles: Tensor) -> Tensor:
             assert (4 * quantiles).floor().tolist() == [self.batches % 4] * len(quantiles), "one level in each quarter"
+            assert len({*quantiles.tolist()}) == len(quantiles), "another one for each image"
             self.batches += 1
             return torch.tensor([float(caption[-1]) for caption in batch.captions])
 
@@ -125,6 +126,14 @@ def test_the_validation_loss_is_the_mean_over_levels(small_path: Path) -> None:
         a = torch.from_numpy(pipe.schedule.alpha_bar)[t].float().sqrt()[:, None, None, None]
         out = pipe.unet(a * x0 + (1 - a**2).sqrt() * noise, t, pipe.encode_prompt(examples.captions).context)
     assert torch.allclose(got, (out - noise).square().mean(dim=(1, 2, 3)), rtol=1e-4)
+
+
+def test_encoded_captions_are_left_out_by_example(small_path: Path) -> None:
+    pipe = ldm_lite.load(small_path, device="cpu")
+    own, nothing = toy.normal(2, 2, 77, 64), toy.normal(3, 1, 77, 64)
+    dropped = torch.tensor([True, False])
+    got = read(pipe, replace(batch(), context=own), dropped, {"context": nothing})
+    assert torch.equal(got["context"], torch.cat([nothing, own[1:]]))
 
 
 # ---- masks ----------------------------------------------------------------------------------------------------------
