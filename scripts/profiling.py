@@ -46,7 +46,7 @@ from ldm_lite.core.vae import AutoencoderKL
 from ldm_lite.diffusion.guidance import Conditioning
 from ldm_lite.models.unet import LDMUNet
 from ldm_lite.runtime import attention as attention_backends
-from ldm_lite.runtime import cpu, fused_norm, joined, timing
+from ldm_lite.runtime import cpu, fused, joined, timing
 from ldm_lite.runtime.memory import keep_freed_memory, weights_channels_last
 from ldm_lite.runtime.patching import unpatch
 from ldm_lite.runtime.setup import prepare_networks
@@ -158,7 +158,7 @@ class Estimated(TorchDispatchMode):
         if name in ("mm", "addmm", "bmm", "linear"):
             inner = args[1 if name == "addmm" else 0].shape[-1]
             self.add("products", size, 2.0 * out.numel() * inner, 2.5 + inner / 800)
-        elif name == "group_norm":  # ours: statistics, and the result
+        elif name == "group_norm" and args[0][0, 0].numel() > fused.MOST_POSITIONS:  # statistics, and the result
             self.add("norms", args[0].nbytes)
             self.add("norms", 2 * args[0].nbytes)
         elif name == "_estimated_attention":
@@ -191,7 +191,7 @@ def estimate(batch: int) -> dict[str, list[float]]:
     with mock.patch.object(F, "scaled_dot_product_attention", attention), torch.device("meta"):
         unet: Any = LDMUNet(SD1.unet).half().requires_grad_(False)
         weights_channels_last(unet)
-        fused_norm.use(unet)
+        fused.use(unet)
         joined.use(unet)
         row = Row(*(torch.empty(shape) for shape in ((), (2,), (2,), (2,), (NUM_REGISTERS, NUM_REGISTERS + 2))))
         noise, registers = torch.empty(batch, 4, 64, 64), torch.empty(NUM_REGISTERS, batch, 4, 64, 64)

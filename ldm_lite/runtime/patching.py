@@ -79,7 +79,7 @@ def twin(network: nn.Module) -> Any:
         shared += [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
         for name, value in vars(module).items():
             is_of_layer = name == "attention" and hasattr(value, "layer")  # one that changes its layer is copied
-            if isinstance(value, Tensor) or (name in ("joined", "attention") and not is_of_layer):
+            if isinstance(value, Tensor) or (name in ("joined", "part", "attention") and not is_of_layer):
                 shared.append(value)
     return copy.deepcopy(network, {id(value): value for value in shared})
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from ldm_lite.cli.options import RuntimeOptions
 from ldm_lite.core.denoise import run_row
-from ldm_lite.runtime import aot, attention, cpu, fused_norm, joined
+from ldm_lite.runtime import aot, attention, cpu, fused, joined
 from ldm_lite.runtime.blocks import BlockLinear
 from ldm_lite.runtime.compile import LAUNCH_BOUND, compiled_step
 from ldm_lite.runtime.cuda_graphs import Step
@@ -142,7 +142,7 @@ def _use_kernels(
     if device.type == "cuda" or (on_cpu and not in_float32):
         weights_channels_last(network)
     if device.type == "cuda" and PLAIN not in kernels:
-        fused_norm.use(network)
+        fused.use(network)
         if "qkv" in kernels and _is_on(weight, device):  # weights that move come apart
             joined.use(network)
     if on_cpu and PLAIN not in kernels:

@@ -42,11 +42,11 @@ class Together:
         self._trials: Counter[object] = Counter()
         self.count = 1  # images in the running batch
         self._same: dict[object, bool] = {}  # what runs -> whether a batch has the bits of single images, and pays
-        whole = [module for module in network.modules() if is_whole(patch_of(module))]
-        parts = {part for module in whole for part in module.modules()}
-        layers = [module for module in network.modules() if type(module) in LAYERS and module not in parts]
-        for layer in (*whole, *layers):
-            patch(layer, _InTurn(self, patch_of(layer) or type(layer).forward))
+        parts = set[nn.Module]()  # of what is compared as a whole
+        for module in list(network.modules()):  # what is in another one comes after it
+            if module not in parts and (is_whole(patch_of(module)) or type(module) in LAYERS):
+                parts.update(module.modules())
+                patch(module, _InTurn(self, patch_of(module) or type(module).forward))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_same": {}, "_trials": Counter()}  # whose keys are those of this process
@@ -98,7 +98,7 @@ class Together:
         count = self.count
         if count == 1 or len(inputs[0]) % count:
             return inner(layer, *inputs)
-        kind = joined.is_joined(layer) if "joined" in vars(layer) else None  # else it runs other products
+        kind = tuple(map(joined.is_joined, joined.joined_layers(layer)))  # else it runs other products
         key = (id(layer), kind, count, *((x.shape, x.stride(), x.dtype) for x in inputs))
         if key not in self._same:
             probes = _mapped(torch.randn_like, inputs)  # in the layout of the inputs

@@ -1,10 +1,11 @@
 # mypy: ignore-errors
-"""Kernels for NVIDIA GPUs in Triton, for maps with channels last in half precision; sums are in float32.
+"""Kernels for NVIDIA GPUs in Triton, for maps with channels last and tokens in half precision; sums are in float32.
 
-Group norm is two of them: statistics of rows of the map, by as many programs as a GPU has multiprocessors, and the
-result, which joins them.  What is normalised may be a sum, of the map and numbers for each image or channel, and SiLU
-may follow.  Kernels are compiled for each number of channels, in a second or more each, and kept by Triton on the disk.
-Imported where they run (fused_norm.py): Triton comes with builds of torch for CUDA alone.
+Group norm of large maps is two of them: statistics of rows of the map, by as many programs as a GPU has
+multiprocessors, and the result, which joins them.  On a small map a program holds a group of an image.  What is
+normalised may be a sum, of the map and numbers for each image or channel, and SiLU may follow.
+Kernels are compiled for each number of channels, in a second or more each, and kept by Triton on the disk.  Imported
+where they run (fused.py, which tells what they compute): Triton comes with builds of torch for CUDA alone.
 
 Letters: B images, P positions, C channels, G groups of R channels, S parts of the positions.
 """
@@ -13,6 +14,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from ldm_lite.runtime.fused import MOST_POSITIONS
 
 LANES = 4096  # numbers that a program has at once
 MOST_PARTS = 128  # of a map: each program that writes results reads the statistics of all
@@ -87,6 +90,54 @@ def _result(x, shift, bias, parts, P, S, ROWS, SHIFTED, weight, offset, out, eps
         tl.store(out + number, value.to(out.dtype.element_ty), mask=is_there)
 
 
+@triton.jit(do_not_specialize=["P", "SHIFTED", "SILU"])
+def _small(x, shift, bias, P, SHIFTED, weight, offset, out, eps, SILU, C: tl.constexpr, R: tl.constexpr,
+           WIDE: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+    """Write a normalised group of an image, of P positions, ROWS at most."""
+    image, group = tl.program_id(0), tl.program_id(1)
+    position, column = tl.arange(0, ROWS)[:, None], tl.arange(0, WIDE)[None, :]
+    channel, is_channel = group * R + column, column < R
+    is_there = (position < P) & is_channel
+    number = image.to(tl.int64) * P * C + position * C + channel
+    value = tl.load(x + number, mask=is_there, other=0.0).to(tl.float32)
+    if SHIFTED != 0:
+        value += tl.load(shift + image * C + channel, mask=is_channel, other=0.0).to(tl.float32)
+        value += tl.load(bias + channel, mask=is_channel, other=0.0).to(tl.float32)
+    mean = tl.sum(tl.sum(tl.where(is_there, value, 0.0), 1), 0) / (P * R)
+    value = tl.where(is_there, value - mean, 0.0)
+    rate = tl.rsqrt(tl.sum(tl.sum(value * value, 1), 0) / (P * R) + eps)
+    value *= rate * tl.load(weight + channel, mask=is_channel, other=0.0).to(tl.float32)
+    value += tl.load(offset + channel, mask=is_channel, other=0.0).to(tl.float32)
+    value = tl.where(SILU != 0, value / (1 + tl.exp(-value)), value)
+    tl.store(out + number, value.to(out.dtype.element_ty), mask=is_there)
+
+
+@triton.jit
+def _sum_and_norm(x, y, weight, offset, total, out, eps, C: tl.constexpr, WIDE: tl.constexpr):
+    """Write the sum of a token of x and of y, and its layer norm."""
+    channel = tl.arange(0, WIDE)
+    is_channel = channel < C
+    number = tl.program_id(0).to(tl.int64) * C + channel
+    value = tl.load(x + number, mask=is_channel, other=0.0).to(tl.float32)
+    value += tl.load(y + number, mask=is_channel, other=0.0).to(tl.float32)
+    tl.store(total + number, value.to(total.dtype.element_ty), mask=is_channel)
+    value = tl.where(is_channel, value - tl.sum(value, 0) / C, 0.0)
+    value *= tl.rsqrt(tl.sum(value * value, 0) / C + eps)
+    value *= tl.load(weight + channel, mask=is_channel, other=0.0).to(tl.float32)
+    value += tl.load(offset + channel, mask=is_channel, other=0.0).to(tl.float32)
+    tl.store(out + number, value.to(out.dtype.element_ty), mask=is_channel)
+
+
+@triton.jit(do_not_specialize=["C"])
+def _gated(x, out, C, BLOCK: tl.constexpr):
+    """Write some of the C results of a token, from two numbers each."""
+    token, channel = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + 2 * token * C + channel, mask=channel < C, other=0.0).to(tl.float32)
+    gate = tl.load(x + (2 * token + 1) * C + channel, mask=channel < C, other=0.0).to(tl.float32)
+    value *= 0.5 * gate * (1 + tl.erf(gate * 0.7071067811865476))
+    tl.store(out + token * C + channel, value.to(out.dtype.element_ty), mask=channel < C)
+
+
 @triton.jit(do_not_specialize=["P", "C"])
 def _sum(x, y, bias, out, P, C, BLOCK: tl.constexpr):
     """Write x + y + bias, of which there is one for each of C channels, to P places."""
@@ -101,17 +152,23 @@ def _sum(x, y, bias, out, P, C, BLOCK: tl.constexpr):
 def group_norm(
     x: Tensor, weight: Tensor, offset: Tensor, groups: int, eps: float, silu: bool, shift: Tensor | None, bias: Tensor
 ) -> Tensor:
-    """Normalise x (B,C,h,w), or x + shift (B,C) + bias (C,), which counts with a shift alone, and apply SiLU."""
+    """Compute fused.group_norm."""
     (images, channels, h, w), out = x.shape, torch.empty_like(x)
     positions, wide = h * w, triton.next_power_of_2(channels // groups)
-    block = max(1, LANES // (groups * wide))
+    is_shifted, shift = int(shift is not None), x if shift is None else shift
+    sizes = {"C": channels, "R": channels // groups, "WIDE": wide}
+    if positions <= MOST_POSITIONS and wide <= 128:
+        rows = triton.next_power_of_2(positions)
+        warps = min(16, max(1, rows * wide // 1024))
+        arguments = x, shift, bias, positions, is_shifted, weight, offset, out, eps, int(silu)
+        _small[(images, groups)](*arguments, **sizes, ROWS=rows, num_warps=warps)
+        return out
+    sizes |= {"G": groups, "BLOCK": max(1, LANES // (groups * wide))}
     rows = triton.cdiv(positions, max(1, min(PROGRAMS // images, MOST_PARTS, max(64, positions // 512))))
     num_parts = triton.cdiv(positions, rows)
-    last = max(block, triton.next_power_of_2(triton.cdiv(positions, max(1, 2 * PROGRAMS // images))))
+    last = max(sizes["BLOCK"], triton.next_power_of_2(triton.cdiv(positions, max(1, 2 * PROGRAMS // images))))
     parts = torch.empty(images * num_parts * 2 * groups, device=x.device, dtype=torch.float32)
-    numbers = positions, num_parts, rows, int(shift is not None)
-    arguments = x, x if shift is None else shift, bias, parts, *numbers
-    sizes = {"C": channels, "R": channels // groups, "G": groups, "WIDE": wide, "BLOCK": block}
+    arguments = x, shift, bias, parts, positions, num_parts, rows, is_shifted
     _statistics[(images, num_parts)](*arguments, **sizes)
     grid = images, triton.cdiv(positions, last)
     _result[grid](*arguments, weight, offset, out, eps, last, int(silu), **sizes, MOST=MOST_PARTS)
@@ -119,7 +176,24 @@ def group_norm(
 
 
 def biased_sum(x: Tensor, y: Tensor, bias: Tensor) -> Tensor:
-    """Return x + y + bias, for maps (B,C,h,w) and a bias (C,)."""
+    """Compute fused.biased_sum."""
     out = torch.empty_like(x)
     _sum[(triton.cdiv(x.numel(), 1024),)](x, y, bias, out, x.numel(), x.shape[1], BLOCK=1024)
+    return out
+
+
+def sum_and_norm(x: Tensor, y: Tensor, weight: Tensor, offset: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Compute fused.sum_and_norm."""
+    total, out, channels = torch.empty_like(x), torch.empty_like(x), x.shape[-1]
+    sizes = {"C": channels, "WIDE": triton.next_power_of_2(channels)}
+    _sum_and_norm[(x.numel() // channels,)](x, y, weight, offset, total, out, eps, **sizes)
+    return total, out
+
+
+def gated(x: Tensor) -> Tensor:
+    """Compute fused.gated."""
+    *sizes, channels = x.shape
+    out = x.new_empty(*sizes, channels // 2)
+    grid = x.numel() // channels, triton.cdiv(channels // 2, 1024)
+    _gated[grid](x, out, channels // 2, BLOCK=1024)
     return out

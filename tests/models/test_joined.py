@@ -1,12 +1,14 @@
-"""Queries, keys and values of self-attention by one product: the same numbers, the same weights, and when not."""
+"""Linears of the same input by one product: the same numbers, the same weights, and when not."""
 
 import copy
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import toy
+from random_checkpoint import SMALL
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -176,4 +178,158 @@ def test_compiled_steps_notice_replaced_weights() -> None:
     step._check_joined(block)
     assert joined.memory_of(layer) is None
     torch.testing.assert_close(compiled(*inputs), plain(*inputs), rtol=1e-5, atol=1e-5)
+    torch._dynamo.reset()
+
+
+# ---- linears of several layers --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def unets(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A network whose linears share memory, another one, and the widths of the first one's products so far."""
+    shared, plain = (toy.network(SMALL.unet).requires_grad_(False) for _ in range(2))
+    joined.use(shared)
+    widths, linear = list[int](), F.linear
+
+    def counted(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        widths.append(len(weight))
+        return linear(x, weight, bias)
+
+    monkeypatch.setattr(F, "linear", counted)
+    return shared, plain, widths
+
+
+INPUTS = toy.normal(1, 2, 4, 8, 8), torch.tensor([5.0, 700.0])
+TEXT = toy.normal(2, 2, 5, SMALL.unet.context_dim)
+
+
+def shared_linears(network: nn.Module) -> list[nn.Linear]:
+    return [layer for layer in network.modules() if isinstance(layer, nn.Linear) and joined.is_shared(layer)]
+
+
+def assert_same(networks: Any, text: Tensor = TEXT) -> None:
+    shared, plain, _ = networks
+    torch.testing.assert_close(shared(*INPUTS, text), plain(*INPUTS, text), rtol=1e-4, atol=1e-5)
+    layers = shared_linears(shared)
+    assert len(layers) > 4
+    assert not any(vars(layer)["part"].shared in joined._products.kept for layer in layers), "kept after a forward"
+
+
+@torch.no_grad()
+def test_texts_and_timesteps_take_a_product_each(unets: Any) -> None:
+    shared, plain, widths = unets
+    layers = shared_linears(shared)
+    blocks = sum(type(module) is BasicTransformerBlock for module in shared.modules())
+    timesteps = [layer.out_features for layer in layers if layer.bias is not None]
+    texts = [layer.out_features for layer in layers if layer.bias is None]
+    assert len(texts) == 2 * blocks
+    plain(*INPUTS, TEXT)
+    num_plain = len(widths)
+    widths.clear()
+    shared(*INPUTS, TEXT)
+    assert len(widths) == num_plain - 2 * blocks - len(layers) + 2
+    assert {sum(texts), sum(timesteps)} <= {*widths}
+    assert_same(unets)
+    assert list(shared.state_dict()) == list(plain.state_dict())
+
+
+@torch.no_grad()
+def test_shared_products_follow_texts_and_weights_in_place(unets: Any) -> None:
+    """The text of every forward, though it is the same tensor as before; and the weights that a LoRA changes."""
+    shared, plain, _ = unets
+    text = TEXT.clone()
+    for _ in range(2):
+        assert_same(unets, text)
+        text += 1
+        for network in (shared, plain):
+            for weight in network.parameters():
+                weight *= 1.1
+    assert len(shared_linears(shared)) > 4
+
+
+@pytest.mark.parametrize("place", [0, 1, -1])
+@pytest.mark.parametrize("change", ["weight", "dtype of all", "hook", "forward", "class"])
+@torch.no_grad()
+def test_changed_linears_take_products_of_their_own(change: str, place: int, unets: Any) -> None:
+    names = [name for name, layer in unets[0].named_modules() if layer in shared_linears(unets[0])]
+    name = [name for name in names if "attn2" in name][place]
+    for network in unets[:2]:
+        layer: Any = network.get_submodule(name)
+        if change == "weight":
+            layer.weight.data = 2 * layer.weight.data
+        elif change == "dtype of all":
+            network.double()
+        elif change == "hook":
+            layer.register_forward_hook(lambda module, args, out: 2 * out)
+        elif change == "forward":
+            layer.forward = lambda x, layer=layer: 2 * F.linear(x, layer.weight)
+        else:
+            double = Double(layer.in_features, layer.out_features, bias=False)
+            double.weight = layer.weight
+            network.set_submodule(name, double)
+    number = len(shared_linears(unets[0]))
+    for _ in range(2):
+        shared, plain, _ = unets
+        torch.testing.assert_close(shared(*INPUTS, TEXT), plain(*INPUTS, TEXT), rtol=1e-4, atol=1e-5)
+    if change == "weight":
+        assert 0 < len(shared_linears(shared)) < number, "those of the timestep remain"
+    elif change == "dtype of all":
+        assert not any("part" in vars(layer) for layer in shared.modules())
+
+
+@torch.no_grad()
+def test_a_forward_that_fails_leaves_nothing_to_the_next(unets: Any) -> None:
+    for network in unets[:2]:
+        handle = network.middle_block.register_forward_pre_hook(lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            network(*INPUTS, TEXT)
+        handle.remove()
+        for weight in network.parameters():
+            weight *= 1.1
+    assert_same(unets)
+
+
+@torch.no_grad()
+def test_threads_do_not_read_the_products_of_one_another(unets: Any) -> None:
+    shared, plain, _ = unets
+    turn, results = threading.Barrier(2), dict[int, Tensor]()
+    for block in (shared.input_blocks[1], shared.middle_block):
+        block.register_forward_pre_hook(lambda *args: print(turn.wait(60)))
+
+    def work(seed: int) -> None:
+        with torch.no_grad():
+            results[seed] = shared(*INPUTS, seed * TEXT)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for seed, result in results.items():
+        torch.testing.assert_close(result, plain(*INPUTS, seed * TEXT), rtol=1e-4, atol=1e-5)
+
+
+def test_copies_share_with_nothing_and_twins_with_the_network(unets: Any) -> None:
+    shared, plain, _ = unets
+    copied, twin, number = copy.deepcopy(shared), patching.twin(shared), len(shared_linears(shared))
+    assert not shared_linears(copied)
+    assert len(shared_linears(twin)) == number
+    for weight in copied.parameters():
+        weight.data.zero_()
+    with torch.no_grad():
+        assert_same((twin, plain, None))
+    gradients = []
+    for network in (shared, plain):
+        network.requires_grad_(True)
+        network(*INPUTS, TEXT).square().mean().backward()
+        gradients.append([weight.grad for weight in network.parameters()])
+    assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_shared_linears_compile(unets: Any) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(unets[0], backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(*INPUTS, TEXT), unets[1](*INPUTS, TEXT), rtol=1e-4, atol=1e-5)
     torch._dynamo.reset()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ldm_lite.cli.options import RuntimeOptions
 from ldm_lite.core.layers import sdpa
 from ldm_lite.core.unet import Attention
-from ldm_lite.runtime import cpu, fused_norm
+from ldm_lite.runtime import cpu, fused
 from ldm_lite.runtime.attention import Fastest, record, use
 from ldm_lite.runtime.offload import Offloader
 from ldm_lite.runtime.patching import is_unmodified, kernel, patch, patch_like, patch_of, twin, unpatch, unpatched
@@ -122,9 +122,9 @@ def test_copies_of_networks_with_kernels(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_controlnet_follows_its_unet() -> None:
     first, second = (nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.GroupNorm(2, 4)) for _ in range(2))
-    fused_norm.use(first)
+    fused.use(first)
     patch_like(second, first)
-    assert [patch_of(layer) for layer in second] == [None, fused_norm._forward]
+    assert [patch_of(layer) for layer in second] == [None, fused._forward]
 
 
 def test_a_twin_has_the_same_attention() -> None:

@@ -12,7 +12,7 @@ from ldm_lite.checkpoint.loading import load_model
 from ldm_lite.checkpoint.model import CheckpointModel
 from ldm_lite.cli.options import LoadOptions, RuntimeOptions
 from ldm_lite.core.denoise import run_row
-from ldm_lite.runtime import attention, cpu, fused_norm, joined, offload, setup
+from ldm_lite.runtime import attention, cpu, fused, joined, offload, setup
 from ldm_lite.runtime.attention import layers, vanilla
 from ldm_lite.runtime.patching import patch_of
 from ldm_lite.runtime.precision import pick_dtype, pick_dtypes, set_matmul_precision
@@ -52,7 +52,7 @@ def test_offloaded_networks_are_set_up_for_where_they_compute(
     assert tried == {"cuda"}
     assert functions(networks["unet"]) == {attention._FUNCTIONS["cudnn"]}
     patches = {patch_of(module) for module in networks["unet"].modules()} - {None}
-    assert patches == {fused_norm._forward, fused_norm._res_block}, "not the CPU's kernels"
+    assert patches == {*fused.KERNELS.values()}, "not the CPU's kernels"
 
 
 def test_without_flags_all_is_as_load_has_it(small_path: Path) -> None:
@@ -175,8 +175,9 @@ def test_kernels_are_switched_one_by_one(
         patched.setattr(setup, "_is_on", lambda weight, device: True)
         setup.prepare_like(control, unet, torch.device("cuda"))
     assert [patch_of(module) for module in control.modules()] == [patch_of(module) for module in unet.modules()]
-    assert [vars(module).get("qkv") is None for module in control.modules()] == [
-        vars(module).get("qkv") is None for module in unet.modules()
+    attributes = {"joined", "part"}
+    assert [attributes & {*vars(module)} for module in control.modules()] == [
+        attributes & {*vars(module)} for module in unet.modules()
     ]
 
 

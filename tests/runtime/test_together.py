@@ -61,7 +61,7 @@ def test_a_layer_that_comes_apart_is_measured_again(unet: Any) -> None:
     batches(unet, *inputs(2))
     layer.to_q.weight.data = layer.to_q.weight.data.clone()
     batches(unet, *inputs(2))
-    assert {key[1] for key in batches._same if key[0] == id(layer)} == {True, False}  # type: ignore[index]
+    assert {key[1] for key in batches._same if key[0] == id(layer)} == {(True,), (False,)}  # type: ignore[index]
 
 
 @pytest.mark.parametrize("is_faster", [True, False])

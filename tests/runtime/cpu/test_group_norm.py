@@ -8,7 +8,7 @@ import toy
 from torch import Tensor, nn
 
 from ldm_lite.core.layers import channels_last
-from ldm_lite.runtime import cpu, fused_norm, tiling
+from ldm_lite.runtime import cpu, fused, tiling
 
 
 def large(batch: int, h: int, w: int) -> Tensor:
@@ -69,7 +69,7 @@ def test_is_taken_for_large_maps(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format], ids=["channels last", "contiguous"])
 def test_written_out_it_is_the_same(layout: torch.memory_format) -> None:
     x = large(2, 17, 24).contiguous(memory_format=layout)
-    normed = fused_norm.written_out(x, norm())
+    normed = fused.written_out(x, norm())
     assert normed.is_contiguous(memory_format=layout)
     assert error(normed, norm(), x) < 5e-7
 
@@ -77,7 +77,7 @@ def test_written_out_it_is_the_same(layout: torch.memory_format) -> None:
 def test_written_out_it_computes_in_float32() -> None:
     """The only error is rounding the result, even if all values are far from zero."""
     x, half = (large(2, 16, 16) + 20).half(), norm().half()
-    normed = fused_norm.written_out(x, half)
+    normed = fused.written_out(x, half)
     assert normed.dtype == torch.float16
     assert error(normed, norm().half().float(), x.float()) < 5e-4
 

@@ -1,5 +1,7 @@
-"""Group norms and residual blocks by our kernels: the same numbers, how many kernels a step has, and the way out."""
+"""Norms, gates and the blocks around them by our kernels: the same numbers, how many a step has, and the way out."""
 
+import copy
+import functools
 import importlib
 import os
 from collections import Counter
@@ -13,8 +15,8 @@ import toy
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ldm_lite.core.unet import ResBlock
-from ldm_lite.runtime import fused_norm
+from ldm_lite.core.unet import GEGLU, BasicTransformerBlock, ResBlock
+from ldm_lite.runtime import fused
 from ldm_lite.runtime.memory import weights_channels_last
 from ldm_lite.runtime.patching import patch
 
@@ -29,10 +31,10 @@ def triton_kernels() -> Any:
 
 @pytest.fixture(autouse=True)
 def _inference() -> Any:
-    fused_norm._computes.cache_clear()
+    fused._computes.cache_clear()
     with torch.no_grad():
         yield
-    fused_norm._computes.cache_clear()
+    fused._computes.cache_clear()
 
 
 def group_norm(
@@ -48,11 +50,25 @@ def biased_sum(x: Tensor, y: Tensor, bias: Tensor) -> Tensor:
     return (x.double() + y.double() + bias.double()[:, None, None]).to(x.dtype)
 
 
+def sum_and_norm(x: Tensor, y: Tensor, weight: Tensor, offset: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    total = x.double() + y.double()
+    normed = F.layer_norm(total, (x.shape[-1],), weight.double(), offset.double(), eps)
+    return total.to(x.dtype), normed.to(x.dtype)
+
+
+def gated(x: Tensor) -> Tensor:
+    value, gate = x.double().chunk(2, dim=-1)
+    return (value * F.gelu(gate)).to(x.dtype)
+
+
+IN_PYTORCH = {"group_norm": group_norm, "biased_sum": biased_sum, "sum_and_norm": sum_and_norm, "gated": gated}
+
+
 @pytest.fixture(params=["in PyTorch", "in Triton"])
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The kernels, for maps on a CPU too: by Triton's interpreter, and as they are meant."""
-    monkeypatch.setattr(fused_norm, "runs_on", lambda device: True)
-    implementation: Any = SimpleNamespace(group_norm=group_norm, biased_sum=biased_sum)
+    monkeypatch.setattr(fused, "runs_on", lambda device: True)
+    implementation: Any = SimpleNamespace(**IN_PYTORCH)
     if request.param == "in Triton":
         implementation = triton_kernels()
     calls: Counter[str] = Counter()
@@ -60,12 +76,18 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     def counted(name: str) -> Any:
         return lambda *args: calls.update([name]) or getattr(implementation, name)(*args)
 
-    both = SimpleNamespace(group_norm=counted("group_norm"), biased_sum=counted("biased_sum"))
-    monkeypatch.setattr(fused_norm, "_triton", lambda: both)
+    monkeypatch.setattr(fused, "_triton", lambda: SimpleNamespace(**{name: counted(name) for name in IN_PYTORCH}))
     return calls
 
 
-SHAPES = [((2, 320, 6, 6), 0), ((1, 640, 9, 7), 30), ((1, 2560, 2, 2), 3), ((3, 64, 5, 5), 0)]
+SHAPES = [  # the last two are not of one program for each group
+    ((2, 320, 6, 6), 0),
+    ((1, 640, 9, 7), 30),
+    ((1, 2560, 2, 2), 3),
+    ((3, 64, 16, 16), 0),
+    ((2, 320, 19, 17), 30),
+    ((1, 8192, 2, 2), 3),
+]
 
 
 def a_map(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
@@ -86,6 +108,18 @@ def test_the_kernel_is_exact_to_rounding(shape: tuple[int, ...], mean: float) ->
     assert toy.relative_error(total, biased_sum(x.double(), x.double(), bias).numpy()) < 3e-4
 
 
+@pytest.mark.parametrize(("channels", "mean"), [(320, 0), (1280, 30), (48, 3)])
+def test_kernels_of_tokens_are_exact_to_rounding(channels: int, mean: float) -> None:
+    ours = triton_kernels()
+    x, y = ((2 * toy.normal(i, 2, 5, channels) + mean).half() for i in range(2))
+    weight, offset = ((1 + toy.normal(i, channels) / 3).half() for i in range(2))
+    expected = *sum_and_norm(x.double(), y.double(), weight, offset, 1e-5), gated(x.double())
+    results = *ours.sum_and_norm(x, y, weight, offset, 1e-5), ours.gated(x)
+    for result, exact in zip(results, expected, strict=True):
+        assert result.shape == exact.shape
+        assert toy.relative_error(result, exact.numpy()) < 3e-4
+
+
 def test_a_residual_block_is_the_same(kernels: Counter[str]) -> None:
     for channels in (64, 32):
         block: Any = toy.fill(ResBlock(64, channels, 48)).half()
@@ -93,7 +127,7 @@ def test_a_residual_block_is_the_same(kernels: Counter[str]) -> None:
         x, emb = a_map(2, 64, 9, 8), toy.normal(2, 2, 48).half()
         expected = block.double()(x.double(), emb.double())
         block.half()
-        fused_norm.use(block)
+        fused.use(block)
         kernels.clear()
         out = block(x, emb)
         assert out.is_contiguous(memory_format=torch.channels_last)
@@ -101,10 +135,29 @@ def test_a_residual_block_is_the_same(kernels: Counter[str]) -> None:
         assert kernels["biased_sum"] >= 1, "with one for the comparison"
 
 
+def test_a_transformer_block_is_the_same(kernels: Counter[str]) -> None:
+    block = toy.fill(BasicTransformerBlock(64, 48, 4))
+    x, context = toy.normal(1, 2, 9, 64), toy.normal(2, 2, 5, 48)
+    expected = block.double()(x.double(), context.double()).numpy()
+    block.half()
+    fused.use(block)
+    kernels.clear()
+    assert toy.relative_error(block(x.half(), context.half()), expected) < 2e-3
+    assert kernels == {"sum_and_norm": 3, "gated": 2}, "one of each is for the comparison"
+    kernels.clear()
+    with torch.enable_grad():
+        assert toy.relative_error(block(x.half(), context.half()).detach(), expected) < 2e-3
+    assert not kernels
+    calls = list[int]()
+    block.norm2.register_forward_hook(lambda *args: calls.append(1))
+    assert toy.relative_error(block(x.half(), context.half()), expected) < 2e-3
+    assert (calls, kernels) == ([1], {"gated": 1})
+
+
 @pytest.mark.parametrize("change", ["hook", "forward", "float32", "gradients", "contiguous", "circular"])
 def test_what_the_kernels_are_not_for_runs_as_written(change: str, kernels: Counter[str]) -> None:
     block: Any = toy.fill(ResBlock(64, 64, 48)).half()
-    fused_norm.use(block)
+    fused.use(block)
     x, emb, calls = a_map(1, 64, 8, 8), toy.normal(2, 1, 48).half(), list[int]()
     block(x, emb)
     assert kernels.total() > 0
@@ -130,29 +183,42 @@ def test_what_the_kernels_are_not_for_runs_as_written(change: str, kernels: Coun
 
 
 @pytest.mark.parametrize("fault", ["raises", "is wrong"])
+@pytest.mark.parametrize(
+    ("block", "sizes", "what"),
+    [
+        (ResBlock(64, 64, 48), (48,), "group norm"),
+        (BasicTransformerBlock(64, 48, 4), (3, 48), "layer norm"),
+        (GEGLU(64, 64), (), "GEGLU"),
+    ],
+)
 def test_kernels_that_do_not_work_here_are_left(
-    fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def broken(x: Tensor, *others: Any) -> Tensor:
+    block: Any, sizes: tuple[int, ...], what: str, fault: str, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    def broken(name: str, *inputs: Any) -> Any:
         if fault == "raises":
             raise RuntimeError("no compiler\nand a long story")
-        return torch.zeros_like(x)
+        results = IN_PYTORCH[name](*inputs)  # type: ignore[operator]
+        return tuple(map(torch.zeros_like, results)) if isinstance(results, tuple) else torch.zeros_like(results)
 
-    monkeypatch.setattr(fused_norm, "runs_on", lambda device: True)
-    monkeypatch.setattr(fused_norm, "_triton", lambda: SimpleNamespace(group_norm=broken, biased_sum=broken))
-    block: Any = toy.fill(ResBlock(64, 64, 48)).half()
-    x, emb = a_map(1, 64, 8, 8), toy.normal(2, 1, 48).half()
-    expected = block(x, emb)
-    fused_norm.use(block)
+    monkeypatch.setattr(fused, "runs_on", lambda device: True)
+    names = {name: functools.partial(broken, name) for name in IN_PYTORCH}
+    monkeypatch.setattr(fused, "_triton", lambda: SimpleNamespace(**names))
+    block = toy.fill(copy.deepcopy(block)).half()
+    x = a_map(1, 64, 8, 8) if isinstance(block, ResBlock) else toy.normal(1, 1, 5, 64).half()
+    inputs = (x, *([toy.normal(2, 1, *sizes).half()] if sizes else []))
+    expected = block(*inputs)
+    fused.use(block)
     for _ in range(2):
-        assert torch.equal(block(x, emb), expected)
-    [line] = [record.getMessage() for record in caplog.records if record.name == "ldm_lite"]
-    assert line.startswith("group norm by PyTorch: our kernel ")
+        assert torch.equal(block(*inputs), expected)
+    lines = [record.getMessage() for record in caplog.records if record.name == "ldm_lite"]
+    assert [line for line in lines if line.startswith(f"{what} by PyTorch: our kernel ")] == lines[:1]
+    assert len(lines) == (2 if what == "layer norm" else 1), "once for each kernel"
 
 
 def test_a_step_has_few_kernels_and_no_transposing_copy() -> None:
     """Counted on meta tensors, as CUDA would run it: it had 911 kernels, 122 of them such copies."""
     sums = profiling.estimate(1)
-    assert sum(count for count, _ in sums.values()) <= 620
+    assert sum(count for count, _ in sums.values()) <= 490
     assert sums["copies"][0] <= 18, "concatenations of skips, and copies of latents"
     assert sums["convolutions"][0] == 52
