@@ -40,7 +40,7 @@ def __getattr__(name: str) -> object:
         return getattr(importlib.import_module(_HOMES[name]), name)
     if name == "diffusion":  # ldm_lite.diffusion.samplers.register
         return importlib.import_module("ldm_lite.diffusion")
-    if name[0].isupper() or name.startswith(("from_", "load_")):  # not a module, for which Python asks here too
+    if name[0].isupper() or name.startswith(("from_", "load_")):  # not a module: Python asks here for those too
         from ldm_lite.cli.synonyms import OF_PACKAGE, of_attribute  # tables that are only read here
 
         if instead := of_attribute(

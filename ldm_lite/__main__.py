@@ -22,7 +22,7 @@ COMMANDS = {
     "serve": "an HTTP API, and a page in the browser",
     "train": "train or fine-tune",
     "export": "compile the UNet ahead of time",
-    "bench": "measure speed and memory, also against peers",
+    "bench": "measure speed and memory, also of other programs",
 }
 
 

@@ -1,7 +1,7 @@
-"""What the commands of the package take and run: one table, and one way to run a row of it.
+"""The commands of the package, with their options and what they run: one table, and one way to run a row of it.
 
 Each has a module that gives it a name, `python -m ldm_lite.txt2img`, and a docstring, whose first line is in its help.
-What a command runs is imported when it runs, so that `--help` is instant.
+A command's code is imported when it runs, so that `--help` is instant.
 """
 
 import argparse

@@ -77,7 +77,7 @@ def open_depth(path: str | os.PathLike[str]) -> Image.Image:
 def read_image(path: str | os.PathLike[str], convert: Callable[[Image.Image], T]) -> T:
     """Open an image file of one of _FORMATS and return `convert` of it, or of its first frame.
 
-    Raises ValueError if either fails, if it is no regular file, or beyond MOST_BYTES or MOST_PIXELS; OSError.
+    Raises ValueError if either fails, if it is not a regular file, or beyond MOST_BYTES or MOST_PIXELS; OSError.
     """
     with open_file(path, MOST_BYTES) as file:  # a missing file raises OSError
         return decode_image(file, os.fspath(path), convert)
@@ -93,7 +93,7 @@ def decode_image(file: BinaryIO, name: str | os.PathLike[str], convert: Callable
         _check_size(image.size, most or MOST_PIXELS)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
-    if getattr(image, "is_animated", False) and image.format != "MPO":  # a phone's further views of a picture
+    if getattr(image, "is_animated", False) and image.format != "MPO":  # a phone's additional views of a picture
         log.info("%s: holds several images, of which the first is used", name)
     with _readable(name):
         return convert(image)
@@ -179,7 +179,7 @@ def _flatten(image: Image.Image, background: str) -> Image.Image:
 def upright(image: Image.Image) -> Image.Image:
     """Return an image rotated by its EXIF tag; the same object if there is nothing to rotate.
 
-    Raises ValueError for EXIF data that check_exif refuses; what Pillow raises for damaged files.
+    Raises ValueError for EXIF data that check_exif refuses, and Pillow's errors for damaged files.
     """
     image.load()
     check_exif(image.info)
@@ -189,9 +189,9 @@ def upright(image: Image.Image) -> Image.Image:
 def to_image(value: Any, name: str = "an image") -> Image.Image:
     """Convert an array (H,W), (H,W,3) or (H,W,4), uint8, uint16, bool or float in [0,1], or a tensor (3,H,W) in [-1,1].
 
-    Values may lie slightly out of range, as resampling leaves them; a warning tells of those that fit another range.  A
-    PIL image is returned as is, loaded.  Raises ValueError, with the name, for anything else, and for more than
-    MOST_PIXELS.
+    Values may lie slightly out of range, as resampling leaves them; there is a warning for those that fit another
+    range.  A PIL image is returned as is, loaded.  Raises ValueError, with the name, for anything else, and for more
+    than MOST_PIXELS.
     """
     if not isinstance(value, (Image.Image, Tensor, np.ndarray)):
         raise ValueError(f"got {type(value).__name__} as {name}, expected a path, PIL, an array (H,W,3) or a tensor")
@@ -242,7 +242,7 @@ def resize_image(image: Image.Image, size: tuple[int, int], how: str) -> Image.I
 
     "crop" fills the size and crops the rest, equally on both sides; "fit" fits inside it, so one side may be shorter;
     "stretch" changes the aspect ratio.  No marked pixel of a mask is lost.  Raises ValueError for another `how`,
-    and for sizes, also of what is cropped afterwards, beyond MOST_PIXELS.
+    and for sizes, before cropping too, beyond MOST_PIXELS.
     """
     if how not in RESIZES:
         raise ValueError(f"got resize {how!r}, expected {', '.join(RESIZES)}")
@@ -332,7 +332,7 @@ def grid(images: Sequence[Image.Image], columns: int) -> Image.Image:
 
 
 class Images(list[Any]):
-    """A list of images, or of what has an `image`, that a notebook shows as a grid."""
+    """A list of images, or of objects with an `image`, that a notebook shows as a grid."""
 
     if not TYPE_CHECKING:
 

@@ -68,7 +68,7 @@ def _check_exif(data: bytes | bytearray) -> None:
 
 def _check_pieces(number: int, most: int, what: str) -> None:
     if number > most:
-        raise ValueError(f"got more than {most} {what}: save it anew")
+        raise ValueError(f"got more than {most} {what}: save it again")
 
 
 def _check_jpeg(file: BinaryIO) -> None:
@@ -98,7 +98,7 @@ def _check_jpeg(file: BinaryIO) -> None:
         if max(len(exif) - MOST_EXIF, metadata - MOST_METADATA, tables - MOST_TABLES) > 0:
             raise ValueError(
                 f"got {len(exif)} bytes of EXIF data, {metadata} of metadata and {tables} of tables before its pixels, "
-                f"expected at most {MOST_EXIF}, {MOST_METADATA} and {MOST_TABLES}: save it anew"
+                f"expected at most {MOST_EXIF}, {MOST_METADATA} and {MOST_TABLES}: save it again"
             )
         if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
             height, width, components = struct.unpack(">xHHB", content[:6])
@@ -195,7 +195,7 @@ def _check_tags(file: BinaryIO, size: int) -> None:
         file.seek(place)
         (count,) = struct.unpack(number, file.read(struct.calcsize(number)))
         if count > MOST_TAGS:
-            raise ValueError(f"got a directory of {count} tags, expected at most {MOST_TAGS}: save it anew")
+            raise ValueError(f"got a directory of {count} tags, expected at most {MOST_TAGS}: save it again")
         tags = file.read(count * struct.calcsize(entry))
         for tag, kind, numbers, value in struct.iter_unpack(
             entry, tags[: len(tags) // struct.calcsize(entry) * struct.calcsize(entry)]
@@ -207,9 +207,9 @@ def _check_tags(file: BinaryIO, size: int) -> None:
             if (is_number and numbers > MOST_NUMBERS) or total_numbers > 2 * MOST_NUMBERS:
                 raise ValueError(
                     f"got {numbers} numbers in tag {tag}, {total_numbers} so far, expected at most {MOST_NUMBERS} in a "
-                    f"tag and {2 * MOST_NUMBERS} in all: save it anew"
+                    f"tag and {2 * MOST_NUMBERS} in all: save it again"
                 )
-            if total_bytes > size + 2**18:  # a damaged tag or two of a photo may say anything
+            if total_bytes > size + 2**18:  # one or two damaged tags in a photo may hold anything
                 raise ValueError(f"got tags of more bytes than the {size} of the file, expected each stored once")
             if tag in DIRECTORIES:
                 places.append(value)

@@ -1,4 +1,4 @@
-"""For tools that take a model apart: its networks and their files, and what training needs to know of them.
+"""For tools that take a model apart: its networks and their files, and what training needs to know about them.
 
 The folders train, batch, serve and bench use this module and toolkit.py, and none of the modules behind them.
 Networks go by their roles: "unet", "vae", "text_encoder", "text_encoder_2", ...  A Pipeline has them as `networks`.
@@ -56,7 +56,7 @@ def checkpoint_content(
 
 
 def control_with(model: Pipeline, network: nn.Module, image: Tensor) -> Control:
-    """Return a Control for the model by a ControlNet in memory, not in a file, and its image (3,H,W) in [-1,1]."""
+    """Return a Control for the model from a ControlNet in memory and its image (3,H,W) in [-1,1]."""
     control = Control("control", image)
     control.networks[model.unet] = network, False  # not pooled
     return control
@@ -75,10 +75,10 @@ def encode_moments(model: Pipeline, pixels: Tensor) -> Tensor:
 
 
 def encode_captions(model: Pipeline, captions: Sequence[str | None], with_gradients: bool = False) -> dict[str, Tensor]:
-    """Return what the text encoders make of B captions: "context" (B,T,D) and, for some families, "y" (B,V).
+    """Return the text encoders' outputs for B captions: "context" (B,T,D) and, for some families, "y" (B,V).
 
-    All captions have one T, whatever their lengths; None is no caption.  A warning names words that do not fit; there
-    is none if gradients are to reach the encoders.
+    All captions have the same T, whatever their lengths; None means no caption.  A warning names words that do not fit;
+    there is none if gradients will reach the encoders.
     """
     conditioner = conditioner_of(model)
     encode = conditioner.encode if with_gradients else encode_prompts
@@ -120,7 +120,7 @@ def blocks(network: nn.Module) -> Iterator[nn.Module]:
 
 
 def unread_parameters(network: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters of a text encoder on which nothing depends that Stable Diffusion 2 or SDXL reads of it."""
+    """Return the parameters of a text encoder that do not affect what Stable Diffusion 2 or SDXL reads."""
     unread = [parameter for part in _unread_parts(network) for parameter in part.parameters()]
     if isinstance(network, OpenCLIPTextEncoder) and network.spec.norm:
         unread += [network.text_projection] if isinstance(network.text_projection, nn.Parameter) else []  # is pooled
@@ -143,7 +143,7 @@ def lora_layers(
 
     They are the linear layers and 1x1 convolutions of the transformers in a UNet, of the layers of text encoders, and
     of the blocks of diffusion transformers: the modules of kohya's networks/lora.py.  With convolutions
-    also the layers of a UNet's residual blocks, and of what halves and doubles sides.  A slice is the rows of an
+    also the layers of a UNet's residual blocks, and of its down- and upsamplers.  A slice is the rows of an
     attention's `in_proj_weight` and `in_proj_bias` that are its queries, keys or values.
     """
     from ldm_lite.adapters.lora import file_names

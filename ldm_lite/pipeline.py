@@ -87,7 +87,7 @@ class Pipeline(CheckpointModel):
     if not TYPE_CHECKING:  # where an unknown name is an error anyway
 
         def __getattr__(self, name: str) -> Any:
-            """Raise AttributeError: for what other programs have, with what to use instead."""
+            """Raise AttributeError: for names of other programs, with ours."""
             if instead := "" if name.startswith("_") else _elsewhere(name):
                 raise AttributeError(f"a Pipeline has no {name}: {instead}")
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
@@ -99,7 +99,7 @@ class Pipeline(CheckpointModel):
 
         def __call__(self, *_: object, **__: object) -> None:
             """Raise TypeError: a Pipeline has a method for each task."""
-            raise TypeError("a Pipeline is not called: use pipe.txt2img(PROMPT, ...), pipe.img2img or pipe.inpaint")
+            raise TypeError("a Pipeline cannot be called: use pipe.txt2img(PROMPT, ...), pipe.img2img or pipe.inpaint")
 
     # ---- tasks ------------------------------------------------------------------------------------------------------
 
@@ -357,10 +357,10 @@ class Pipeline(CheckpointModel):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the model, with merged LoRAs and changed weights, as one .safetensors file in the original layout.
 
-        Each weight keeps its dtype, and load() makes the same model of it: its prediction, noise schedule and sizes are
-        in the file.  The file is whole or not there; vocabularies are not in it.  Raises ValueError, one line, before
-        anything is written, for what a file cannot hold: weights in 8 bits or blocks, hooks, attention or layers of
-        your own, textual inversions.
+        Each weight keeps its dtype, and load() makes the same model from it: its prediction, noise schedule and sizes
+        are in the file.  The file is whole or not there; vocabularies are not in it.  Raises ValueError, one line,
+        before anything is written, if a file cannot hold it all: weights in 8 bits or blocks, hooks, attention or
+        layers of your own, textual inversions.
         """
         from ldm_lite.checkpoint import saving
 
@@ -389,7 +389,7 @@ class Pipeline(CheckpointModel):
 def _options(
     kind: type[AnyOptions], function: str, arguments: Mapping[str, Any], others: Sequence[str] = ()
 ) -> AnyOptions:
-    """Make options from keyword arguments; the function has some others.
+    """Make options from keyword arguments; `function` has more arguments.
 
     Raises TypeError, with what to use instead, for an unknown argument.
     """
@@ -419,7 +419,7 @@ def _elsewhere(name: str) -> str:
 
 
 def _joined(function: str, named: dict[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """All arguments.  Raises TypeError for an option that is an argument of its own under another name."""
+    """All arguments.  Raises TypeError for an option that is a separate argument under another name."""
     for name in named.keys() & options.keys():
         raise TypeError(f"{function}() has no argument {name!r}: it is one of the first, given by position")
     return {**named, **options}
@@ -428,7 +428,7 @@ def _joined(function: str, named: dict[str, Any], options: Mapping[str, Any]) ->
 def _prepared(
     task: ModuleType, model: CheckpointModel, kind: type[Any], function: str, arguments: Mapping[str, Any]
 ) -> tuple[Task, Callable[[State], object] | None]:
-    """Make a task of keyword arguments, and what is to be called after every step: `on_step`, and a bar's update.
+    """Make a task from keyword arguments, and the functions to call after every step: `on_step`, and a bar's update.
 
     Some arguments may be those of features of the core's register_feature.
     """
@@ -463,7 +463,7 @@ def _check_devices(model: CheckpointModel) -> None:
 def _outputs(
     task: ModuleType, model: CheckpointModel, kind: type[Any], function: str, arguments: Mapping[str, Any], output: str
 ) -> list[Any]:
-    """Return the images that a task makes of arguments."""
+    """Return a task's images for these arguments."""
     if output not in OUTPUTS:
         from ldm_lite.cli.synonyms import of_value  # a table that is only read here
 

@@ -99,26 +99,26 @@ def load_model(options: LoadOptions) -> Pipeline:
 
 
 class ModelInputs(NamedTuple):
-    """What a model's network reads beside the prompt."""
+    """What a model's network reads besides the prompt."""
 
     references: bool  # images
-    scale: bool  # of guidance, which was distilled into it: there is nothing to guide by
+    scale: bool  # of guidance, which was distilled into it: no branches are needed
 
 
 def check_checkpoint(options: LoadOptions) -> ModelInputs:
     """Read the header of a checkpoint, and return what its network reads.
 
-    Raises FileNotFoundError, ValueError if it is none of a known family.
+    Raises FileNotFoundError, ValueError unless it is of a known family.
     """
     family, *_ = loading.recognise_file(open_source(options.ckpt), options)
     return ModelInputs(family.references is not None, family.distilled)
 
 
 def with_exact_batches(model: Pipeline) -> Pipeline | None:
-    """Return the model so that each image of a batch has the bits that it has alone, whatever is beside it.
+    """Return the model so that each image of a batch has the same bits as alone, whatever the others are.
 
     It patches the layers of the model's UNet, and one thread may use it at a time.  None if the steps are compiled or
-    the model is offloaded, which rule that out.
+    the model is offloaded, which makes that impossible.
     """
     if is_compiled(model.run_row) or model.offloader is not None:
         return None
@@ -130,7 +130,7 @@ def merge_loras(
 ) -> Callable[[], None]:
     """Merge LoRAs, "FILE:WEIGHT" or each with its weight, into the model's networks, in place; return what undoes it.
 
-    Undone, the weights have the bits of before.  Raises FileNotFoundError, and ValueError, with nothing changed, for
+    Undoing restores the weights bit for bit.  Raises FileNotFoundError, and ValueError, with nothing changed, for
     files that do not fit the model.
     """
     from ldm_lite.adapters import lora
@@ -144,7 +144,7 @@ def merge_loras(
 
 
 def lora_weight(text: str) -> LoraWeight:
-    """Read the weight of a LoRA as it stands behind its file: "0.8", "te=0.5:unet=1", "0.8:lbw=OUTD"; "" is 1.
+    """Read the weight of a LoRA as it is written after its file: "0.8", "te=0.5:unet=1", "0.8:lbw=OUTD"; "" is 1.
 
     Raises ValueError for any other text.
     """
@@ -154,12 +154,12 @@ def lora_weight(text: str) -> LoraWeight:
 
 
 def tasks_of(model: Pipeline) -> tuple[str, ...]:
-    """Return what a model can do, of "txt2img", "img2img", "inpaint", "upscale" and "cascade"; the first is its own."""
+    """Return a model's tasks, of "txt2img", "img2img", "inpaint", "upscale" and "cascade"; the first is its own."""
     return TASKS[model.family.task]
 
 
 def inputs_of(model: Pipeline) -> ModelInputs:
-    """Return what a model's network reads beside the prompt."""
+    """Return what a model's network reads besides the prompt."""
     return ModelInputs(model.family.references is not None, model.family.distilled)
 
 
@@ -169,7 +169,7 @@ def prompt_kind(model: Pipeline) -> str:
 
 
 def text_length(model: Pipeline, texts: Sequence[str | None], syntax: str) -> int | None:
-    """Return how long the text of an image is as the model reads it, of the longest of its prompts.
+    """Return the length of an image's text as the model reads it, the longest of its prompts.
 
     Images of one length can share a batch; others, and those whose text changes over the steps or has parts (None),
     cannot.  syntax is "plain" or "a1111".  Raises ValueError for a text that is too long.
@@ -184,18 +184,18 @@ def text_length(model: Pipeline, texts: Sequence[str | None], syntax: str) -> in
 
 
 class Estimate(NamedTuple):
-    """What options ask for."""
+    """The work that options ask for."""
 
     images: int
     parts: int  # of a prompt, which AND joins: each is a branch of every call of the network
     longest: int  # chunks of 75 tokens that a text has, at most
-    chunks: int  # that all texts have which are read over the steps, at most
-    texts: tuple[str, ...]  # all that are read
+    chunks: int  # maximum over all texts that are read over the steps
+    texts: tuple[str, ...]  # all texts that are read
     cost: Cost  # what features add
 
 
 def estimate_cost(options: Txt2imgOptions, steps: int) -> Estimate:
-    """Return what a task's options ask for, before anything is made; steps are those of the model without options.
+    """Return the work of a task's options, before anything is made; steps are the model's default.
 
     Raises ValueError for options that are wrong whatever the model.
     """
@@ -212,8 +212,8 @@ def estimate_cost(options: Txt2imgOptions, steps: int) -> Estimate:
 def prepare(model: Pipeline, options: Txt2imgOptions, first: int = 0) -> "Iterator[Sample]":
     """Return the images of a task one by one, from number `first` on, each with its text encoded and its noise drawn.
 
-    The class of the options tells the task.  Raises ValueError, one line, for options that do not fit the model; the
-    iterator raises it, and OSError, for what an image starts from.
+    The class of the options determines the task.  Raises ValueError, one line, for options that do not fit the model;
+    the iterator raises it, and OSError, for an image's input files.
     """
     return _samples(_BY_OPTIONS[type(options)].prepare(model, options), first)
 
@@ -229,7 +229,7 @@ def _samples(task: Task, first: int) -> "Iterator[Sample]":
 
 
 class PreparedRow(NamedTuple):
-    """What an image of prepare_rows has of its own."""
+    """The settings of one image of prepare_rows."""
 
     prompt: str
     negative_prompt: str | None
@@ -238,7 +238,7 @@ class PreparedRow(NamedTuple):
 
 
 def prepare_rows(model: Pipeline, options: Txt2imgOptions, rows: Sequence[PreparedRow]) -> "Iterator[Sample]":
-    """Return one image for each row, all with the same options but for what a row has.
+    """Return one image for each row, all with the same options except those in the row.
 
     The texts of the rows must have one text_length; only a single row may have a text without one, or regions.  Those
     of txt2img are encoded now, many at a time, those of the other tasks with the batches.  Images of one `size` can be
@@ -269,13 +269,13 @@ def prepare_rows(model: Pipeline, options: Txt2imgOptions, rows: Sequence[Prepar
 
 @dataclass(frozen=True, eq=False)
 class _Rows:
-    """What the samples of prepare_rows share."""
+    """The state that the samples of prepare_rows share."""
 
     rows: Sequence[PreparedRow]
     length: int | None  # of their texts: see text_length
 
     def texts(self, job: TaskJob, rows: Sequence[PreparedRow]) -> PromptEncoder:
-        """Return what encodes the texts of some rows, encoded for images of the job's size.
+        """Return the input source of some rows' texts, encoded for images of the job's size.
 
         A text without a length is encoded later: it is alone.
         """
@@ -290,7 +290,7 @@ class _Rows:
         with model.phase(*model.family.texts):
             cond = _encoded(model, texts.prompts, options)
             if not texts.is_guided:
-                return replace(texts, cond=cond, negative_prompts=(None,))  # of which it is said that it is not read
+                return replace(texts, cond=cond, negative_prompts=(None,))  # a message says that it is not read
             negative = negative[:1] if len(set(negative)) == 1 else negative
             return replace(texts, cond=cond, uncond=_encoded(model, negative, replace(options, negative=True)))
 
@@ -319,7 +319,7 @@ def _encoded(model: CheckpointModel, prompts: Sequence[str | None], options: Pro
 
 
 class Sample:
-    """One image of a run, from what it starts from to its result."""
+    """One image of a run, from its inputs to its result."""
 
     def __init__(
         self,
@@ -345,7 +345,7 @@ class Sample:
 
     @property
     def size(self) -> tuple[int, int]:
-        """Width and height of what is denoised, in pixels.  Raises ValueError, OSError for its files."""
+        """Width and height of the denoised image, in pixels.  Raises ValueError, OSError for its files."""
         _, height, width = self.job.shape
         factor = self.job.model.vae.spec.factor
         return factor * width, factor * height
@@ -364,7 +364,7 @@ class Sample:
         return are_alike((self.job, self._started), (other.job, other._started))
 
     def second_pass(self, latents: Tensor) -> "Sample | None":
-        """Return what follows the last step of an image that is to be enlarged, from its latents (1,C,h,w), else None.
+        """Return the second pass of an image, from its latents (1,C,h,w) after the last step, or None.
 
         It is denoised as the first pass was, and gives the result.
         """

@@ -49,7 +49,7 @@ def rate(options: argparse.Namespace, engine: str) -> float:
 
 
 def speed(options: argparse.Namespace) -> None:
-    """Print the rates of all engines, their medians, and what follows from them."""
+    """Print the rates of all engines, their medians, and the ratios."""
     rates: dict[str, list[float]] = {name: [] for name in options.engines}
     for number in range(options.rounds):
         for name in options.engines if number % 2 == 0 else reversed(options.engines):

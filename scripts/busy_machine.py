@@ -1,10 +1,10 @@
-"""Seconds of an image on a machine that does something else too, by how long OpenMP's threads spin.
+"""Seconds per image on a busy machine, by how long OpenMP's threads spin.
 
     python scripts/busy_machine.py [--rounds 2] [--seconds 15] [--ckpt FILE] [--steps 20] [SETTING ...]
 
 A setting is NAME=VALUE,NAME=VALUE of the environment, for instance LD_PRELOAD=.../libiomp5.so,KMP_BLOCKTIME=0; without
-one those of the table in docs/performance.md.  Processes of ours have loaded and made an image before the time counts;
-settings take turns, so that what else the machine does meets all.  A cell is the median of all images of all rounds.
+any, the settings of the table in docs/performance.md.  Timing starts when our processes have loaded and made an image;
+settings take turns, so that other work on the machine affects all.  A cell is the median of all images of all rounds.
 """
 
 import argparse
@@ -27,7 +27,7 @@ CONDITIONS = {  # processes of ours, plain loops beside them
 
 
 def work(args: argparse.Namespace) -> None:
-    """In a process of its own: make images for some seconds, and print how long each took."""
+    """In a separate process: make images for some seconds, and print how long each took."""
     import ldm_lite
 
     pipe = ldm_lite.load(*args.ckpt, device="cpu")

@@ -1,9 +1,9 @@
-"""Install each extra of pyproject.toml alone, beside the wheel, and import what it names and what needs it.
+"""Install each extra of pyproject.toml alone, beside the wheel, and import its packages and the modules that need it.
 
     python scripts/check_extras.py .venv-test/wheel .venv-test/dist [EXTRA...]
 
-The first is an environment that has the wheel, the second the wheel's folder.  Each extra goes into an environment of
-its own, which sees the first one's packages, so that torch is installed once.
+The first is an environment that has the wheel, the second the wheel's folder.  Each extra gets a separate
+environment, which sees the first one's packages, so that torch is installed once.
 """
 
 import subprocess

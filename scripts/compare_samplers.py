@@ -6,10 +6,10 @@
 The error is that of the last latents against a long run of Heun's method from the same noise.  It is defined only for
 samplers that add no noise.  All run with the same spacing, to solve the same equation.
 
-Cost, for samplers and for what saves work, is counted in calls of the whole network on one branch of guidance, by the
-multiplications that a run does: a step with guidance costs 2, one of DeepCache's short calls a fraction.
-scripts/evaluate_emoji.py adds the accuracy of a text-to-emoji checkpoint to the results, point by point, and then it is
-drawn too.
+Cost, of samplers and of options that save work, is counted in calls of the whole network on one branch of guidance,
+by multiplications: a step with guidance costs 2, one of DeepCache's short calls a fraction.
+scripts/evaluate_emoji.py adds the accuracy of a text-to-emoji checkpoint to the results, point by point, and the chart
+then shows it too.
 """
 
 import contextlib
@@ -155,13 +155,13 @@ def latents(job: TaskJob) -> Tensor:
 
 
 def txt2img_options(model: CheckpointModel, options: CompareOptions) -> Txt2imgOptions:
-    """Return what all runs have in common."""
+    """Return the options that all runs share."""
     scale = model.family.scale if options.scale is None else options.scale
     return Txt2imgOptions(options.prompt, negative_prompt="", scale=scale, spacing=options.spacing, seed=options.seed)
 
 
 def against(model: CheckpointModel, asked: Txt2imgOptions, steps: int) -> Callable[[TaskJob], float]:
-    """Return what tells the relative error of a job's last latents against a run of Heun's method."""
+    """Return a function from a job to the relative error of its last latents, against a run of Heun's method."""
     converged = latents(job_of(model, asked, Case("", "heun"), steps))
     return lambda job: float((latents(job) - converged).norm() / converged.norm())
 
@@ -276,7 +276,7 @@ class Cost:
 
 
 def measure(model: CheckpointModel, options: CompareOptions, path: Path | None) -> dict[str, Any]:
-    """Return all points, in the file too, if there is one: those that it holds are not run again.
+    """Return all points, also written to the file, if given: points that it holds are not run again.
 
     Samplers that add noise converge to no image: their points have a cost and no error.  Raises ValueError for a file
     of another comparison, and without guidance.

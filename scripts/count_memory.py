@@ -88,7 +88,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *args: object, **kwargs: object) -> 
 
 
 def network_memory(spec: Any, dtype: torch.dtype, *inputs: Tensor, tile: bool = False, **named: Tensor) -> Memory:
-    """Count a network's memory in a forward of these inputs, without any only its weights'."""
+    """Count a network's memory in a forward of these inputs; without inputs, only its weights'."""
     with torch.device("meta"):
         network = build_network(spec).to(dtype).eval().requires_grad_(False)
         forward = tiled(network).decode if tile else getattr(network, "decode", network)
@@ -143,12 +143,12 @@ def peak(networks: dict[str, Memory], options: str) -> float:
 
 
 def page(text: str) -> str:
-    """Return the page's text with its tables as they have to be."""
+    """Return the page's text with up-to-date tables."""
     return re.sub(r"(?<=<!-- counted -->\n).*?(?=\n<!-- end -->)", lambda _: tables(), text, flags=re.DOTALL)
 
 
 def tables() -> str:
-    """Return the two tables: options by card, and what each takes."""
+    """Return the two tables: options by card, and their memory."""
     cards = ["| | " + " | ".join(f"{card} GB" for card in CARDS) + " |", "|---|" + "---|" * len(CARDS)]
     needs = [f"| | px | {' | '.join(f'`{options}`' if options else 'nothing' for options in LADDER)} | weights |"]
     needs.append("|---|---:|" + "---:|" * len(LADDER) + "---:|")

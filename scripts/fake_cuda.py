@@ -1,8 +1,8 @@
-"""A CUDA device that need not be there: networks and commands with fake tensors, so that nothing is computed.
+"""A fake CUDA device: networks and commands run with fake tensors, so that nothing is computed.
 
-Each tensor has a device, and an operator on tensors of two is an error, so a tensor that was left on the CPU is found
-without a GPU.  Needs a torch that was built for CUDA.  Streams, pinned memory, CUDA graphs and everything that depends
-on values are not tested (all comparisons of values hold).  Run by `parity.py devices`.
+Each tensor has a device, and an operator on tensors of two devices is an error, so a tensor that was left on the CPU is
+found without a GPU.  Needs a torch that was built for CUDA.  Streams, pinned memory, CUDA graphs and everything that
+depends on values are not tested (all comparisons of values hold).  Run by `parity.py devices`.
 """
 
 import contextlib
@@ -80,7 +80,7 @@ def fake_model(name: str, family: FamilyRow) -> CheckpointModel:
 
 
 def jobs(model: CheckpointModel, folder: str) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Yield everything that a model can do, by name."""
+    """Yield a model's tasks and other runs, by name."""
     family, side = model.family, model.family.resolution
     image, mask = Image.new("RGB", (side, side)), Image.new("L", (side, side), 181)
     mask.save(f"{folder}/mask.png")

@@ -1,4 +1,4 @@
-"""Write the core as a package of its own: python scripts/fork.py ../mylab --name mylab
+"""Write the core as a separate package: python scripts/fork.py ../mylab --name mylab
 
 The folder gets the package with the bundled weights, its tests, a README of one page, pyproject.toml and the licence.
 `pip install ../mylab` and `python -m mylab "a red apple"` work without ldm_lite.
@@ -83,7 +83,7 @@ def imports(paths: Iterable[Path]) -> set[str]:
 
 
 def check_name(name: str) -> None:
-    """Raises ValueError for a name that is none for a package, or that another module has."""
+    """Raises ValueError for a name that a package cannot have, or that another module has."""
     if not re.fullmatch("[A-Za-z]([A-Za-z0-9_]*[A-Za-z0-9])?", name) or keyword.iskeyword(name):
         raise ValueError(f"got the name {name!r}, expected letters, digits and underscores, as in mylab")
     files = [*CORE.glob("*.py"), *TESTS.glob("*.py")]

@@ -1,15 +1,15 @@
-"""Eight minutes on a GPU that may be gone at any moment: stage after stage, what is worth most first.
+"""Eight minutes on a GPU that may disappear at any moment: stage after stage, the most valuable first.
 
-    python scripts/gpu.py prepare             # where there is a network: wheels of what a bare machine lacks
+    python scripts/gpu.py prepare             # on a machine with a network: wheels that a bare machine lacks
     python scripts/gpu.py                     # the stages that are not done, until --minutes are over
     python scripts/gpu.py step memory         # these stages
-    python scripts/gpu.py emoji               # the bundled model anew, in all of the time
+    python scripts/gpu.py emoji               # train the bundled model anew, in all of the time
     python scripts/gpu.py --toy               # all of them with the bundled model, on a CPU if need be: a rehearsal
 
-Each stage has processes of its own.  What they print is in OUT/report.txt and on stdout at once, and a benchmark's rows
+Each stage runs in separate processes. Their output is in OUT/report.txt and on stdout at once, and a benchmark's rows
 in OUT/STAGE/results.md too.  A stage is done when its commands have ended, also if they failed; one that took too long
-is ended with all of its processes, and goes on where it stopped in the next run, after those that have not begun:
-give the command again until it says that all is done.  emoji does not go on: it takes another OUT.
+is killed with all of its processes, and continues where it stopped in the next run, after those that have not
+begun: repeat the command until it says that all is done.  emoji cannot be continued: it takes another OUT.
 
 The machine needs torch and numpy alone: this checkout is found where it is, and packages come from WHEELS, which
 `prepare` fills for a version of Python.  emoji needs the files that weights/README.md names.
@@ -129,7 +129,7 @@ def rates() -> None:
 
 
 def about() -> str:
-    """Tell the commit, the card and the versions."""
+    """Print the commit, the card and the versions."""
     git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
     commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
     card = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"

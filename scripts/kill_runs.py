@@ -1,10 +1,10 @@
-"""Kill training runs at random moments and continue them: they end in the files of one that was not, bit for bit.
+"""Kill training runs at random moments and continue them: their files equal those of an undisturbed run, bit for bit.
 
     python scripts/kill_runs.py FOLDER                              # every kind of run, 20 of each
     python scripts/kill_runs.py FOLDER --kinds lora,two --runs 4
 
 A run is killed by SIGKILL at a random moment from its start to its end, so also before its first save, and continued by
---resume to its end.  Of a run of two processes one is killed, by turns, and the other soon after, as torchrun does.
+--resume to its end.  In a run of two processes, one is killed, in turns, and the other soon after, as torchrun does.
 They train a miniature of Stable Diffusion 1 with random weights.  What may differ: the times in log.jsonl, and
 earlier-1, the log of an attempt that ended before its first save.
 """
@@ -54,7 +54,7 @@ PATIENCE = 2.0  # seconds until a process whose peer was killed is killed, too
 
 
 def prepare(folder: Path) -> None:
-    """Write the model, six images with hints and captions, and these encoded."""
+    """Write the model, six images with hints and captions, and the encoded images."""
     random_checkpoint.write(folder / "small.safetensors", random_checkpoint.SMALL)
     data, numbers = folder / "data", np.random.default_rng(0)
     data.mkdir()
@@ -69,7 +69,7 @@ def prepare(folder: Path) -> None:
 
 
 def attempt(kind: str, folder: Path, out: Path, killed_at: float | None, victim: int = 0) -> bool:
-    """Start a run or go on with it, and kill one of its processes after some seconds; whether it came to its end.
+    """Start or continue a run, kill one of its processes after some seconds, and return whether it had finished.
 
     Raises AssertionError if a process ends with an error that nobody caused.
     """
@@ -100,7 +100,7 @@ def attempt(kind: str, folder: Path, out: Path, killed_at: float | None, victim:
 
 
 def _status(child: int, patience: float | None) -> int:
-    """Wait for the end of a process; kill it when the patience is over."""
+    """Wait for the end of a process; kill it after `patience` seconds."""
     end = None if patience is None else time.monotonic() + patience
     while end is not None and time.monotonic() < end:
         process, status = os.waitpid(child, os.WNOHANG)
@@ -119,7 +119,7 @@ def _free_port() -> int:
 
 
 def contents(out: Path) -> dict[str, object]:
-    """Return a run's files; of the log steps and losses, as its times differ, and not the process of the lock."""
+    """Return a run's files; of the log only steps and losses, since times differ, and not the lock's process."""
     paths = [
         path for path in out.rglob("*") if path.is_file() and not path.relative_to(out).parts[0].startswith("earl")
     ]
@@ -136,7 +136,7 @@ def contents(out: Path) -> dict[str, object]:
 
 
 def differences(kind: str, folder: Path, runs: int, chance: random.Random) -> tuple[list[str], int, int]:
-    """Return which files of killed runs are others, how often they were killed, and how often before the first save."""
+    """Return the files of killed runs that differ, how often they were killed, and how often before the first save."""
     start = time.monotonic()
     assert attempt(kind, folder, folder / kind / "whole", None)
     whole, expected = time.monotonic() - start, contents(folder / kind / "whole")

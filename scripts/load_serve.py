@@ -5,8 +5,8 @@
 
 Starts `python -m ldm_lite.serve` with the bundled model on a free port, in an empty folder that is also the folder for
 temporary files, and reports statuses, times and images a second, then those of one client alone; beside them the times
-of /healthz and the memory.  Some clients are hostile: they send what takes time and memory, or nothing.  Fails if an
-answer is not what its request deserves, if an image differs from the pipeline's, or if the server leaves a file.
+of /healthz and the memory.  Some clients are hostile: they send requests that take time and memory, or nothing.  Fails
+if an answer is not what its request deserves, if an image differs from the pipeline's, or if the server leaves a file.
 """
 
 import argparse
@@ -56,7 +56,7 @@ UNFINISHED = [  # what is sent of requests whose rest does not come
 
 @functools.cache
 def hostile() -> list[tuple[str, Any]]:
-    """Requests that take much more than they are worth, if they are let."""
+    """Requests that cost far too much if the server lets them."""
     file = io.BytesIO()
     Image.new("RGBA", (4096, 4096)).save(file, "PNG")
     large = base64.b64encode(file.getvalue()).decode()
@@ -123,7 +123,7 @@ class Server:
             return 0.0
 
     def leave(self, path: str, content: Any) -> None:
-        """Send a request and go."""
+        """Send a request and disconnect."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=600)
         try:
             connection.request("POST", path, json.dumps(content))
@@ -135,7 +135,7 @@ class Server:
 
 
 class Load:
-    """Clients that ask at random, and what they got."""
+    """Clients that send random requests, and their answers."""
 
     def __init__(self, server: Server, steps: int) -> None:
         self.server = server
@@ -168,7 +168,7 @@ class Load:
                 self.valid(choice.randrange(len(self.requests)), choice.choice((OPENAI, A1111)))
 
     def attack(self, number: int, until: float) -> None:
-        """Send what is hostile, and hold connections open."""
+        """Send hostile requests, and hold connections open."""
         choice, held = random.Random(-number), list[socket.socket]()
         while time.monotonic() < until:
             path, content = choice.choice(hostile())
@@ -183,7 +183,7 @@ class Load:
             connection.close()
 
     def watch(self, until: float) -> None:
-        """Ask how the server is, and look at its memory."""
+        """Ask for the server's health, and read its memory."""
         while time.monotonic() < until:
             start, down = time.monotonic(), self.down
             status, _ = self.server.ask("/healthz", None)

@@ -1,8 +1,8 @@
-"""Write the tables of docs/coming-from.md that stand between comments: names of other programs and what is used here.
+"""Write the tables of docs/coming-from.md between comments: names in other programs, and ours.
 
     python scripts/make_coming_from.py
 
-They are made of ldm_lite/cli/synonyms.py and of the options' further spellings.  A test compares.
+They come from ldm_lite/cli/synonyms.py and the options' further spellings.  A test compares.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ TABLE = re.compile(r"(?<=<!-- table: )(.+?)( -->\n).*?(?=<!-- end -->)", re.DOTA
 
 
 def page(text: str) -> str:
-    """Return the page's text with its tables as they have to be."""
+    """Return the page's text with up-to-date tables."""
     return TABLE.sub(lambda match: f"{match[1]}{match[2]}{table(match[1])}\n", text)
 
 

@@ -1,8 +1,8 @@
 """Make images of the documentation with the bundled model: `python scripts/make_readme_pictures.py`.
 
-docs/grid.png is one image for each prompt of PROMPTS.  docs/img2img.png and docs/inpaint.png are what the two tasks
-make of docs/circle.png and docs/mask.png, beside what they start from.  Those of PLOTS are made by the commands that
-stand below them in docs/images.md.
+docs/grid.png is one image for each prompt of PROMPTS.  docs/img2img.png and docs/inpaint.png show the two tasks
+with docs/circle.png and docs/mask.png, inputs first. Those of PLOTS are made by the commands beside them in
+docs/images.md.
 """
 
 import shlex

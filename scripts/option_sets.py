@@ -1,4 +1,4 @@
-"""Pictures of many sets of options: to see that a change of the code changes no picture.
+"""Pictures of many sets of options, to check that a change of the code changes no picture.
 
     python scripts/option_sets.py before.json          # on the code as it was
     python scripts/option_sets.py after.json before.json
@@ -134,7 +134,7 @@ SETS += [
 
 
 class Warnings(logging.Handler):
-    """Keeps what is logged."""
+    """Keeps log messages."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ def write_files(folder: Path) -> None:
 
 
 def make(folder: Path, model: str, task: str, options: dict[str, Any], loaded: dict[str, Any]) -> dict[str, Any]:
-    """Return the digest and the text of a set's pictures, or its error, with what was logged."""
+    """Return the digest and the text of a set's pictures, or its error, with the log."""
     if model not in loaded:
         loaded[model] = ldm_lite.load(folder / f"{model}.safetensors", device="cpu", kernels="plain")
     arguments = {"steps": 6, "seed": 3, "prompt": "a red apple", **options}

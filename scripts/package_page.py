@@ -1,4 +1,4 @@
-"""A hook of hatchling: what a package index shows.
+"""A hook of hatchling: the page that a package index shows.
 
 In a workflow of GitHub, which says where the repository is, links and pictures of the README become absolute, and the
 package gets its addresses.  Elsewhere the README stays as it is.
@@ -31,7 +31,7 @@ class PackagePage(MetadataHookInterface):
 
 
 def repository(environment: Mapping[str, str]) -> str | None:
-    """Return the repository's address, where a workflow says it."""
+    """Return the repository's address, if a workflow gives it."""
     name = environment.get("GITHUB_REPOSITORY")
     return f"{environment.get('GITHUB_SERVER_URL', 'https://github.com')}/{name}" if name else None
 

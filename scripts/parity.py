@@ -7,7 +7,7 @@
     python scripts/parity.py if --originals .         # a DeepFloyd IF stage, with a clone of github.com/deep-floyd/IF
     python scripts/parity.py control sd15 sd21 sdxl   # ControlNets, with diffusers; sdxl needs 11 GB, and 5 of disk
     python scripts/parity.py transformers --originals .   # of FLUX.1, Z-Image and SD3 at full width, with clones
-    python scripts/parity.py devices                  # all commands on a CUDA device that need not be there
+    python scripts/parity.py devices                  # all commands on a fake CUDA device
 
 Prints relative errors |ours - theirs| / |theirs| and exits 1 if one exceeds its limit.  Needs
 `pip install diffusers transformers loguru`; families also needs `pip install --no-deps open_clip_torch`.
@@ -70,7 +70,7 @@ PROMPT, NEGATIVE = "a photo of an astronaut riding a horse on mars", "blurry"
 
 
 class Checks:
-    """Compares results and remembers whether one was out of its limit."""
+    """Compares results and remembers whether one exceeded its limit."""
 
     def __init__(self) -> None:
         self.failed = False

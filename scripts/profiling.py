@@ -337,7 +337,7 @@ def sd1_step() -> tuple[Any, Tensor, Tensor, Tensor]:
 def operators(args: argparse.Namespace) -> None:
     """Time by operator, on a GPU by kernel, of guided steps at the model's size, after a warm-up.
 
-    What the clock shows beyond the sum of the kernels are the gaps between them.
+    The difference between the clock and the sum of the kernels is the gaps between them.
     """
     pipe = ldm_lite.load(open_model(args.size, None, args.device or str(pick_device(None))), device=args.device,
                          compile=args.compile)  # fmt: skip

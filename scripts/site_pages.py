@@ -1,4 +1,4 @@
-"""A hook of mkdocs: pages of the site that stand elsewhere in the repository, links to them, and tables of options."""
+"""A hook of mkdocs: pages of the site from elsewhere in the repository, links to them, and tables of options."""
 
 import dataclasses
 import importlib
@@ -29,7 +29,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Mend the links of a page in docs/, and put tables in place of lines `options: module.Class`."""
+    """Fix the links of a page in docs/, and replace lines `options: module.Class` by tables."""
     if page.file.src_uri in PAGES.values():
         return markdown
     tables = re.sub(
@@ -39,7 +39,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 
 
 def options_table(module: str, name: str) -> str:
-    """Return the table of the options that a class declares itself, with their defaults and their help."""
+    """Return a table of the options that a class itself declares, with defaults and help."""
     kind = getattr(importlib.import_module(module), name)
     lines = [kind.__doc__.strip(), "", "| option | default | what it is |", "|---|---|---|"]
     for field in dataclasses.fields(kind):

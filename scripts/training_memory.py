@@ -1,7 +1,7 @@
 """Count the memory of a LoRA's training step, without weights and without a GPU: `python scripts/training_memory.py`.
 
 Networks and activations are on the meta device, in bfloat16: one image of the family's size, a LoRA of rank 16, every
-block's activations recomputed.  Attention is counted as plain products, so what is measured may be less.  GB are 10^9.
+block's activations recomputed.  Attention is counted as plain products, so measured memory may be less.  GB are 10^9.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""A training step of ours against that of diffusers' scripts, in turn, on the same batches.
+"""Time a training step of ours and of diffusers' scripts, in turn, on the same batches.
 
     python scripts/training_step.py --rounds 7                                       # train_text_to_image.py
     python scripts/training_step.py --rounds 3 --channels 320 --lora 16              # train_text_to_image_lora.py
@@ -7,7 +7,7 @@
 
 Needs diffusers and peft.  Both train the same UNet with random weights from the same latents and text embeddings:
 noise, forward, mean squared error, backward, clipped gradients, AdamW, EMA (diffusers' LoRA has none).  Ours is set up
-as `python -m ldm_lite.train` does it; both LoRAs are of the same layers, with the same values.  The scripts' own
+as `python -m ldm_lite.train` does it; both LoRAs have the same layers and values.  The scripts' own
 encoding of images and captions in each step, which ours does once, is left out.  Prints the median seconds of a step,
 and the largest difference of losses; with --only the peak memory of the process.
 """
@@ -69,7 +69,7 @@ def weights(family: FamilyRow) -> dict[str, Tensor]:
 
 
 def ours(family: FamilyRow, options: argparse.Namespace, folder: Path) -> Step:
-    """The trainer, with a batch of its own in each step."""
+    """The trainer, with a new batch in each step."""
     with torch.device("meta"):
         unet = LDMUNet(family.unet)
     unet.load_state_dict(weights(family), assign=True)
@@ -135,7 +135,7 @@ def theirs(family: FamilyRow, options: argparse.Namespace, folder: Path) -> Step
 
 
 def fill(lora: LoRA) -> None:
-    """Give a LoRA the values that depend on the names of its weights alone."""
+    """Give a LoRA values that depend only on the names of its weights."""
     for name, value in lora.named_parameters():
         value.data.copy_(random_tensor(name, tuple(value.shape)))
 

@@ -3,8 +3,8 @@
     python scripts/whole_runs.py prepare FOLDER     # random weights of Stable Diffusion 1's size, once
     python scripts/whole_runs.py run FOLDER --sd-cli PATH --rounds 3
 
-Needs `pip install diffusers transformers openvino`; without --sd-cli, the binary of stable-diffusion.cpp, that program
-is left out.  All run the same weights in float32: DPM++ 2M, guidance 7.5, one image, on --threads threads.  diffusers
+Needs `pip install diffusers transformers openvino`; stable-diffusion.cpp runs only with --sd-cli, the path of its
+binary.  All run the same weights in float32: DPM++ 2M, guidance 7.5, one image, on --threads threads.  diffusers
 reads its own folder by StableDiffusionPipeline; OpenVINO reads converted networks of fixed sizes, and diffusers'
 scheduler runs the loop.  Every process writes an image; noise differs between the programs.
 """

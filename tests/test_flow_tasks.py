@@ -218,7 +218,7 @@ def test_other_programs_noise_of_stochastic_samplers_is_another_here(
         ({"sampler": "plms"}, "PLMS is not defined for rectified flow"),
         ({"spacing": "ays"}, "not for rectified flow"),
         ({"compat": True}, "`compat` is for scripts of Stable Diffusion 1 and 2"),
-        ({"prompt": "a (cat)", "prompt_syntax": "a1111"}, "no weights: got 'cat' with the weight 1.1"),
+        ({"prompt": "a (cat)", "prompt_syntax": "a1111"}, "cannot weight parts: got 'cat' with the weight 1.1"),
         ({"clip_skip": 2}, "only CLIP's pooled output"),
         ({"height": 40}, "multiples of 16"),
         ({"spacing": "flow:shift=0"}, "expected a number above 0"),

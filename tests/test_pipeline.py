@@ -101,7 +101,7 @@ def test_what_does_not_apply_to_a_model_is_refused(small_path: Path, flow_path: 
     """A rectified flow has one prediction and no SNR; metadata that fit nothing were ignored."""
     uses = "which .* does not use: leave it out"
     for options, message in (
-        ({"prediction": "v"}, "is a rectified flow, whose prediction is its own: leave out `prediction`"),
+        ({"prediction": "v"}, "is a rectified flow, which has one prediction: leave out `prediction`"),
         ({"zero_snr": True}, "is a rectified flow, which has no SNR to zero: leave out `zero_snr`"),
         ({"metadata": {"prediction": "v"}}, f"got `metadata` prediction, {uses}"),
         ({"metadata": {"beta_end": "0.02"}}, f"got `metadata` beta_end, {uses}"),

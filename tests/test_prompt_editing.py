@@ -126,7 +126,7 @@ def test_flows_read_the_syntax_without_weights(flow_path: Path) -> None:
     assert made(r"a \(cat\)") == made("a (cat)", "plain") != made("a cat", "plain")
     assert made("a BREAK cat") == made("a cat", "plain")
     assert len({made(text) for text in ("[cat:dog:0.5]", "[cat|dog]", "cat", "dog")}) == 4
-    with pytest.raises(ValueError, match=r"no weights: got 'cat' with the weight 1.2"):
+    with pytest.raises(ValueError, match=r"cannot weight parts: got 'cat' with the weight 1.2"):
         made("a (cat:1.2)")
     if pipe.family.distilled:
         with pytest.raises(ValueError, match="needs a model with classifier-free guidance"):

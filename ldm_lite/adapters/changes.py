@@ -1,8 +1,8 @@
 """Kinds of change of a weight: LoRA, LoHa, LoKr, GLoRA, OFT, BOFT, IA3, and DoRA on top of LoRA, LoHa or LoKr.
 
-Each is made from its parts in a file, as float32 matrices, and tells the shape of the weight that it changes, as far
-as it does: -1 is any size, and the sizes of a convolution's kernel may be part of the second.  LyCORIS's OFT and BOFT
-rotate the rows of a weight, PEFT's the columns, which are those of (out, in * k * k) in a convolution.
+Each is made from its parts in a file, as float32 matrices, and knows the shape of the weight that it changes, as far as
+its parts show it: -1 is any size, and the sizes of a convolution's kernel may be part of the second.  LyCORIS's OFT and
+BOFT rotate the rows of a weight, PEFT's the columns, which are those of (out, in * k * k) in a convolution.
 
 Shape letters: r rank, n in * k * k (in for a linear), b size of a block.
 Source: kohya-ss/sd-scripts networks/lora.py; LyCORIS modules/locon.py, loha.py, lokr.py, glora.py, diag_oft.py,
@@ -22,7 +22,7 @@ Parts = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Settings:
-    """What a configuration tells of a module beside the file's tensors."""
+    """What a configuration says about a module besides the file's tensors."""
 
     alpha: Callable[[int], float]  # rank -> alpha; 0 -> the scale, where no factor has a rank
     peft: Mapping[str, Any]  # settings of PEFT, by name; without them "writer": "ComfyUI", or None for others
@@ -48,7 +48,7 @@ def _rows(tensor: Tensor) -> Tensor:
 
 
 def _check(fits: bool, *parts: Tensor | None) -> None:
-    """Raise ValueError, which tells the sizes of the parts, unless they fit together."""
+    """Raise ValueError, with the sizes of the parts, unless they fit together."""
     if not fits:
         sizes = ", ".join(" x ".join(map(str, part.shape)) for part in parts if part is not None)
         raise ValueError(f"its parts do not fit together ({sizes}): the file is damaged")
@@ -66,7 +66,7 @@ class LoRA:
     def of(parts: Parts, settings: Settings) -> "LoRA":
         """Make it from a file's parts: up (out,r,...), down (r,in,...), or those of an embedding, which are transposed.
 
-        The dots are 1 in convolutions, but for the kernel of down, or of mid (r,r,k,k) if there is one.
+        The dots are 1 in convolutions, except the kernel of down, or of mid (r,r,k,k) if there is one.
         """
         up, down = (parts["up"], parts["down"]) if "up" in parts else (parts["table_A"].T, parts["table_B"].T)
         mid = parts.get("mid")
@@ -176,7 +176,7 @@ class OFT:
 
     @staticmethod
     def of(parts: Parts, settings: Settings) -> "OFT":
-        """Make it from a file's parts, whose alpha is the limit, divided by the number of rows but in ComfyUI."""
+        """Make it from a file's parts, whose alpha is the limit, divided by the number of rows except in ComfyUI."""
         blocks, rescale = parts["oft_blocks"], parts.get("rescale")
         size = blocks.shape[-1]
         rows = blocks.shape[-3] * size if blocks.ndim in (3, 4) and blocks.shape[-2] == size else 0
@@ -243,9 +243,9 @@ class ColumnOFT:
 
     @staticmethod
     def of(parts: Parts, settings: Settings) -> "ColumnOFT":
-        """Make it from a file's parts; the configuration tells the limit and the series.
+        """Make it from a file's parts; the configuration has the limit and the series.
 
-        OneTrainer writes none, may divide the angles, and transposes the rotations of convolutions.
+        OneTrainer writes no configuration, may divide the angles, and transposes the rotations of convolutions.
         """
         about, angles = settings.peft, parts["oft_R"]
         terms = about.get("num_cayley_neumann_terms", TERMS) if about.get("use_cayley_neumann", True) else None
@@ -320,9 +320,9 @@ class IA3:
         if max(factors.shape) != factors.numel():
             raise ValueError(f"its part ia3_l is {' x '.join(map(str, factors.shape))}: the file is damaged")
         columns = factors.ndim == 2 and len(factors) == 1
-        if factors.ndim != 2:  # of a convolution, whose shape does not tell
+        if factors.ndim != 2:  # of a convolution, whose shape does not show it
             if "feedforward" not in settings.peft:
-                raise ValueError("is of IA3, whose adapter_config.json tells what it scales: keep it beside the file")
+                raise ValueError("is of IA3, whose adapter_config.json says what it scales: keep it beside the file")
             columns = bool(settings.peft["feedforward"])
         return IA3.scaling(factors.flatten().float() - 1, columns)
 
@@ -339,7 +339,7 @@ class IA3:
 
 @dataclass(frozen=True)
 class DoRA:
-    """Gives each row (or column) of the changed weight a length of its own: m (W + dW) / |W + dW|.  Liu et al. 2024."""
+    """Gives each row (or column) of the changed weight its own length: m (W + dW) / |W + dW|.  Liu et al. 2024."""
 
     shape: tuple[int, ...]  # of the weight
     inner: Any  # the change dW: LoRA's, LoHa's or LoKr's
@@ -365,7 +365,7 @@ class DoRA:
         return total * factors.view([-1 if i == axis else 1 for i in range(total.ndim)]) - parameter
 
 
-# By the part that tells the kind: all parts that it must have, and those that it may have.
+# By the part that identifies the kind: all parts that it must have, and those that it may have.
 _KINDS: dict[str, tuple[Any, tuple[str, ...], tuple[str, ...]]] = {
     "up": (LoRA, ("up", "down"), ("mid", "up_b")),
     "table_A": (LoRA, ("table_A", "table_B"), ()),
@@ -382,7 +382,7 @@ PARTS = frozenset(part for _, need, may in _KINDS.values() for part in (*need, *
 
 
 def make_changes(parts: Parts, settings: Settings) -> dict[str, Any]:
-    """Return the changes of these kinds that the parts of a module make, by parameter; none if it is of another kind.
+    """Return the changes that the parts of a module make, by parameter; none if they are of no kind here.
 
     Raises ValueError if parts or settings are missing, or if parts do not fit together or belong to two kinds.
     """

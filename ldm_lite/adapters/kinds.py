@@ -18,7 +18,7 @@ from ldm_lite.adapters.changes import DoRA, LoHa, LoKr, LoRA, Settings, make_cha
 
 # The end of a key -> which part of its module's changes the tensor is; the first pattern that fits.
 PARTS = (
-    (r"[._]lora_(down|up|mid)\.weight$", r"\1"),  # kohya; a converter of others' files writes an underscore
+    (r"[._]lora_(down|up|mid)\.weight$", r"\1"),  # kohya; a converter writes an underscore
     (r"\.lora_A(?:\.\w+)?\.weight$", "down"),  # PEFT, with or without an adapter's name
     (r"\.lora_B(?:\.\w+)?\.weight$", "up"),
     (r"\.(?:lora_B(?:\.\w+)?|lora_up)\.bias$", "up_b"),
@@ -52,7 +52,7 @@ NOT_SUPPORTED = {
     r"\.reshape_weight$": "weights of another shape (reshape_weight)",
 }
 SUPPORTED = "LoRA, DoRA, LoHa, LoKr, GLoRA, OFT, BOFT, IA3, full differences, norms and biases are"
-# A key that names a module: what it would change must not be left out.
+# A key that names a module: leaving it out would lose its change.
 OF_A_MODULE = (
     r"^(lora|oft|lycoris|unet|transformer|text_encoders?|te\d?|diffusion_model|model|base_model|cond_stage_model"
     r"|conditioner|text_model|encoder|layers|(down|up|mid|input|output|middle|double|single|joint)_blocks?"
@@ -128,7 +128,7 @@ def part_of(key: str) -> tuple[str, str] | None:
 
 
 def check_keys(keys: Sequence[str]) -> list[str]:
-    """Return the keys that are no part of a change and name no module.
+    """Return the keys that belong to no change and no module.
 
     Raises ValueError for other unknown keys, and if there is no change.
     """
@@ -150,9 +150,9 @@ def check_keys(keys: Sequence[str]) -> list[str]:
 
 
 def read_changes(parts: Mapping[str, str], read: Callable[[str], Tensor], settings: Settings) -> Changes:
-    """Make the changes of one module from the keys of its parts; settings tell alpha if no tensor does.
+    """Make the changes of one module from the keys of its parts; settings have alpha if no tensor does.
 
-    Raises ValueError if parts are missing or do not fit together, and for tensors that are no numbers.
+    Raises ValueError if parts are missing or do not fit together, and for tensors that do not hold numbers.
     """
     tensors = {part: _checked(part, read(key)) for part, key in parts.items()}
 
@@ -180,7 +180,7 @@ def read_changes(parts: Mapping[str, str], read: Callable[[str], Tensor], settin
 
 
 def fits(change: tuple[int, ...], shape: Sequence[int]) -> bool:
-    """Whether a change of a shape is one of a parameter's.
+    """Whether a change of this shape fits a parameter.
 
     A negative size is any multiple of it.  Sizes of 1 at the end may be missing or in excess, since files of linears
     may have those of a 1x1 convolution and the reverse, and a kernel may be part of the second size.

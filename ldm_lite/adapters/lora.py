@@ -1,8 +1,8 @@
 """LoRA files: read, merged into the weights of networks in place, and removed again bit for bit.
 
 A merged network runs with changed weights (kinds.py), written into the memory of the old ones, so that compiled code
-and captured graphs stay valid.  Quantised weights stay as they are: what a LoRA adds to them is computed for each
-forward, from its own small matrices (merging.py).  Modules are found by building every spelling that files use (kohya,
+and captured graphs stay valid.  Quantised weights stay as they are: the LoRA's part is computed for each forward,
+from its small matrices (merging.py).  Modules are found by building every spelling that files use (kohya,
 LyCORIS, PEFT, ComfyUI, older diffusers; names of diffusers or of the original) from our own names: names with dots
 replaced by underscores cannot be split again.
 
@@ -44,7 +44,7 @@ log = logging.getLogger("ldm_lite")
 
 # ---- names ----------------------------------------------------------------------------------------------------------
 
-# Prefixes of module names by role, kohya's first; those of ComfyUI and the original name the encoder itself.  Files for
+# Prefixes of module names by role, kohya's first; ComfyUI's and the original's name the encoder itself.  Files for
 # a single network may have none: shapes then tell the text encoders apart.
 PREFIXES = {
     "unet": (
@@ -62,7 +62,7 @@ PREFIXES = {
     ),
     "text_encoder_3": ("text_encoder_3_",),
 }
-OF_T5 = ("lora_te3_", "text_encoders_t5xxl_transformer_")  # whichever of a model's encoders it is
+OF_T5 = ("lora_te3_", "text_encoders_t5xxl_transformer_")  # for any of a model's encoders
 
 
 def targets(network: nn.Module) -> dict[str, dict[str, Target]]:
@@ -87,7 +87,7 @@ def targets(network: nn.Module) -> dict[str, dict[str, Target]]:
 
 
 def _parts(spec: Any, by_module: Mapping[str, dict[str, Target]]) -> dict[str, dict[str, Target]]:
-    """Return the targets of diffusers' modules of a transformer, which are rows of its own or have swapped halves."""
+    """Return the targets of diffusers' modules of a transformer, which are rows of ours or have swapped halves."""
     parts: dict[str, dict[str, Target]] = {}
     for ours, (names, swapped) in renamed(by_module, spec.other_names).items():
         for i, name in enumerate(names):
@@ -130,15 +130,15 @@ class Lora:
     embeddings: tuple[Embedding, ...] = field(
         default=(), repr=False
     )  # bundled textual inversions; merging does not use them
-    names: tuple[str, ...] = ()  # what it is called: its file, folder or repository, and in its metadata
-    bases: Mapping[str, str] = field(default_factory=dict)  # what its metadata call the model that it is for
+    names: tuple[str, ...] = ()  # its names: of its file, folder or repository, and in its metadata
+    bases: Mapping[str, str] = field(default_factory=dict)  # the model that it is for, by its metadata
 
 
 def open_lora(source: str | os.PathLike[str]) -> Lora:
     """Read a LoRA in the format of kohya, LyCORIS, PEFT, ComfyUI or diffusers.
 
     source is a file, a folder of PEFT (with adapter_config.json), or either on the hub: owner/repository[/file].  An
-    alpha that is missing or 0 means the rank, unless a configuration of PEFT tells it.  Raises FileNotFoundError, or
+    alpha that is missing or 0 means the rank, unless a configuration of PEFT has it.  Raises FileNotFoundError, or
     ValueError if it is damaged, not a LoRA, or of a kind that is not supported.
     """
     title, files = peft.find(os.fspath(source))
@@ -190,7 +190,7 @@ def _read(path: Path, role: str, config: Path | None) -> Lora:
     modules = {}
     for module, keys_of_parts in parts.items():
         try:
-            # Without a configuration of PEFT alpha is the rank, and who wrote the file is told by its names.
+            # Without a configuration of PEFT alpha is the rank, and the names show who wrote the file.
             writer = "ComfyUI" if dotted[module].startswith("diffusion_model.") else None
             settings = Settings(lambda rank: float(rank or 1), {"writer": writer})
             network, _, inside = dotted[module].partition(".")
@@ -215,7 +215,7 @@ PEFT_BASE = "base_model_name_or_path"
 def check_base(lora: Lora, family: FamilyRow) -> None:
     """Raise ValueError if a file's metadata say that it is for another family, whose layers may have the same names.
 
-    What names none that is known is said, and so is a file's name that has another family's.
+    A warning names an unknown family in the metadata, and another family in the file's name.
     """
     if not family.called:
         return
@@ -276,8 +276,8 @@ def merge_lora(
             if isinstance(parameter, BlockLinear):
                 if parameter.compiled:
                     raise ValueError(
-                        f"{lora.name}: compiled code does not see what is added to weights in blocks of a GGUF file: "
-                        "name the LoRA when that is loaded, with `lora=FILE`, or leave out `compile`"
+                        f"{lora.name}: compiled code does not see later changes of a GGUF file's weights: "
+                        "give the LoRA when loading, with `lora=FILE`, or leave out `compile`"
                     )
             elif offloader is None and parameter.element_size() == 1:
                 raise ValueError(f"{lora.name}: the weights are quantised: merging needs the offloader of the model")

@@ -1,7 +1,7 @@
 """Changes of weights: merged into them in place, or kept beside those that are quantised; undone bit for bit.
 
 A quantised weight keeps its bits.  Its changes stay as a file has them (the small matrices of a LoRA), and are added
-for each forward to what is restored from the bits, in float32.
+for each forward to the dequantised weight, in float32.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from ldm_lite.adapters.kinds import Change
 from ldm_lite.runtime.blocks import BlockLinear
 from ldm_lite.runtime.offload import Offloader
 
-Weight = nn.Parameter | BlockLinear  # the latter stands for its weight
+Weight = nn.Parameter | BlockLinear  # the latter in place of its weight
 
 
 class Target(NamedTuple):
@@ -38,13 +38,13 @@ class Target(NamedTuple):
         return whole.T if self.transposed else whole[self.rows]
 
     def swap(self, value: Tensor) -> Tensor:
-        """Return a value as the file has it, from ours or the reverse."""
+        """Convert a value between our layout and the file's, in either direction."""
         return value.roll(len(value) // 2, dims=0) if self.swapped else value
 
 
 @dataclass(frozen=True, eq=False)
 class Applied:
-    """A change of a part of a weight, and its strength."""
+    """A change of rows of a weight, and its strength."""
 
     target: Target
     change: Change
@@ -111,7 +111,7 @@ def _changes(weight: Weight, offloader: Offloader) -> Iterator[tuple[list[Any], 
 
 
 def on(value: Any, device: torch.device) -> Any:
-    """Return a change, or what it consists of, with its tensors on a device."""
+    """Return a change, or a part of one, with its tensors on a device."""
     if isinstance(value, Tensor):
         return value.to(device)
     if isinstance(value, tuple):

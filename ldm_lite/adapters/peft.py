@@ -19,19 +19,19 @@ DIFFUSERS = ("pytorch_lora_weights.safetensors", "pytorch_lora_weights.bin")
 ROLES = ("unet", "text_encoder", "text_encoder_2")  # names of subfolders, as training scripts write them
 # Kinds by peft_type -> their setting of alpha, if they have one.
 _KINDS = {"LORA": "lora_alpha", "LOHA": "alpha", "LOKR": "alpha", "OFT": None, "BOFT": None, "IA3": None}
-# Settings that change nothing once an adapter is trained.  Linears ignore fan_in_fan_out; the weights tell the layers.
+# Settings that change nothing once an adapter is trained.  Linears ignore fan_in_fan_out; the weights show the layers.
 WITHOUT_EFFECT = (
     *("task_type", "auto_mapping", "base_model_name_or_path", "revision", "inference_mode", "peft_version"),
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "modules_to_save", "lora_bias"),
     *("lora_dropout", "fan_in_fan_out", "megatron_config", "megatron_core", "runtime_config", "ensure_weight_tying"),
     *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size"),
     *("rank_dropout", "module_dropout", "rank_dropout_scale", "init_weights", "init_ia3_weights", "decompose_both"),
-    *("decompose_factor", "use_effective_conv2d", "oft_block_size", "block_share"),  # the shapes tell these
+    *("decompose_factor", "use_effective_conv2d", "oft_block_size", "block_share"),  # the shapes show these
     *("boft_block_size", "boft_block_num", "boft_n_butterfly_factor", "boft_dropout"),
 )
 HEEDED = (
     *("peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "init_lora_weights", "bias"),
-    "use_dora",  # the lengths in the file tell it
+    "use_dora",  # the lengths in the file show it
     *("alpha", "coft", "eps", "use_cayley_neumann", "num_cayley_neumann_terms", "feedforward_modules"),
 )
 BIASES = ("none", "all", "lora_only", "oft_only", "boft_only")
@@ -41,7 +41,7 @@ INITS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
 
 @dataclass(frozen=True)
 class PeftConfig:
-    """The part of a configuration that tells alpha, and what else the tensors do not tell."""
+    """The part of a configuration that has alpha, and what else the tensors do not show."""
 
     where: str
     rank: int | None
@@ -56,7 +56,7 @@ class PeftConfig:
     def alpha_of(self, module: str, rank: int) -> float:
         """Return the alpha of a module, for a scale of alpha / rank; with rank 0, which a whole LoKr has, the scale.
 
-        Raises ValueError if the configuration tells another rank.
+        Raises ValueError if the configuration has another rank.
         """
         wanted = _first(self.ranks, module, self.rank)
         if rank == 0:
@@ -81,7 +81,7 @@ def _first(patterns: Sequence[tuple[re.Pattern[str], float]], module: str, defau
 def read_config(about: Any, where: str, most: int) -> PeftConfig:
     """Check a configuration; `most` is the number of tensors, which its patterns cannot exceed.
 
-    Raises ValueError, one line, naming what is damaged, not understood or not supported.
+    Raises ValueError, one line, naming a setting that is damaged, unknown or not supported.
     """
     if not isinstance(about, dict):
         raise ValueError(f"{where}: holds {type(about).__name__}, expected an object of settings")
@@ -115,7 +115,7 @@ def read_config(about: Any, where: str, most: int) -> PeftConfig:
 
 
 def _rotation(about: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Check the settings of OFT that change what its angles mean."""
+    """Check the settings of OFT that change the meaning of its angles."""
     switches = {name: about[name] for name in ("coft", "use_cayley_neumann") if about.get(name) is not None}
     if wrong := [name for name, value in switches.items() if not isinstance(value, bool)]:
         raise ValueError(f"{where}: its {wrong[0]} is {_short(switches[wrong[0]])}, expected true or false")

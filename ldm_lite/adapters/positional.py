@@ -1,4 +1,4 @@
-"""cloneofsimo's LoRA files, the first of all, which number the layers of diffusers' networks of the end of 2022.
+"""cloneofsimo's LoRA files, the very first ones, which number the layers of diffusers' networks of late 2022.
 
 Layers are in the order of that code: attention before the feed-forward and the second attention, the middle block last.
 Source: cloneofsimo/lora, lora_diffusion/lora.py, save_safeloras; diffusers 0.11, transformers 4.25.

@@ -103,7 +103,7 @@ def _blocks(unet: LDMUNet) -> tuple[list[str], list[str]]:
 def parse(text: str) -> tuple[str, Strength]:
     """Split SYNTAX into the file and its strength; the colon of a drive letter belongs to the file.
 
-    Raises ValueError for what is not understood behind the file.
+    Raises ValueError for unknown syntax after the file.
     """
     file, parts = text, list[str]()
     while ":" in file:

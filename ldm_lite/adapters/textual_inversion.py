@@ -1,4 +1,4 @@
-"""Textual inversion: learned vectors that a name in the prompt stands for.
+"""Textual inversion: learned vectors, used in prompts by a name.
 
 Gal et al. 2022.  Files are those of the original and of AUTOMATIC1111 (`string_to_param`), kohya's (`emb_params`, and
 for SDXL `clip_l` and `clip_g`) and diffusers' (one tensor by the name of its token), and LoRAs that bundle them.
@@ -30,7 +30,7 @@ from ldm_lite.models.open_clip import OpenCLIPTextEncoder
 log = logging.getLogger("ldm_lite")
 
 INVERSION = "string_to_param"  # key of the vectors in files of the original
-UNNAMED = ("emb_params", "clip_l", "clip_g", "*", "")  # keys that are no names of tokens
+UNNAMED = ("emb_params", "clip_l", "clip_g", "*", "")  # keys that are not names of tokens
 BUNDLED = re.compile(rf"^bundle_emb\.(.+?)\.(emb_params|clip_[lg]|{INVERSION}\..*)$", re.DOTALL)
 PICTURES = (".png", ".webp", ".jxl", ".avif")
 
@@ -129,8 +129,7 @@ def learn(model: M, embeddings: Iterable[Embedding], option: str) -> M:
     """Return the model with the names of embeddings in its tokenizer, and their vectors.
 
     The log lists each name with its number of vectors.  Raises ValueError, one line, for vectors of another width than
-    the text encoders', for two embeddings of one name, unless they are equal, and for a model without CLIP, to which
-    the option gave them.
+    the text encoders', for two embeddings of one name, unless they are equal, and for a model without CLIP.
     """
     specs, tokenizer = [net.spec for net in model.text_encoders if isinstance(net, CLIP)], model.tokenizer
     if tokenizer is None or not specs:

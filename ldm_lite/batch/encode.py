@@ -1,6 +1,6 @@
 """Encode captioned images for training: the moments of their latents and the embeddings of their captions.
 
-Shard K is the folder K of .npy files, which training maps into memory; train/encoded.py tells what is in them.
+Shard K is the folder K of .npy files, which training maps into memory; train/encoded.py says what is in them.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ class EncodeWorker:
     """Makes shards of encoded images."""
 
     def __init__(self, task: Task) -> None:
-        """Load the model.  Raises ValueError, one line, if the images cannot be opened, or are another job's."""
+        """Load the model.  Raises ValueError, one line, if the images cannot be opened, or belong to another job."""
         self.task, self.store, options = task, task.store, task.options
         # Training is in float32 and compares the weights: of the same type by default.
         self.model = model = load_model(replace(task.load, dtype=task.load.dtype or "fp32"))

@@ -47,14 +47,14 @@ from ldm_lite.toolkit import (
 log = logging.getLogger("ldm_lite")
 
 PENDING = 4  # batches that may wait to be finished
-TEXTS = 128  # rows whose text is encoded before they are denoised, and held: FLUX.1's takes 4 MB each
-# Options of loading that a digest of the weights stands for, or that do not change an image.
+TEXTS = 128  # rows whose text is encoded ahead and kept in memory: FLUX.1's takes 4 MB each
+# Options of loading that a digest of the weights covers, or that do not change an image.
 NOT_OF_THE_JOB = ("ckpt", "vae", "unet", "text_encoder", "lora", "device", "dtype", "offload", "compile", "compiled")
 
 
 @dataclass(frozen=True)
 class Made:
-    """An image: its file, its parameters as JSON, and its line of the manifest but for the shard."""
+    """An image: its file, its parameters as JSON, and its line of the manifest, without the shard."""
 
     png: bytes
     parameters: bytes
@@ -69,7 +69,7 @@ class ImageWorker:
     """Makes shards of images."""
 
     def __init__(self, task: Task) -> None:
-        """Load the model.  Raises ValueError, one line, for options that fit no row, or that are not the folder's."""
+        """Load the model.  Raises ValueError, one line, for options that fit no row, or differ from the folder's."""
         self.task, self.store = task, task.store
         self.features = [task.folder / Path(file).expanduser() for file in task.options.feature]
         import_features(self.features, InpaintOptions)
@@ -144,7 +144,7 @@ class ImageWorker:
     def _images(self, items: Sequence[RowItem]) -> Iterator[Made | Failed]:
         """Yield the images of items, or why there is none, in an order that depends on the items alone.
 
-        Raises what is no item's fault, such as an error of the GPU, after which nothing works.
+        Raises errors that are no item's fault, such as an error of the GPU, after which nothing works.
         """
         waiting: deque[Outcome] = deque()
         try:
@@ -285,7 +285,7 @@ def _result(outcome: Outcome) -> Made | Failed:
 
 
 def _failed(item: RowItem, error: Exception) -> Failed:
-    """What becomes of an item with this error.  Raises the error if it is the machine's."""
+    """The result of an item that fails with this error.  Raises the error if the machine is at fault."""
     if "CUDA error" in str(error) and not out_of_memory(error):
         raise error
     if out_of_memory(error):

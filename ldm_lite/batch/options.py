@@ -78,7 +78,7 @@ class BatchOptions(CheckedOptions):
 
     @property
     def turn(self) -> tuple[int, int]:
-        """Of how many processes this is which, counted from 0.  Raises ValueError for text that is not I/N."""
+        """Which process this is, counted from 0, and of how many.  Raises ValueError for text that is not I/N."""
         match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", "1/1" if self.shard is None else self.shard)
         if match is None or not 1 <= int(match[1]) <= int(match[2]):
             raise ValueError(f"got `shard` {self.shard!r}, expected I/N with I from 1 to N, 1/8 for instance")
@@ -86,7 +86,7 @@ class BatchOptions(CheckedOptions):
 
     @property
     def pool(self) -> tuple[int, int]:
-        """The least and the greatest number of workers.  Raises ValueError for text that is no such bounds."""
+        """The least and the greatest number of workers.  Raises ValueError for text that is not such bounds."""
         match = re.fullmatch(r"(\d{1,5})(?::(\d{1,5}))?", "1" if self.workers is None else self.workers)
         if match is None or not 1 <= int(match[1]) <= int(match[2] or match[1]):
             raise ValueError(f"got `workers` {self.workers!r}, expected a number from 1, or MIN:MAX, 2:8 for instance")
@@ -106,7 +106,7 @@ def check_options(options: BatchOptions) -> None:
 
 
 def column_type(name: str) -> Any:
-    """The type of a column's values: int, float, bool or str, or None for what the option parses itself."""
+    """The type of a column's values: int, float, bool or str, or None if the option parses them itself."""
     if name in ("id", "prompt", "noise", "hires_esrgan", *LISTS, *FILES):
         return str
     if name == "seed":  # of a row, one

@@ -1,7 +1,7 @@
 """Where a job's results go: a folder, or a URL of fsspec's, such as s3://bucket/folder.
 
-Names are relative, "00000.tar" or "parts/00000.jsonl".  What has a name is whole: files are written elsewhere and
-renamed, and object stores take them whole.
+Names are relative, "00000.tar" or "parts/00000.jsonl".  A file under its name is complete: files are written
+elsewhere and renamed, and object stores take them whole.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ class Folder:
         return os.fspath(self.path)
 
     def read(self, name: str, most: int = -1) -> bytes:
-        """Return a file's first bytes, or all.  Raises ValueError for what is no regular file."""
+        """Return a file's first bytes, or all.  Raises ValueError unless it is a regular file."""
         with open_file(self.path / name) as file:
             return file.read(most)
 
@@ -56,11 +56,11 @@ class Folder:
 
     @contextlib.contextmanager
     def locked(self, turn: tuple[int, int]) -> Iterator[None]:
-        """Keep other processes out within the block, but for those with other turns of as many.
+        """Keep other processes out within the block, except those that make another I of the same N (`shard=I/N`).
 
         Raises ValueError, one line, if another one is writing to it.
         """
-        advice = "wait for its end, or share the work: `shard=1/2` and `shard=2/2`"
+        advice = "wait until it ends, or share the work: `shard=1/2` and `shard=2/2`"
         which, of = turn
         with contextlib.ExitStack() as stack:
             stack.enter_context(locked(self.path / ".lock", advice, shared=of > 1))

@@ -85,7 +85,7 @@ def reports(task: Task, make_worker: Callable[[Task], Worker], numbers: Sequence
             log.warning("the cluster has no GPU: workers run on CPUs; `gpus_per_worker=1` waits for GPUs")
     logging.getLogger("ray.data").setLevel(logging.CRITICAL)
     context = data.DataContext.get_current()
-    # The pool grows when all workers have the one task that each may have.
+    # The pool grows when all workers are busy: each may have one task.
     context.enable_progress_bars, context.actor_pool_util_upscaling_threshold = False, 1.0
     try:
         shards = data.from_items([{"id": number} for number in numbers], override_num_blocks=len(numbers))

@@ -37,7 +37,7 @@ class RowItem:
     seed: int
     files: tuple[str, ...]  # the image to start from, and the mask
     loras: tuple[str, ...]  # FILE[:WEIGHT]
-    options: Txt2imgOptions  # everything else: those of rows that run together are equal
+    options: Txt2imgOptions  # everything else: equal in rows that run together
     length: int | None  # of its texts, as text_length has it: None must run alone
 
     @property
@@ -59,7 +59,7 @@ class Failed:
 
     @property
     def line(self) -> dict[str, Any]:
-        """Its line of the manifest but for the shard."""
+        """Its line of the manifest, without the shard."""
         return {"id": self.name, "row": self.number, "seed": self.seed, "error": self.error}
 
 
@@ -86,7 +86,7 @@ class TableRows:
             values = self._values(row)
             name, prompt = values.pop("id", name), values.pop("prompt", None)
             row_seed = values.pop("seed", (getattr(self.defaults, "seed") + number) % 2**64)  # noqa: B009
-            if not SEEDS[0] <= row_seed <= SEEDS[1]:  # nor a random one: a row is made anew as it was
+            if not SEEDS[0] <= row_seed <= SEEDS[1]:  # nor a random one: a row must be reproducible
                 raise ValueError(f"got `seed` {row_seed!r:.60}, expected {SEEDS[0]} to {SEEDS[1]}")
             seed = row_seed
             if "mask" in values and "init_img" not in values:
@@ -114,7 +114,7 @@ class TableRows:
                 raise ValueError(f"got {width} x {height} pixels, expected at most {most}, the limit of `most_pixels`")
             length = text_length(self.model, (prompt, negative), options.prompt_syntax)
             return RowItem(number, name, prompt or "", negative, seed, files, loras, options, length)
-        except Exception as error:  # whatever a row holds, it has its line of the manifest
+        except Exception as error:  # every row gets its line of the manifest, whatever it holds
             return Failed(number, name, describe(error), seed)
 
     def files(self, row: TableRow) -> list[str]:

@@ -23,10 +23,10 @@ log = logging.getLogger("ldm_lite")
 
 
 def run_batch(options: BatchOptions, defaults: CheckedOptions, load: LoadOptions) -> str | None:
-    """Make what is missing of a job; return the path or URL of its manifest, or None while other processes are at work.
+    """Make the missing shards of a job; return the path or URL of its manifest, or None while other processes work.
 
-    Raises ValueError, one line, for unusable options or input, if the folder is another job's or in use, and at the end
-    if all rows failed; OSError.
+    Raises ValueError, one line, for unusable options or input, if the folder belongs to another job or is in use, and
+    at the end if all rows failed; OSError.
     """
     check_options(options)
     which, of = options.turn
@@ -69,7 +69,7 @@ def run_batch(options: BatchOptions, defaults: CheckedOptions, load: LoadOptions
 
 
 def _make(task: Task, numbers: Sequence[int]) -> bool:
-    """Make shards, and say how it goes.  Return whether there were rows and all of them failed."""
+    """Make shards, and report progress.  Return whether there were rows and all of them failed."""
     begun, num_images, num_failed, num_there = time.perf_counter(), 0, 0, 0
     bar = tqdm(total=min(task.table.count, len(numbers) * task.table.size), unit="image", smoothing=0)
     if task.options.engine == "ray":

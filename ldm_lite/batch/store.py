@@ -1,7 +1,7 @@
-"""The results of a job: whole shards, a list of what is in each, and the manifest of all; and what workers are told.
+"""The results of a job: whole shards, a list of what is in each, and the manifest of all; and what workers receive.
 
-A shard's list is written before it: it is done if its list tells of the rows that it is asked for, and if all its bytes
-are there.
+A shard's list is written before it: it is done if its list names the rows that it should have, and if all its bytes are
+there.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ COLUMNS = {  # of the manifest, with their types in Parquet
 
 @dataclass
 class Shard:
-    """Files that are being written, beside their place."""
+    """Unfinished files, beside their final place."""
 
     name: str
     part: Path  # where they are now
@@ -64,7 +64,7 @@ class Store:
         return f"{number:05}{self.suffix}"
 
     def list_of(self, number: int) -> str:
-        """The file that lists what is in a shard: what it is made of, and lines of the manifest."""
+        """The file that lists a shard's content: a digest of its inputs, and lines of the manifest."""
         return f"parts/{number:05}.jsonl"
 
     def is_done(self, number: int, rows: str | None = None) -> bool:
@@ -79,9 +79,9 @@ class Store:
 
     @contextlib.contextmanager
     def writing(self, number: int, rows: str) -> Iterator[Shard]:
-        """Write a shard of the rows with this digest; at the end of the block it is in its place, else nowhere.
+        """Write a shard of the rows with this digest; it is put in its place at the end of the block, or not at all.
 
-        What was there before is removed.  Raises OSError, with the shard's name, if the disk is full.
+        An earlier one is removed.  Raises OSError, with the shard's name, if the disk is full.
         """
         for name in ("manifest.parquet", "manifest.jsonl", "index.json", self.name(number)):
             self.place.remove(name)
@@ -103,7 +103,7 @@ class Store:
         return [json.loads(line) for line in self.place.read(self.list_of(number)).splitlines()[1:]]
 
     def clean(self, which: int, of: int) -> None:
-        """Remove what a killed process has left of its shards; what all processes write, only if there is one."""
+        """Remove unfinished files of a killed process, of its shards, and shared ones unless others may run."""
         for folder in ("", "parts/"):
             for name in self.place.names(folder):
                 if name.startswith(".") and name.endswith(".part"):
@@ -134,7 +134,7 @@ def write_manifest(store: Store, count: int, kind: str) -> None:
 
 
 def check_job(place: Folder, job: Mapping[str, Any]) -> None:
-    """Write what the job is, or compare it with what the place's results were made with.
+    """Write the job's description, or compare it with that of the place's results.
 
     Raises ValueError, one line, if they differ; OSError.
     """
@@ -187,17 +187,17 @@ class Task:
 
 @dataclass(frozen=True)
 class Report:
-    """What became of a shard."""
+    """The result of a shard."""
 
     number: int
     rows: int
-    is_new: bool  # False: it was there
+    is_new: bool  # False: it was there already
     failed: int = 0  # rows
     messages: tuple[str, ...] = ()
 
 
 class Worker(Protocol):
-    """What makes shards."""
+    """A maker of shards."""
 
     def make(self, number: int) -> Report:
         """Make a shard, unless it is there and made of the same rows."""

@@ -1,7 +1,7 @@
 """Tables of prompts, read shard by shard: .parquet, .jsonl, .csv and .txt.
 
-No more than a shard is in memory.  A row is a dict, or a text that says why it cannot be read.  Lines without any text
-are no rows.
+No more than a shard is in memory.  A row is a dict, or a text that says why it cannot be read.  Empty lines are not
+rows.
 """
 
 import csv
@@ -150,7 +150,7 @@ def _records(file: BinaryIO, kind: str, columns: list[str]) -> Iterator[tuple[Ta
             except StopIteration:
                 return
             except (csv.Error, UnicodeDecodeError) as error:
-                file.seek(start)  # perhaps of a quote that never ends, which must not take the next rows with it
+                file.seek(start)  # it may have an unclosed quote, which must not swallow the next rows
                 lines = _lines(file)
                 next(lines)
                 reader = csv.reader(map(_raised, lines), strict=True)
@@ -174,7 +174,7 @@ def _records(file: BinaryIO, kind: str, columns: list[str]) -> Iterator[tuple[Ta
 
 
 def _lines(file: BinaryIO) -> Iterator[str | UnicodeDecodeError]:
-    """Yield the lines of a file as text, of limited length, or why one is none; each ends where file.tell() is."""
+    """Yield the lines of a file as text, of limited length, or why one is not; each ends where file.tell() is."""
     encoding = "utf-8-sig" if file.tell() == 0 else "utf-8"
     while line := file.readline(MOST_LINE):
         rest = line

@@ -1,6 +1,6 @@
 """Benchmark: `python -m ldm_lite.bench` times text to image on this machine in several configurations.
 
-Every configuration (ours.py) and every peer (theirs.py) has a process of its own, so that none changes another.  Each
+Every configuration (ours.py) and every peer (theirs.py) has its own process, so that none affects another.  Each
 is first compared with a plain float32 forward and then timed.  Their order is reversed in every other round, so that a
 machine that slows down affects all equally.  Results are written as they come.
 """

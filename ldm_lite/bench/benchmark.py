@@ -24,16 +24,16 @@ from ldm_lite.core.pipeline import DTYPES, pick_device
 log = logging.getLogger("ldm_lite")
 
 SHARES = {"step": 2, "decode": 1, "image": 8}  # of the time
-QUICK_S = 30.0  # that what is compiled waits for the first calls of what is not, which are then timed alone
-LAST_S = 8.0  # of the time that no first call takes: what is ready is timed in turn
+QUICK_S = 30.0  # for which compiled backends wait, so that the first calls of others are timed alone
+LAST_S = 8.0  # of the time that first calls leave, in which ready backends are timed in turn
 POLL_S = 0.2
 
 
 def benchmark(options: BenchOptions, on_result: Callable[[Report], None] = lambda report: None) -> Report:
     """Run the benchmark; on_result is called with the report after each new result.
 
-    When the minutes are over, what runs is stopped, and cells that have not begun are left out with a note.  Raises
-    ValueError for invalid options, and if the minutes are over before anything has begun.
+    When the minutes are over, running calls are stopped, and cells that have not begun are left out with a note.
+    Raises ValueError for invalid options, and if the minutes are over before anything has begun.
     """
     deadline = time.monotonic() + 60 * options.minutes
     rows = {name: configuration(name) for name in options.configs}  # raises ValueError for an unknown one
@@ -132,9 +132,9 @@ class Comparison:
     rounds: int  # at most
     deadline: float  # of time.monotonic
     repeated: str | None  # the backend that is timed twice in every round
-    earlier: Mapping[Cell, Table] = field(default_factory=dict)  # of a run that goes on: what it has is not done again
+    earlier: Mapping[Cell, Table] = field(default_factory=dict)  # of a resumed run: not measured again
     on_change: Callable[[Table], None] = lambda table: None  # called after each backend's first call and each round
-    most_first_s: float = math.inf  # of a first call, with compilation: it is cut then
+    most_first_s: float = math.inf  # of a first call, with compilation: it is stopped then
 
     def run(self, cells: Sequence[Cell]) -> Iterator[Table | str]:
         """Yield each cell's table when it is done, or a note if it could not begin before the deadline.
@@ -161,7 +161,7 @@ class Comparison:
                 yield f"left out: {words}, whose reference cannot run: {error}"
 
     def _missing(self, cell: Cell) -> list[Backend]:
-        """Return the backends that an earlier run did not time in a cell, or in less than two rounds."""
+        """Return the backends that an earlier run did not time in a cell, or timed in fewer than two rounds."""
         timings = self.earlier[cell].timings if cell in self.earlier else {}
         done = {name for name, timing in timings.items() if timing.unable is not None or len(timing.samples) > 1}
         return [backend for backend in self.backends if backend.name not in done]
@@ -173,8 +173,8 @@ class Comparison:
     def measure(self, cell: Cell, deadline: float) -> Table:
         """Compare the backends in a cell and time them in turn.
 
-        Each is timed as soon as its first call is over, in turn with those before it: what fails, or compiles until it
-        is cut, takes no time from the others' rows.  In the end all that are ready are timed in turn once more.  Two
+        Each is timed as soon as its first call is over, in turn with those before it: one that fails, or compiles until
+        it is stopped, takes no time from the others.  At the end all that are ready are timed in turn once more.  Two
         rounds run if the benchmark's minutes allow it, more only if they end before the deadline.
         """
         table = self.earlier.get(cell) or Table(cell, *self.cost(cell), 1, {})
@@ -187,7 +187,7 @@ class Comparison:
         groups = [first, *([b for b in missing if b.compiles == compiles] for compiles in (False, True))]
         groups = [group for group in groups if group]
         runnable: list[tuple[str, Backend]] = []
-        begun: dict[Backend, float] = {}  # when the first calls began that are not over
+        begun: dict[Backend, float] = {}  # when the unfinished first calls began
         while groups or begun:
             begun |= dict.fromkeys(groups[0] if groups else (), time.monotonic())
             for backend in groups.pop(0) if groups else ():
@@ -225,7 +225,7 @@ class Comparison:
         expected: torch.Tensor | None,
         runnable: list[tuple[str, Backend]],
     ) -> torch.Tensor | None:
-        """Fill in the error and the gate of a backend's first call, and return what the others are compared with."""
+        """Fill in the error and the gate of a backend's first call, and return the result to compare others with."""
         timing = table.timings[backend.name] = Timing()
         try:
             first = backend.first(cell)
@@ -250,8 +250,8 @@ class Comparison:
     def _time(
         self, cell: Cell, table: Table, runnable: Sequence[tuple[str, Backend]], most: int, deadline: float
     ) -> None:
-        """Time backends in turn.  What each had before, in turn with fewer, is replaced when it has two samples."""
-        if cell.section != "image":  # the second call is a warm-up too, and tells how many calls make a sample
+        """Time backends in turn.  Two new samples of each replace its earlier ones, in turn with fewer backends."""
+        if cell.section != "image":  # the second call is a warm-up too, and shows how many calls make a sample
             seconds = [_seconds(backend, cell, 1, table.timings[name]) for name, backend in runnable]
             table.calls = calls_in_sample(min([s for s in seconds if s is not None], default=1.0))
         samples: dict[str, list[float]] = {name: [] for name, _ in runnable}

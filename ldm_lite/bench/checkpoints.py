@@ -86,8 +86,8 @@ def random_tensor(
 ) -> Tensor:
     """Return float32 values scaled like trained weights: near 1 for norm scales, 1/sqrt(fan in) for matrices.
 
-    They depend on the seed and the key alone, and are the same on every machine (numpy's PCG64); those that CUDA draws
-    are others, the same in all processes of a machine.
+    They depend on the seed and the key alone, and are the same on every machine (numpy's PCG64); CUDA draws different
+    ones, the same in all processes of a machine.
     """
     digest = hashlib.sha256(f"{seed} {key}".encode()).digest()
     if device.type == "cuda":

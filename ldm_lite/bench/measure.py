@@ -69,7 +69,7 @@ def ceiling(device: torch.device, dtype: torch.dtype) -> float:
         count = calls_in_sample(once)
         seconds = min(clock(lambda: [a @ b for _ in range(count)], device) / count for _ in range(3))  # noqa: B023
         best = max(best, 2 * side**3 / seconds / 1e12)
-        if once > SAMPLE_S / 4:  # large enough, and larger ones would take long
+        if once > SAMPLE_S / 4:  # large enough; larger ones would take long
             break
     return best
 

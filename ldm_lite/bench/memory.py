@@ -1,4 +1,4 @@
-"""Peak memory with the options that save memory; each makes one image in a process of its own."""
+"""Peak memory with the options that save memory; each makes one image in a separate process."""
 
 import multiprocessing
 import time
@@ -44,7 +44,7 @@ class MemoryResult(NamedTuple):
 
 
 def make_image(options: BenchOptions, mode: str) -> MemoryResult:
-    """Load with the flags of a mode, make one image in the first dtype, and measure; in a process of its own."""
+    """Load with the flags of a mode, make one image in the first dtype, and measure, in a separate process."""
     options = resolved(options)
     [runtime], _ = flags.parse(mode.split(), "bench", "", (RuntimeOptions,))
     flagged = {name: getattr(runtime, name) for name in given(runtime)}

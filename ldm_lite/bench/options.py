@@ -46,18 +46,21 @@ class BenchOptions(CheckedOptions):
     prompt: str = option("A photo", "prompt of the image section")
     sampler: str = option("plms", "sampler of the image section")
     steps: int = option(50, "denoising steps of the image section", within=(1, 1000))
-    n_iter: int = option(2, "batches of images in a sample", within=(1, MOST))
+    n_iter: int = option(2, "batches of images in a timing", within=(1, MOST))
     scale: float = option(7.5, "classifier-free guidance", within=SCALES)
     seed: int = option(1, "seed of all inputs", within=SEEDS)
     memory: bool = option(False, "measure the options that save memory instead")
     modes: tuple[str, ...] = option(
-        "plain,lowest,others", "of memory, separated by commas", parse=words, choices=("plain", "lowest", "others")
+        "plain,lowest,others",
+        "what --memory measures, separated by commas",
+        parse=words,
+        choices=("plain", "lowest", "others"),
     )
     rounds: int = option(10, "rounds of timing in a cell, at most", within=(1, MOST))
     minutes: float = option(9.0, "stop after this many minutes; what was measured is kept", within=(0, MOST))
     first_minutes: float = option(
         60.0,
-        "the most minutes of a first call, with compilation: it is cut then, and the others go on",
+        "limit in minutes of a first call, with compilation: one that takes longer is stopped",
         within=(0, MOST),
     )
     threads: int | None = option(None, "CPU threads (default: torch's choice)", within=(1, 4096))

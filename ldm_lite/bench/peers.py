@@ -1,6 +1,6 @@
 """Networks and schedulers of diffusers and transformers, with the weights of an original checkpoint.
 
-For comparisons of speed, in a process of its own.  tests/fixtures/peers.py has more, for comparisons of numbers.  The
+For comparisons of speed, in a separate process.  tests/fixtures/peers.py has more, for comparisons of numbers.  The
 weights are renamed by diffusers' own converters.  `pip install diffusers transformers`.
 """
 

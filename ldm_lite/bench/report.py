@@ -36,7 +36,7 @@ class Timing:
     peak: int | None = None  # bytes without the weights, on CUDA
     samples: list[float] = field(default_factory=list)  # seconds per call
     unable: str | None = None  # why it could not run
-    cut: str | None = None  # why it was not timed, which a run that goes on does
+    cut: str | None = None  # why it was not timed; a resumed run times it
 
     @property
     def seconds(self) -> float | None:
@@ -76,7 +76,7 @@ class Report:
 
 
 def describe_run(asked: BenchOptions, options: BenchOptions) -> dict[str, object]:
-    """Describe a run well enough to repeat it: as it was asked for, and with what was filled in."""
+    """Describe a run well enough to repeat it: the options given, and those filled in."""
     flags = ""
     for name, default in vars(BenchOptions()).items():
         if name not in ("out", "debug", "_given") and (value := getattr(asked, name)) != default:

@@ -68,8 +68,8 @@ class PeerWorkload:
             if compiled:
                 network = network.to(memory_format=torch.channels_last)
             if compiled and role == "unet":
-                # As in diffusers' guide to speed, without its coordinate descent, which takes minutes and ours lacks;
-                # and for one size, as ours: else its second batch gets a graph for all sizes.
+                # As in diffusers' guide to speed, without its coordinate descent, which takes minutes and which ours
+                # lacks too; and for one size, like ours: else its second batch gets a graph for all sizes.
                 network.fuse_qkv_projections()
                 inductor: Any = importlib.import_module("torch._inductor.config")
                 inductor.conv_1x1_as_mm, inductor.epilogue_fusion = True, False

@@ -4,9 +4,9 @@ Sections: step is a guided denoising step (UNet on the doubled batch, guidance, 
 decoder, image everything from prompts to uint8 pixels, n_iter times.
 
 A workload is a framework with its networks in one precision.  Its methods take the `inputs(batch)` that it makes where
-its networks are: `prediction` returns the guided prediction (B,C,h,w) of a step at t = 999 and scale CHECK_SCALE, which
-is what is compared of a step; `steps` runs guided steps of DDIM; `decode` returns pixels (B,3,H,W) in [-1,1] of the
-noise, on the CPU; `image` those of the last of n_iter batches from prompts to uint8 pixels.
+its networks are: `prediction` returns the guided prediction (B,C,h,w) of a step at t = 999 and scale CHECK_SCALE, by
+which steps are compared; `steps` runs guided steps of DDIM; `decode` returns pixels (B,3,H,W) in [-1,1] of the
+noise, on the CPU; `image` returns the pixels of the last of n_iter batches, made from prompts to uint8 pixels.
 """
 
 import functools
@@ -41,7 +41,7 @@ class Unavailable(Exception):
 
 
 class OutOfTime(Unavailable):
-    """The minutes of the benchmark are over: what ran was stopped."""
+    """The minutes of the benchmark are over: running calls were stopped."""
 
 
 class BenchInputs(NamedTuple):

@@ -1,4 +1,4 @@
-"""A configuration or a peer in a process of its own, and what runs in that process.
+"""A configuration or a peer in a separate process, and the code that runs in that process.
 
 A backend runs a cell once, for the comparison, then repeatedly, for timing.
 """
@@ -134,7 +134,7 @@ def make_backend(name: str, options: BenchOptions) -> tuple[str, Backend]:
 
 
 class SubprocessBackend:
-    """A backend in a process of its own, which ends with the `with` block."""
+    """A backend in a separate process, which ends with the `with` block."""
 
     def __init__(
         self,
@@ -146,7 +146,7 @@ class SubprocessBackend:
     ) -> None:
         """name is a configuration or a peer.  At the deadline, of time.monotonic, the process is ended.
 
-        With loads, a dtype, it does not wait for the process, which loads its networks in it: what follows does.
+        With `loads`, a dtype, the process loads its networks in that dtype; this call does not wait, later ones do.
         Raises Unavailable if it cannot run here, or in time.
         """
         self.name, self._deadline = name, deadline
@@ -156,9 +156,9 @@ class SubprocessBackend:
         self._process.start()
         theirs.close()
         self.description = ""  # until the process has begun
-        self._asked = ["description"]  # what the process was asked for, or tells by itself, and has not answered
+        self._asked = ["description"]  # questions that the process has not answered, and its first message
         self._last: Any = None  # its last answer
-        self._begun: Cell | None = None  # whose first call was begun, and not waited for
+        self._begun: Cell | None = None  # the cell whose first call runs
         if loads is None:
             self.wait_until_ready()
         else:
@@ -175,13 +175,13 @@ class SubprocessBackend:
             self._answer()
         except Unavailable:
             if not self.description:
-                raise  # else the first call of a cell tries again, and tells why
+                raise  # else the first call of a cell tries again, and says why
 
     def __enter__(self) -> "SubprocessBackend":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        self._connection.close()  # which ends it, unless it computes
+        self._connection.close()  # ends the process, unless it is computing
         if kind is None:
             self._process.join(10)
         self._process.kill()
@@ -192,7 +192,7 @@ class SubprocessBackend:
         self._ask("first", cell)
 
     def is_ready(self, seconds: float) -> bool:
-        """Whether `first` would not wait; wait for that for so many seconds at most."""
+        """Whether `first` would not wait, after waiting for that at most so many seconds."""
         until = time.monotonic() + seconds
         while self._asked:
             if not self._connection.poll(max(0.0, until - time.monotonic())):
@@ -201,13 +201,13 @@ class SubprocessBackend:
         return True
 
     def stop(self) -> None:
-        """End the process: what it is asked for from now on raises OutOfTime."""
+        """End the process: later calls raise OutOfTime."""
         self._deadline = -math.inf
         self._process.kill()
 
     def _ask(self, *question: object) -> None:
         if time.monotonic() < self._deadline:
-            with contextlib.suppress(OSError):  # it has ended: _receive tells
+            with contextlib.suppress(OSError):  # it has ended: _receive says so
                 self._connection.send(question)
             self._asked.append(str(question[0]))
 
@@ -217,7 +217,7 @@ class SubprocessBackend:
             self._last = self._connection.recv()
         except (EOFError, OSError):
             self._process.join(10)
-            if self.description or not isinstance(self._last, Unavailable):  # which told why it cannot begin
+            if self.description or not isinstance(self._last, Unavailable):  # which has said why it cannot begin
                 self._last = Unavailable(f"its process ended (status {self._process.exitcode})")
             self._asked = []
             return

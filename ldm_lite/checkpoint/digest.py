@@ -1,4 +1,4 @@
-"""Digests of networks' weights, which tell whether files were made with the same ones."""
+"""Digests of networks' weights, which show whether files were made with the same ones."""
 
 import hashlib
 from collections.abc import Iterator

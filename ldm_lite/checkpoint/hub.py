@@ -44,7 +44,7 @@ def resolve(source: str | os.PathLike[str] | None) -> Path:
 
 
 def check_there(source: str | os.PathLike[str]) -> None:
-    """Raise FileNotFoundError if a source is no path and no name on the hub; a file on the hub is downloaded."""
+    """Raise FileNotFoundError if a source is neither a path nor a name on the hub; a file on the hub is downloaded."""
     if repository(source) is None:
         resolve(source)
 
@@ -62,7 +62,7 @@ def repository(source: str | os.PathLike[str] | None) -> str | None:
 
 
 def _name(source: str | os.PathLike[str]) -> str:
-    """Return a source as text.  Raises TypeError for what names no file."""
+    """Return a source as text.  Raises TypeError for anything else."""
     if not isinstance(source, (str, os.PathLike)):
         raise TypeError(f"got {source!r:.60} as a checkpoint, expected a path or a name on the Hugging Face hub")
     return os.fspath(source)

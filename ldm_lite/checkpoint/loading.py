@@ -1,7 +1,7 @@
 """From the path of a checkpoint to a Model: what it is, what is wrong with it, and only then its weights.
 
-reader.py finds the networks in a file, and zoo/families.py tells by their shapes of which family it is.  What only some
-files need is imported for them: LoRAs, text encoders of transformers, vocabularies in files, buffers of their own.
+reader.py finds the networks in a file, and zoo/families.py finds its family by their shapes.  Modules that only some
+files need are imported for them: LoRAs, text encoders of transformers, vocabularies in files, buffers of their own.
 """
 
 import logging
@@ -61,15 +61,16 @@ def load_model(options: LoadOptions, kind: type[M], check: Callable[[M], None] |
     """Open a checkpoint and load its networks as the options say, into a Model or a subclass.
 
     options.ckpt is a name as open_source takes it, open Tensors, or None: the bundled model.  `check` is called before
-    any weights are read, with the model while its networks are on the meta device: these are filled afterwards, so it
-    changes none.  Raises FileNotFoundError or ValueError, one line that says what to do; what `check` raises.
+    any weights are read, with the model while its networks are on the meta device; it must not change them, since they
+    are filled afterwards.  Raises FileNotFoundError or ValueError, one line that says what to do, and the errors of
+    `check`.
     """
     start = time.perf_counter()
     loras: list[Any] = []
     if options.lora:
         parse, open_lora = imported(f"{ADAPTERS}.strength:parse"), imported(f"{ADAPTERS}.lora:open_lora")
         loras = [(open_lora(source), weight) for source, weight in map(parse, options.lora)]
-    if isinstance(ckpt := options.ckpt, Tensors):  # which may be loaded again: each model has weights of its own
+    if isinstance(ckpt := options.ckpt, Tensors):  # which may be loaded again: each model gets its own weights
         opened = replace(ckpt, read=lambda key: ckpt.read(key).clone())
     else:
         opened = open_source(ckpt)
@@ -93,13 +94,13 @@ def load_model(options: LoadOptions, kind: type[M], check: Callable[[M], None] |
         family, parts["unet"] = family.with_loras(family, parts["unet"], [lora for lora, _ in loras])
     tokenizer, t5_tokenizer = tokenizers_of(family, parts, options)
 
-    # What shapes do not tell: the user does, or the weights, or perhaps the file's name.
+    # What shapes do not show: the user says it, or the weights, or perhaps the file's name.
     if options.prediction is not None:
         family = with_prediction(family, options.prediction)
     elif family.predicts is not None and family.v_resolution is not None and not metadata.keys() & PREDICTIONS:
         prediction, why = family.predicts(parts["unet"])
         family = with_prediction(family, prediction)
-        log.info("%s: predicts %s %s; `prediction` overrules that", title, family.prediction, why)
+        log.info("%s: predicts %s %s; `prediction` overrides that", title, family.prediction, why)
     for hint in family.hints:
         is_told = "family" in (metadata if hint.lacks else options.added_metadata)
         has_word = re.search(rf"(?<!\d){hint.word}(?!\d)", title.lower()) is not None  # not as part of a number
@@ -111,7 +112,7 @@ def load_model(options: LoadOptions, kind: type[M], check: Callable[[M], None] |
     names = [(name, True) for lora, _ in loras for name in lora.names] + names
     family = with_recipe(family, names, chosen={*metadata, *(["prediction"] if options.prediction else [])})
 
-    # The model without weights, of which everything can be checked but they.
+    # The model without weights: everything else can be checked.
     networks: dict[str, Any] = {}
     for role, spec in family.specs.items():
         with errors_of(parts[role].path), on_meta():
@@ -188,7 +189,7 @@ def check_memory(
 
 
 class Recognised(NamedTuple):
-    """What a checkpoint is, with the networks that take the place of its own."""
+    """What a checkpoint is, with the networks that replace its own."""
 
     family: FamilyRow
     parts: dict[str, Tensors]  # the networks by role, without prefixes
@@ -197,7 +198,7 @@ class Recognised(NamedTuple):
 
 
 def recognise_file(opened: Tensors, options: LoadOptions) -> Recognised:
-    """Tell what a checkpoint is, by its keys and shapes, its metadata, and what the user says of it.
+    """Find what a checkpoint is, by its keys and shapes, its metadata, and what the user says about it.
 
     Raises ValueError for a file without a network of its role, and for networks that are unknown, missing, or do not
     fit together.
@@ -222,7 +223,7 @@ def recognise_file(opened: Tensors, options: LoadOptions) -> Recognised:
     metadata |= file.metadata
     if any(key in parts.get("unet", ()) for key in DENOISERS):
         parts = imported("ldm_lite.checkpoint.transformers:placed")(networks, replaced, {**metadata, **told})
-    for role, part in parts.items():  # what is told of a network follows it from its file
+    for role, part in parts.items():  # a network's metadata come with it from its file
         metadata |= metadata_of(role, part.metadata)
     metadata |= check_metadata(told)
 
@@ -266,14 +267,14 @@ def _check_latents(networks: Parts, family: FamilyRow) -> None:
 
 
 def names_of(title: str, unet: str, metadata: Mapping[str, str]) -> list[str]:
-    """Return what a checkpoint is called: the file of its UNet, its own, and what its metadata call it."""
+    """Return the names of a checkpoint: of its UNet's file, its own, and those in its metadata."""
     return [unet, title, *(metadata[key] for key in ("modelspec.title", "general.name") if key in metadata)]
 
 
 def with_recipe(family: FamilyRow, names: Iterable[tuple[str, bool]], chosen: Collection[str]) -> FamilyRow:
     """Return the family with the defaults of the first recipe that one of the names has, which a message says.
 
-    A name comes with whether it is a LoRA's; `chosen` is what the metadata or the user tell: "sampler", "prediction".
+    A name comes with whether it is a LoRA's; `chosen` is what the metadata or the user says: "sampler", "prediction".
     """
     for name, is_lora in names:
         recipe = recipe_of(family, name, is_lora)

@@ -59,13 +59,13 @@ class CheckpointModel(Model):
         return replace(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Return a copy with networks of its own; functions that cannot be pickled may be in it."""
+        """Return a copy with separate networks; it may contain functions that cannot be pickled."""
         values = {field.name: copy.deepcopy(getattr(self, field.name), memo) for field in fields(self)}
         return replace(self, **values)
 
     @property
     def text_encoder(self) -> Any:
-        """What encodes prompts (or classes, or boxes), the first of several; None without one."""
+        """The encoder of prompts (or classes, or boxes), the first of several; None without one."""
         return self.networks.get("text_encoder")
 
     @property
@@ -93,7 +93,7 @@ class CheckpointModel(Model):
         return next(self.unet.parameters()).dtype
 
     def phase(self, *roles: str) -> AbstractContextManager[None]:
-        """Keep the networks of these roles on the device within the block; computing with them needs it."""
+        """Keep the networks of these roles on the device within the block, which computing with them needs."""
         return nullcontext() if self.offloader is None else self.offloader.phase(*roles)
 
     def sized(self, latent_shape: tuple[int, int, int]) -> Self:
@@ -104,7 +104,7 @@ class CheckpointModel(Model):
     def latent_shape(self, height: int, width: int) -> tuple[int, int, int]:
         """Return the latent shape (C,h,w) of an image, from its size in pixels.
 
-        Raises ValueError if a side is not a multiple of what a token of the network covers: 8 for Stable Diffusion, 16
+        Raises ValueError if a side is not a multiple of a token's side in pixels: 8 for Stable Diffusion, 16
         for FLUX.1 and Stable Diffusion 3; and for more than MOST_PIXELS in all, before memory runs out.
         """
         factor = self.vae.spec.factor
@@ -169,7 +169,7 @@ class CheckpointModel(Model):
 
         Pixels are always finite: a decoder that overflows in half precision runs again in float32, with a warning.
         Raises ValueError for latents of another shape and, naming the cause, for those that are not finite; TypeError
-        for what is no tensor.
+        for anything but a tensor.
         """
         channels = self.vae.spec.embed_dim
         if not isinstance(latents, Tensor):

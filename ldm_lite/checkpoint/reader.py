@@ -1,6 +1,6 @@
 """Open checkpoint files safely, tensor by tensor, and find the networks in them.
 
-Further formats of files and layouts of keys stand in formats/, one file each, imported when a file needs them.
+Further formats of files and layouts of keys are in formats/, one file each, imported when a file needs them.
 """
 
 import contextlib
@@ -59,7 +59,7 @@ KEY_ADAPTERS: list[tuple[str, str]] = [
     (r"(^|\.)decoder\.post_quant_conv\.", "ldm_lite.formats.comfyui:quant_convs"),
     (r"^((decoder|encoder)\.layers\.0|[01])\.weight$", "ldm_lite.formats.taesd:whole"),
     (r"^model\.1\.sub\.0\.RDB1\.conv1\.0\.weight$", "ldm_lite.formats.esrgan:as_basicsr"),
-    (  # what no original checkpoint of a known family has
+    (  # which no original checkpoint of a known family has
         r"^(?!(model\.diffusion_model|first_stage_model|cond_stage_model|model_ema)\.)\w+\.|^(emb_|clip_|edm_|task_|string_to_)"
         r"|time_(stack|mixer|text_embed)|__index_timestep|distilled_|_modulation|_qkv|cap_embedder|siglip|motion_|\.roberta\."
         r"|\.quantize\.(embed|proj)\.",
@@ -164,7 +164,7 @@ class NetworkKind(NamedTuple):
     role: str
     probe: str  # a key that it always has
     prefixes: tuple[str, ...]  # of its keys; the first that fits counts
-    beside: str = ""  # how those of its keys begin that stand one module further out
+    beside: str = ""  # how those of its keys begin that are one module further out
     spec: str = ""  # the class of its spec, if it is a text encoder that several families share
 
 

@@ -1,6 +1,6 @@
 """Save a model as one .safetensors file in the original layout, of which load() makes the same model, or refuse to.
 
-The reader is asked what it would make of the file, before a byte is written and once it is.
+The model that the reader would make from the file is compared, before a byte is written and afterwards.
 """
 
 import re
@@ -47,7 +47,7 @@ def save_model(model: CheckpointModel, path: Path) -> None:
     metadata = describe(model.family)
     if model.family.sampler != FAMILY_ROWS[metadata["family"]].sampler:
         metadata[f"{PREFIX}sampler"] = model.family.sampler
-    if model.family.words:  # training, which describes the family too, may teach others
+    if model.family.words:  # training, which describes the family too, may learn others
         metadata[f"{PREFIX}words"] = model.family.words
     if not isinstance(model.family.noise, Flow):
         usual = model.family.noise.schedule(model.schedule.prediction)
@@ -92,7 +92,7 @@ def _check(model: CheckpointModel) -> None:
 
 
 def _fault(module: nn.Module, expected: nn.Module | None) -> str:
-    """Say what of a module a file would not hold, and what to do; "" if nothing."""
+    """Say which part of a module a file would not hold, and what to do; "" if nothing."""
     name, attributes = type(module).__name__, vars(module)
     if isinstance(module, BlockLinear):
         return "its weights are in blocks of a GGUF file: load a file with plain weights"
@@ -113,7 +113,7 @@ def _fault(module: nn.Module, expected: nn.Module | None) -> str:
 
 
 def _check_file(file: Tensors, model: CheckpointModel) -> None:
-    """Raises ValueError, saying what differs, unless load() would make this model of a file."""
+    """Raises ValueError, saying what differs, unless load() would make this model from a file."""
     file = replace(file, metadata=stored_facts(file.metadata))
     try:
         family, parts, whole, metadata = recognise_file(file, LoadOptions())

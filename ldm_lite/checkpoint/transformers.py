@@ -1,4 +1,4 @@
-"""Transformers, and the text encoders that they read: in the same file, or in files of their own."""
+"""Transformers, and the text encoders that they read: in the same file, or in separate ones."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -47,7 +47,7 @@ def placed(
 
 
 def extra_channels(spec: Any) -> int:
-    """Return how many channels more than it predicts a network reads."""
+    """Return how many more channels a network reads than it predicts."""
     extra: int = spec.in_channels - spec.out_channels
     return extra
 
@@ -59,10 +59,10 @@ def chosen(
     metadata: Mapping[str, str],
     variant: Callable[[Any], object] = extra_channels,
 ) -> FamilyRow:
-    """Return the row of a network, with the spec that its shapes tell: one of the same variant, whatever its size.
+    """Return the row of a network, with the spec that its shapes show: one of the same variant, whatever its size.
 
     Several rows may have the same one (FLUX.1 dev and Kontext; 3.5 large and its Turbo): the metadata's "family"
-    chooses, else it is the first.  Raises ValueError if there is none.
+    decides, otherwise the first is used.  Raises ValueError if there is none.
     """
     spec = spec_of(unet)
     alike = {name: row for name, row in rows.items() if variant(row.unet) == variant(spec)}
@@ -130,7 +130,7 @@ def fitted(shapes: Mapping[str, Shapes], metadata: Mapping[str, str]) -> FamilyR
 
 
 def _instead(row: FamilyRow, kinds: Iterable[str] = ()) -> str:
-    """Return the files that supply text encoders, or none and the autoencoder; '' if the released ones do not fit."""
+    """Return the files that supply text encoders, or else the autoencoder; '' if the released ones do not fit."""
     widths = {type(spec).__name__: getattr(spec, "output_width", spec.width) for spec in row.text_encoders}
     kinds = list(kinds)
     fits = all(width == row.unet.context_dim for kind, width in widths.items() if kind not in CLIPS)

@@ -53,7 +53,7 @@ MOST_SHOWN_OF_A_MESSAGE = 2000  # characters
 
 
 def shortened(text: str) -> str:
-    """Leave out the middle of a message that quotes more than a reader wants: names in files may have megabytes."""
+    """Leave out the middle of a message that quotes too much: names in files may have megabytes."""
     most = MOST_SHOWN_OF_A_MESSAGE // 2
     return text if len(text) <= 2 * most else f"{text[:most]} ... {text[-most:]}"
 
@@ -137,7 +137,7 @@ def _run(body: Callable[[], None], options: Sequence[object], received: Sequence
         sys.stdout.flush()  # here, since at interpreter exit it is too late to set the status
         return 0
     except Exception as error:
-        if received:  # an import that is interrupted may end in any other error
+        if received:  # an interrupted import may raise any other error
             raise
         if isinstance(error, BrokenPipeError) and _is_unread():
             return 141

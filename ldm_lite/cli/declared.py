@@ -1,8 +1,8 @@
 """The options that features declare, read from their files without importing them, so that no torch is loaded.
 
-Of each file of ldm_lite/features only the heads of its classes run, up to the first method: `NAME: TYPE = option(...)`
-and `NAME: ClassVar = ...`, with the names of core/declare.py and the file's own constants.  What a row says by a
-function of its file (declare.OF_CLASS) is known once the feature is imported, which is when its option is given.
+Only the heads of the classes in a file of ldm_lite/features run, up to the first method: `NAME: TYPE = option(...)`
+and `NAME: ClassVar = ...`, with the names of core/declare.py and the file's own constants.  Those parts of a row
+that are functions of its file (declare.OF_CLASS) are known once the feature is imported, when its option is given.
 """
 
 import ast
@@ -23,7 +23,7 @@ _HEADS = re.compile(r"^(?:[A-Z_]+ = .*\n(?:[ )\]}].*\n)*|class .*\n(?:(?!    def
 
 @dataclass(frozen=True)
 class Declared:
-    """A feature as the head of its class says; the first five are those of core.features.Feature."""
+    """A feature, as read from the head of its class; the first five are those of core.features.Feature."""
 
     stage: str
     topic: str
@@ -40,7 +40,7 @@ class Declared:
         return any(differ(getattr(options, name, default), default) for name, default in defaults.items())
 
     def is_of_family(self, family: Any) -> bool:
-        """Whether a family brings it: what `brought_by` names is not None in it, or has the value behind "="."""
+        """Whether a family brings it: the field that `brought_by` names is not None, or has the value after "="."""
         conditions = (condition.partition("=") for condition in self.brought_by)
         return any(
             getattr(family, name) == value if equals else getattr(family, name) is not None
@@ -56,7 +56,7 @@ def declared() -> tuple[Declared, ...]:
 
 
 def read_heads(text: str, module: str) -> Iterator[Declared]:
-    """Yield the features of a file's text.  Raises NameError for a row that needs what the file imports."""
+    """Yield the features of a file's text.  Raises NameError for a row that needs the file's imports."""
     names: dict[str, Any] = {**vars(declare), "Any": Any, "ClassVar": ClassVar}
     for node in ast.parse("".join(_HEADS.findall(text))).body:
         if isinstance(node, ast.Assign) and not any(
@@ -111,7 +111,7 @@ def registered() -> dict[str, Any]:
 
 
 def import_features(files: Sequence[str | Path], kind: type) -> list[Any]:
-    """Import Python files, and return the features of the user's own that are registered then.
+    """Import Python files, and return the user's own features that they register.
 
     Raises ValueError, one line, for a file that fails, and for an option with the name of one of a task's class.
     """
@@ -131,5 +131,5 @@ def with_values(kind: Any, options: Any) -> Any:
 
 
 def differ(value: Any, default: Any) -> bool:
-    """Whether a value is not an option's default; it may be a tensor, which is compared to nothing."""
+    """Whether a value is not an option's default; a tensor never is."""
     return value is not default and not (isinstance(value, (bool, int, float, str, tuple)) and value == default)

@@ -22,7 +22,7 @@ def open_file(path: str | os.PathLike[str], most: int | None = None) -> BinaryIO
     """Open a regular file of at most `most` bytes for reading; `None` = of any size.
 
     Symbolic links are followed.  Raises OSError if the file cannot be opened, and ValueError, one line, for a folder, a
-    pipe, a socket, a device, a name that no file can have, or a larger file; TypeError for what is no path.
+    pipe, a socket, a device, a name that no file can have, or a larger file; TypeError for anything but a path.
     """
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"got {path!r:.60} as a file, expected its path")
@@ -42,7 +42,7 @@ def regular(path: str, flags: int) -> int:
 
     Raises OSError, and ValueError as open_file does.
     """
-    with contextlib.suppress(FileNotFoundError):  # it may be made
+    with contextlib.suppress(FileNotFoundError):  # it may be created
         _check_kind(path, os.stat(path))
     descriptor = os.open(path, flags | _FLAGS, 0o666)
     try:

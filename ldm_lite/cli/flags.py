@@ -15,7 +15,7 @@ from ldm_lite.core.declare import TYPES
 
 Field = dataclasses.Field[Any]
 LONGEST_CHOICES = 50  # characters of a line of help, beside the flag
-FLAG = "{flag}"  # in messages of types, which do not know it
+FLAG = "{flag}"  # in messages of `type` functions, which do not know the flag
 
 
 class _Help(argparse.HelpFormatter):
@@ -89,16 +89,16 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"error: {printable(message)} (see --help)\n")
 
     def wrong(self, error: argparse.ArgumentError) -> NoReturn:
-        """Exit with a line in our words for what argparse says of a flag."""
+        """Exit with argparse's message about a flag, in our words."""
         flag = (error.argument_name or "").split("/")[0]
         if error.message.startswith("expected"):
-            self.error(f"{flag} has no value behind it: give one")
+            self.error(f"{flag} has no value: give one")
         if error.message.startswith("ignored explicit"):
-            self.error(f"{flag} takes no value: leave out what is behind it")
+            self.error(f"{flag} takes no value: leave out what follows it")
         self.error(error.message.replace(FLAG, flag, 1))
 
     def left(self, words: Sequence[str]) -> NoReturn:
-        """Exit with a line about words that are no flags of the command: what to use in their place."""
+        """Exit with a line about unknown flags: what to use instead."""
         if not any(self._is_flag(word) for word in words):
             advice = "put it in quotes" if "[PROMPT]" in (self.usage or "") else "leave it out"
             where = "the prompt" if "[PROMPT]" in (self.usage or "") else "the flags"
@@ -167,7 +167,7 @@ def parse(
         for group in groups:
             names = [field.name for field in dataclasses.fields(group) if field.name in values]
             options.append(group(**{name: values.pop(name) for name in names}))
-            object.__setattr__(options[-1], "_given", {*names})  # of a feature of one's own, too
+            object.__setattr__(options[-1], "_given", {*names})  # of the user's features, too
     except (TypeError, ValueError) as error:
         parser.error(as_flags(str(error)))
     return options, values
@@ -219,7 +219,7 @@ def _text(value: str) -> str:
 
 
 def number(kind: Any) -> Callable[[str], float]:
-    """Return what reads a flag's text as an int or a float, and refuses any other in our words."""
+    """Return a parser of a flag's text as an int or a float, which refuses any other in our words."""
 
     def read(text: str) -> float:
         try:

@@ -61,7 +61,7 @@ def given(options: CheckedOptions) -> set[str]:
 
 
 def changed(options: AnyOptions, **changes: Any) -> AnyOptions:
-    """Return a copy of the options with changes, which may be those of features of one's own; `given` also names them.
+    """Return a copy of the options with changes, which may be those of the user's features; `given` also names them.
 
     dataclasses.replace would make it name all of them.
     """
@@ -78,7 +78,7 @@ def changed(options: AnyOptions, **changes: Any) -> AnyOptions:
 
 
 def with_features(options: AnyOptions, features: Sequence[Any], names: Iterable[str]) -> AnyOptions:
-    """Return options with features of one's own, of whose options these names were given, perhaps at their defaults."""
+    """Return options with the user's features; `names` are their options that were given, even at their defaults."""
     replaced = changed(options, features=tuple(features))
     object.__setattr__(replaced, "_given", {*getattr(replaced, "_given"), *names})  # noqa: B009
     return replaced
@@ -109,7 +109,7 @@ def pair(name: str, value: Any) -> tuple[int, int]:
 
 
 def _listed(kind: type, what: str, name: str, value: Any) -> tuple[Any, ...]:
-    """Parse values separated by commas.  Raises ValueError for a text that holds others."""
+    """Parse values separated by commas.  Raises ValueError for a text with other values."""
     parts = value if isinstance(value, (list, tuple)) else [value]
     if isinstance(value, str):
         parts = [part.strip() for part in value.split(",") if value and (kind is not str or part.strip())]
@@ -209,7 +209,7 @@ class LoadOptions(RuntimeOptions):
     device: str | None = option(None, "cuda, cuda:1, mps, cpu (default: the best there is)", common=True)
     dtype: str | None = option(
         None,
-        "fp32, fp16, bf16, auto (bf16 on a CPU that multiplies in it), or by network: fp16,vae=fp32 "
+        "fp32, fp16, bf16, auto (bf16 on a CPU that has it in hardware), or by network: fp16,vae=fp32 "
         "(default on CUDA: fp16, or bf16 for transformers; else fp32)",
         common=True,
     )
@@ -242,7 +242,7 @@ class SaveOptions(CheckedOptions):
     skip_save: bool = option(False, "do not save single images")
     skip_grid: bool = option(False, "do not save a grid of all images")
     skip_existing: bool = option(
-        False, "continue a job: skip images the folder has with the same prompt, seed, settings, weights and inputs"
+        False, "continue a job: skip images that the folder has, by prompt, seed, settings, weights and inputs"
     )
     x: str | None = option(
         None,

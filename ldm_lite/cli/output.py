@@ -18,7 +18,7 @@ from ldm_lite.cli.signals import uninterrupted
 from ldm_lite.cli.writing import replacing
 
 KEY = "ldm_lite"  # of the PNG's text that identifies its image
-# Endings of images that are no PNG.
+# Endings of images other than PNG.
 NO_PNG = (".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".avif")
 
 
@@ -40,7 +40,7 @@ class Saver:
         for folder in (self.out.parent,) if self.single else (self.out, self.out / "samples"):
             while not _is_there(folder):
                 folder = folder.parent
-            if not folder.is_dir() or not os.access(folder, os.W_OK):  # a link to nothing is no folder
+            if not folder.is_dir() or not os.access(folder, os.W_OK):  # a dangling link is not a folder
                 raise ValueError(f"cannot write to {folder}: use another `out`")
 
     def keys(self) -> Counter[str]:
@@ -94,7 +94,7 @@ def _is_there(path: Path) -> bool:
 
 
 def read_key(path: Path) -> str | None:
-    """Return the key in a PNG, from its header; None if it has none, is no PNG or is not whole."""
+    """Return the key in a PNG, from its header; None if it has none, is not a PNG or is not whole."""
     with contextlib.suppress(OSError, ValueError, struct.error), open_file(path) as file:
         if file.read(8) != b"\x89PNG\r\n\x1a\n":
             return None
@@ -136,7 +136,7 @@ def _save(name: Callable[[int], Path], image: Image, texts: Mapping[str, str], s
                     start += 1
                     path = name(start)
         except OSError as error:
-            error.filename = os.fspath(path)  # Pillow's errors have none, and others the temporary one
+            error.filename = os.fspath(path)  # Pillow's errors have no name, others the temporary one
             raise
         finally:
             with contextlib.suppress(FileNotFoundError):

@@ -14,8 +14,8 @@ from ldm_lite.cli.writing import replacing
 log = logging.getLogger("ldm_lite")
 
 TEXT = "parameters"  # the name of the settings among an image's texts, as in A1111
-_FORMATS = ("PNG", "JPEG", "WEBP")  # that hold them
-MOST_EXIF = 2**16 - 200  # bytes of a text in a JPEG, where 16 bits tell the size of all of EXIF
+_FORMATS = ("PNG", "JPEG", "WEBP")  # the formats that hold them
+MOST_EXIF = 2**16 - 200  # bytes of a text in a JPEG, where 16 bits hold the size of all of EXIF
 
 
 def write_picture(image: Image.Image, file: Any, kind: str, texts: Mapping[str, str], **arguments: Any) -> None:
@@ -48,7 +48,7 @@ def text_of(image: Image.Image) -> dict[str, str]:
 
 
 def kind_of(path: str | os.PathLike[str]) -> str | None:
-    """Return the format that a name's ending stands for; None if there is none."""
+    """Return the format of a name's ending; None if there is none."""
     return Image.registered_extensions().get(os.path.splitext(os.fspath(path))[1].lower())
 
 
@@ -67,7 +67,7 @@ class Picture(Image.Image):
         path = getattr(fp, "name", None) if hasattr(fp, "write") else fp
         kind = format or (kind_of(os.fsdecode(path)) if isinstance(path, (str, bytes, os.PathLike)) else None)
         if kind is None:
-            super().save(fp, format, **params)  # which says what is wrong
+            super().save(fp, format, **params)  # Pillow's error says what is wrong
         else:
             write_picture(self, fp, kind.upper(), text_of(self), **params)
 

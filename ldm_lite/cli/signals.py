@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGHUP: what asks a command to stop, and what must be finished first."""
+"""Ctrl-C, SIGTERM and SIGHUP, which ask a command to stop, and work that must be finished first."""
 
 import contextlib
 import signal
@@ -10,7 +10,7 @@ SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if 
 
 
 class Stopped(KeyboardInterrupt):
-    """A signal asks to stop: its number and, if there is more to say than the command's default, what is kept."""
+    """A signal asks to stop: its number and, unless the command's default message suffices, what is kept."""
 
     def __init__(self, number: int, kept: str | None = None) -> None:
         super().__init__(number, kept)
@@ -21,7 +21,7 @@ def stoppable(end: Callable[[int], None]) -> contextlib.AbstractContextManager[l
     """Within the block each of SIGNALS raises Stopped; one that is ignored, as under nohup, stays so.
 
     Yields the numbers of the signals received.  `end(number)` has to end the process at once: it is called during an
-    import, which may answer an exception with any other error, or abort.
+    import, which may turn an exception into another error, or abort.
     """
     return _handled(0, {signal.SIG_IGN}, end)
 
@@ -40,7 +40,7 @@ def uninterrupted() -> Iterator[None]:
     with noted() as received:
         yield
     if received:
-        signal.raise_signal(received[0])  # what is around the block may only note it
+        signal.raise_signal(received[0])  # an outer block may only note it
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""What other programs call the options that are here: one table, for hints and for docs/coming-from.md.
+"""Other programs' names for our options: one table, for hints and for docs/coming-from.md.
 
 A row has the names that people type, as they are in Python (flags have - for _), and what to use in their place, with
 our options in backticks.  Nothing imports this file at its top: it is read when a name is unknown.
@@ -24,7 +24,7 @@ TABLES: dict[str, dict[str, str]] = {
         "generator": "`seed=N`, with `noise=diffusers` for the same noise",
         "latents": "`noise`, of unit variance (N,C,h,w)",
         "output_type": "`output`: pil, numpy, tensor or result",
-        "return_dict": "leave it out: what comes back is a list of images",
+        "return_dict": "leave it out: the result is a list of images",
         "callback_on_step_end callback": "`on_step`, a function of a State (step, latents, x0)",
         "callback_steps callback_on_step_end_tensor_inputs": "leave it out: `on_step` gets every step's latents and x0",
         "image": "`init_img`",
@@ -201,7 +201,7 @@ TABLES: dict[str, dict[str, str]] = {
             "leave it out: NAME.txt, NAME.caption and .jsonl are read"
         ),
         "dataset_repeats repeats": "leave it out: a folder 10_name in `data` is repeated ten times",
-        "center_crop": "leave it out: it is always so (`buckets` crops less)",
+        "center_crop": "leave it out: images are always centre-cropped (`buckets` crops less)",
         "network_module": "`lora_rank`, with `lora_kind` for dora, loha and lokr",
         "network_args": "`lora_conv` for conv_dim, `lora_kind` for algo, `lokr_factor` for factor",
         "use_dora": "`lora_kind=dora`",
@@ -289,12 +289,12 @@ OF_PIPELINE = {
     "enable_xformers_memory_efficient_attention fuse_qkv_projections enable_*": (
         "not needed, or an option of ldm_lite.load: help(ldm_lite.load)"
     ),
-    "disable_*": "not needed: what load and txt2img are not told to do is off",
+    "disable_*": "not needed: it is off unless you ask load or txt2img for it",
     "set_progress_bar_config progress_bar": "use pipe.txt2img(..., progress=True)",
     "scheduler": 'the sampler is chosen in each call: pipe.txt2img(..., sampler="DPM++ 2M Karras")',
     "transformer model diffusion_model": "the network that denoises is pipe.unet",
     "components": "the networks are pipe.networks",
-    "config": "the model's facts are pipe.family",
+    "config": "the model's settings are in pipe.family",
     "safety_checker feature_extractor watermark": "there is none here",
     "vae_scale_factor": "it is pipe.vae.spec.factor",
     "image_processor": "images go in as paths, PIL, arrays or tensors, and come out as `output` says",
@@ -333,7 +333,7 @@ COMMANDS = {  # our command -> other programs' names for it
     "train_text_to_image_lora train_dreambooth train_dreambooth_lora textual_inversion train_controlnet",
 }
 PYTHON = {"init_img": "image", "ckpt": "source"}  # options that are arguments of another name
-# Which function and which command take an option that others do not know.
+# The function and the command that take an option which others lack.
 PLACES = (
     ("ldm_lite.cli.task_options:Txt2imgOptions", "txt2img()", "txt2img"),
     ("ldm_lite.cli.task_options:Img2imgOptions", "img2img()", "img2img"),
@@ -354,8 +354,8 @@ _OPTION = re.compile(r"`([a-z]\w*)((?:=[^`]*)?)`")  # as in console.as_flags
 def advice(name: str, options: Mapping[str, str], place: str, python: bool = False, elsewhere: bool = True) -> str:
     """Return what to use in place of an unknown name, as a clause with our options in backticks, or "".
 
-    options are the spellings that are known there, with _, and the option that each stands for; place is the name of
-    the command or the function.  A name's meaning in another program comes before its spelling.  Without `elsewhere` no
+    options maps the spellings that are known there, with _, to their options; place is the name of the command or
+    the function.  A name's meaning in another program comes before its spelling.  Without `elsewhere` no
     other place is named that takes such an option.
     """
     key = name.lstrip("-").replace("-", "_").replace(" ", "_")
@@ -381,13 +381,13 @@ def advice(name: str, options: Mapping[str, str], place: str, python: bool = Fal
 
 
 def of_attribute(name: str, table: Mapping[str, str]) -> str:
-    """Return what to use in place of an attribute that is not there, as a clause, or ""."""
+    """Return what to use instead of an unknown attribute, as a clause, or ""."""
     texts = (text for names, text in table.items() if any(fnmatchcase(name, known) for known in names.split()))
     return next(texts, "")
 
 
 def of_value(option: str, value: object, choices: Collection[str]) -> str:
-    """Return what to use in place of a value that an option has not, or what it can have, as a clause."""
+    """Return what to use in place of a value that an option does not have, or its values, as a clause."""
     text = str(value).lower()
     if text in VALUES.get(option, {}):
         return f": use {VALUES[option][text]}"
@@ -395,7 +395,7 @@ def of_value(option: str, value: object, choices: Collection[str]) -> str:
 
 
 def of_command(name: str) -> str:
-    """Return the command for what another program calls it, or ""."""
+    """Return the command with this name in another program, or ""."""
     key = name.removesuffix(".py").replace("-", "_").lower()
     return next((command for command, names in COMMANDS.items() if key in names.split()), "")
 
@@ -406,7 +406,7 @@ def targets(text: str) -> list[str]:
 
 
 def _meanings(key: str, place: str, python: bool, whole: bool = True) -> list[str]:
-    """The rows of a name, whole or by a * in it: the trainers' first for training, last for anything else."""
+    """The rows for a name, by the name itself or a * in it: the trainers' first for training, otherwise last."""
     tables = sorted(TABLES, key=lambda title: (title == TRAINING) != (place == "train"))
     rows = [(names.split(), text) for title in tables for names, text in TABLES[title].items()]
     key = key.lower()
@@ -454,7 +454,7 @@ def _home(names: Collection[str], python: bool) -> str:
 
 
 def _nearest(key: str, names: Sequence[str]) -> str | None:
-    """The name that differs from a key by a slip of the fingers: a letter or two, more of them in a long name."""
+    """The name that differs from a key by a typing error: a letter or two, more of them in a long name."""
     for near in difflib.get_close_matches(key, names, n=3, cutoff=0.65):
         same = sum(block.size for block in difflib.SequenceMatcher(None, key, near).get_matching_blocks())
         slips = len(key) + len(near) - 2 * same  # a replaced letter counts twice

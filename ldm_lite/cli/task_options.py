@@ -234,7 +234,7 @@ class Txt2imgOptions(
     compat: bool = option(
         False, "make the original script's pixels: its noise, steps, weights and defaults (2 x 3 images)"
     )
-    features: tuple[Any, ...] = argument("features of one's own, which register_feature knows", ())
+    features: tuple[Any, ...] = argument("the user's features, which register_feature knows", ())
     cond: Any = argument("precomputed conditioning of N prompts: a Conditioning, or embeddings (N,T,D)")
     uncond: Any = argument("the same for the negative prompt, N or one")
 
@@ -257,7 +257,8 @@ class Txt2imgOptions(
     def seeds_of(self, number: int, num_prompts: int) -> tuple[int, int]:
         """Return the seed and the variation seed, 0 without, of the image with a number, counted from 0.
 
-        With `fixed_code` every batch starts from the first's.  A variation seed goes up in place of the seed.
+        With `fixed_code` every batch starts from the first's.  With a variation seed, that is counted up instead of the
+        seed.
         """
         further = number % num_prompts % self.images_at_a_time if self.fixed_code else number
         has_variation = self.variation_seed is not None and self.variation_strength != 0
@@ -277,10 +278,10 @@ class ImageOptions(Txt2imgOptions):
     exact_steps: bool = option(False, "run all steps from the strength's noise level, not just that fraction")
     resize: str = option("crop", "how an image is fitted to the height and width", choices=("crop", "fit", "stretch"))
     height: int | None = option(
-        None, "pixels (default: the image's own, or what the width makes it)", "--H", within=(1, MOST_PX), common=True
+        None, "pixels (default: the image's own, or by the width)", "--H", within=(1, MOST_PX), common=True
     )
     width: int | None = option(
-        None, "pixels (default: the image's own, or what the height makes it)", "--W", within=(1, MOST_PX), common=True
+        None, "pixels (default: the image's own, or by the height)", "--W", within=(1, MOST_PX), common=True
     )
     sample_posterior: bool = option(False, "sample the autoencoder's latents instead of taking their mean")
 
@@ -358,7 +359,9 @@ class InpaintOptions(ImageOptions):
         within=(0, 1),
         common=True,
     )
-    compat: bool = option(False, "do as the original samplers with `mask` and `x0`, for networks of 4 input channels")
+    compat: bool = option(
+        False, "do what the original samplers do with `mask` and `x0`, for networks of 4 input channels"
+    )
 
 
 MOST_NOISE = 350  # the x4 upscaler was trained up to this noise level

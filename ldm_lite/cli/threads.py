@@ -1,7 +1,7 @@
 """How long PyTorch's threads spin, and how many there are: what has to be in the environment before torch is loaded.
 
 At each of some 10,000 barriers of an image, threads of OpenMP spin until the last one comes: GNU's 300,000 times,
-Intel's and LLVM's for 200 ms.  Beside other work they hold the core that the last one waits for.
+Intel's and LLVM's for 200 ms.  On a busy machine they occupy the core that the last one needs.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ def settings(
 ) -> dict[str, str]:
     """Return the variables to set: none that the user has set, and none once torch is loaded, which has read them.
 
-    groups and memberships are where Linux says what the control groups of this process may use.
+    groups and memberships are Linux's files about the control groups of this process and their limits.
     """
     result = dict[str, str]()
     if "torch" in sys.modules:
@@ -36,7 +36,7 @@ def settings(
     if not any(name in environment for name in _SPIN_OF_USERS):
         result |= SPIN
     if not any(name in environment for name in _THREADS_OF_USERS):
-        # OpenMP knows which cores a process may use (taskset), MKL what is a core, but neither knows a share of time.
+        # OpenMP knows which cores a process may use (taskset), MKL what a core is, but neither knows a quota of time.
         cores = min(_quotas(groups, memberships), default=None)
         if cores is not None and cores < len(os.sched_getaffinity(0)):
             result["OMP_NUM_THREADS"] = str(math.ceil(cores))

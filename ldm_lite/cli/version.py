@@ -1,12 +1,12 @@
-"""The version of the package, which PNG texts and reports state, and how to install what it needs more."""
+"""The version of the package, which PNG texts and reports state, and how to install its extras."""
 
 __version__ = "0.1.0"
 
 
 def pip_install(extra: str) -> str:
-    """Return the command for an extra: of the package by its name if it is installed, else of its folder by the path.
+    """Return the command that installs an extra: by the package's name if it is installed, else by its folder's path.
 
-    Where it is not installed, pip would look for the name in its index, where it may be somebody else's.
+    If it is not installed, pip would look the name up in its index, where it may belong to somebody else.
     """
     import importlib.metadata  # slow, and seldom needed
     from pathlib import Path

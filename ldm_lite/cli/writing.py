@@ -20,9 +20,9 @@ log = logging.getLogger("ldm_lite")
 def replacing(path: Path, unique: bool = False) -> Iterator[Path]:
     """Yield a path beside `path` for a new file or folder, which takes its place at the end of the block.
 
-    If the block fails, what is there stays as it is.  A killed process leaves .NAME.part, which the next one removes;
-    with unique, for processes that may write one name at once, the part has a name of its own.  Raises OSError with a
-    file's name, also if the disk is full.
+    If the block fails, an existing file stays as it is.  A killed process leaves .NAME.part, which the next one
+    removes; with unique, for processes that may write one name at once, the part has its own name.  Raises OSError with
+    a file's name, also if the disk is full.
     """
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part" if unique else f".{path.name}.part")
     try:
@@ -51,7 +51,7 @@ def write_whole(path: Path, content: bytes | str, unique: bool = False) -> None:
 
 
 def flush(path: Path) -> None:
-    """Bring a file, or the names in a folder, to the disk.  Raises OSError."""
+    """Flush a file, or the names in a folder, to the disk.  Raises OSError."""
     if os.name == "nt" and path.is_dir():  # Windows opens no folders
         return
     descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
@@ -75,10 +75,10 @@ _held: set[Path] = set()  # locks of this process, which the system lets it take
 
 @contextlib.contextmanager
 def locked(path: Path, advice: str, shared: bool = False) -> Iterator[None]:
-    """Hold a lock file of a folder within the block; with shared, others that share it may hold it too.
+    """Hold a lock file of a folder within the block; with shared, other processes may share it.
 
-    The lock ends with its process, however that ends; processes that it forks do not hold it.  Raises ValueError, one
-    line with the advice, if another process, or another thread of this one, holds it.  On Windows, and where files
+    The lock ends with its process, even if that is killed; processes that it forks do not hold it.  Raises ValueError,
+    one line with the advice, if another process, or another thread of this one, holds it.  On Windows, and where files
     cannot be locked, other processes are not kept out.
     """
     path = path.resolve()

@@ -170,7 +170,7 @@ def _not(model: CheckpointModel, prompt: str | None, wanted: str, guided: bool) 
 
 
 def with_files(options: Any) -> Any:
-    """Return ConditioningOptions with what their files hold.  Raises ValueError, OSError for other files."""
+    """Return ConditioningOptions with the contents of their files.  Raises ValueError, OSError for other files."""
     read = {"image_embedding": read_image_embedding, "image_statistics": read_image_statistics}
     names = [name for name in read if isinstance(getattr(options, name), (str, os.PathLike))]
     values = {name: read[name](Path(getattr(options, name))) for name in names}
@@ -198,9 +198,10 @@ class LabelledBox(NamedTuple):
 def box_tokens(boxes: Sequence[LabelledBox]) -> list[int]:
     """Convert up to 30 boxes to 92 token ids in [0,8192), for an image that is not cropped.
 
-    An object has three, its class, its upper left and its lower right corner; at the end stand the corners of the crop.
+    An object has three, its class, its upper left and its lower right corner; at the end are the corners of the crop.
     Raises ValueError for more boxes, labels that are not tokens, and corners outside [0,1] or in the wrong order.
-    Source: taming-transformers' conditional_builder/objects_bbox.py, of which latent diffusion's layout model learned.
+    Source: taming-transformers' conditional_builder/objects_bbox.py, from which latent diffusion's layout model
+    learned.
     """
     if len(boxes) > MOST_OBJECTS:
         raise ValueError(f"got {len(boxes)} boxes, expected {MOST_OBJECTS} or fewer")

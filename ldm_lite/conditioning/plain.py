@@ -14,7 +14,7 @@ from ldm_lite.text.tokenizer import TextTokenizer
 
 
 def t5_tokenizer(most: int) -> Callable[[CheckpointModel], TextTokenizer | None]:
-    """Return what reads most of a prompt: T5's tokenizer, with at most so many tokens, or without T5 the other one."""
+    """Return the tokenizer that reads most of a prompt: T5's, with at most so many tokens, or else the other one."""
 
     def tokenizer(model: CheckpointModel) -> TextTokenizer | None:
         return model.tokenizer if model.t5_tokenizer is None else replace(model.t5_tokenizer, length=most)

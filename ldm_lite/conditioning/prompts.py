@@ -1,6 +1,6 @@
 """Encode prompts: what the network reads in addition to the latents.
 
-Each family names one of CONDITIONERS, or its own file, with the CONDITIONER that it alone has.
+Each family names one of CONDITIONERS, or its own file, which then has a CONDITIONER.
 Shape letters: B prompts, K chunks of T tokens each, D width of the context.
 """
 
@@ -52,7 +52,7 @@ DEFAULT = PromptOptions()
 
 @dataclass(frozen=True, eq=False)
 class Conditioner:
-    """How the prompts of some families become what their networks read."""
+    """How the prompts of some families become their networks' inputs."""
 
     encode: Callable[[CheckpointModel, Prompts, PromptOptions], Parts]
     tokenizer: Callable[[CheckpointModel], TextTokenizer | None] = lambda model: (
@@ -60,9 +60,9 @@ class Conditioner:
     )  # that reads most of a prompt
     reads: str = "text"  # what a prompt is: "text", "files" (the name of one), or "none"
     has_weights: bool = True  # False: its text encoders, T5 and Qwen3, read plain text
-    without_clip_skip: str = ""  # why there is no layer to choose
-    length: Callable[[CheckpointModel, str], int] | None = None  # of a prompt, if it is not CLIP's chunks that count
-    most: int = 1  # of these: padded to it, all prompts have one shape
+    without_clip_skip: str = ""  # why clip_skip has no layers to choose from
+    length: Callable[[CheckpointModel, str], int] | None = None  # of a prompt, unless CLIP's chunks count
+    most: int = 1  # padded to this many, all prompts have one shape
     has_mask: bool = False  # the network reads as many positions as y (B,1) says
     with_sizes: Callable[[Tensor, Tensor], Tensor] | None = None  # y (B,V) and the numbers (B,N) of images -> y
 
@@ -78,8 +78,7 @@ def conditioner_of(model: CheckpointModel) -> Conditioner:
 def encode_prompts(model: CheckpointModel, prompts: Prompts, options: PromptOptions = DEFAULT) -> Parts:
     """Return the conditioning of B prompts, on the model's device.
 
-    Warnings name the words that do not fit into the text encoder, once per prompt, and what is written for another
-    program.
+    Warnings name words that do not fit into the text encoder, once per prompt, and syntax of other programs.
     """
     conditioner = conditioner_of(model)
     for prompt in dict.fromkeys(prompts):
@@ -114,7 +113,7 @@ def check_used(models: Sequence[CheckpointModel], extra: ConditioningOptions) ->
 
 
 def guided(model: CheckpointModel, cond: Parts, uncond: Parts | None, guidance: float | Callable[..., Any]) -> Guidance:
-    """Return what classifier_free does with these, or for distilled models the one branch that reads the scale."""
+    """Return classifier-free guidance, or for distilled models the one branch that reads the scale."""
     return with_scale(model, cond, guidance) if model.family.distilled else classifier_free(cond, uncond, guidance)
 
 
@@ -220,7 +219,7 @@ def image_size(model: CheckpointModel, options: PromptOptions) -> tuple[int, int
     return (model.family.resolution, model.family.resolution) if options.size is None else options.size
 
 
-# What several rows name -> their Conditioner, or where that stands.
+# A name that several rows share -> their Conditioner, or where that is.
 CONDITIONERS: dict[str, Any] = {
     "clip": Conditioner(clip),
     "sdxl": "ldm_lite.families.sdxl:BOTH_ENCODERS",

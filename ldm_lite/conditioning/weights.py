@@ -1,4 +1,4 @@
-"""Prompts in A1111's syntax: chunks of tokens with weights, and what the weights do to a text encoder's output.
+"""Prompts in A1111's syntax: chunks of tokens with weights, and the weights' effect on a text encoder's output.
 
 Shape letters: B prompts, K chunks of T tokens each, D width of the context.
 """

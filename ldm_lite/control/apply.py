@@ -1,4 +1,4 @@
-"""Apply controls: what the network of each call reads besides the text, and which network it is."""
+"""Apply controls: which network runs in each call, and what it reads besides the text."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -49,7 +49,7 @@ class ActiveControls:
             if isinstance(network, ImagePrompt):
                 names = {layer: name for name, layer in model.unet.named_modules()}
                 for layer in cross_attentions(model.unet):
-                    if "forward" in vars(layer):  # one that does not know of images
+                    if "forward" in vars(layer):  # one that does not read images
                         raise ValueError(
                             f"{control}: an IP-Adapter needs the UNet's own attention, and {names[layer]} was replaced"
                         )
@@ -122,7 +122,7 @@ class ActiveControls:
         return self._longer[key]
 
     def _control(self, step: int, signs: tuple[bool, ...]) -> ControlInputs:
-        """Return the inputs of a step; signs tells of each branch that runs, negative ones first, if it is positive."""
+        """Return the inputs of a step; signs says which of the branches that run, negative ones first, are positive."""
         inputs: list[ControlInput | None] = []
         for control, control_input in self._nets:
             acts = self._acts(control, step)
@@ -141,7 +141,7 @@ class ActiveControls:
     def _image_rows(self, step: int, signs: tuple[bool, ...], rows: int) -> Any:
         """Return the keys and values (K*B,T,C) of images, for every cross-attention; None without one.
 
-        signs tells of each of the K branches that run whether it is positive; each has so many rows.
+        signs says of each of the K branches that run whether it is positive; each has B rows.
         """
         acting = tuple(self._acts(control, step) for control, _ in self._prompts)
         if not any(acting) and not self._compiled:
@@ -164,7 +164,7 @@ class ActiveControls:
         return self._images[1]
 
     def _acts(self, control: Control, step: int) -> bool:
-        # Rounded to a thousandth of a step: shares like 0.3 are not exact in binary.
+        # Rounded to a thousandth of a step: fractions like 0.3 are not exact in binary.
         first, last = (round(fraction * self._num_steps, 3) for fraction in (control.start, control.end))
         return first <= step and step + 1 <= last
 

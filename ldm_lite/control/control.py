@@ -31,7 +31,7 @@ class Control:
     in [-1,1].  It acts from `start` to `end`, fractions of the steps in [0,1].  guess: not for the negative prompt, and
     stronger in deeper layers; pool: averaged over the image, for the shuffle network, and not for the negative prompt.
     preprocess makes the map first: "none", "canny", "canny:LOW:HIGH" or "inpaint" (transparent parts are the hole).
-    name stands for the source in texts.
+    name replaces the source in texts.
     Raises ValueError for values out of range.
     """
 

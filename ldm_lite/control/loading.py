@@ -47,7 +47,7 @@ class ImagePrompt(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class LoadedControl:
-    """A control with its network, or with what was made of its image: tokens (1,T,C), an IP-Adapter's ImagePrompt."""
+    """A control with its network, or with its encoded image: tokens (1,T,C), or an IP-Adapter's ImagePrompt."""
 
     control: Control
     network: ControlNet | T2IAdapter | Tensor | ImagePrompt
@@ -126,7 +126,7 @@ def _load_vision(
 def _with_image(
     network: ControlNetwork, vision: ImageEncoder | None, control: Control
 ) -> ControlNet | T2IAdapter | Tensor | ImagePrompt:
-    """Compute once per job what a style adapter, an IP-Adapter or Redux makes of its image, times its weight."""
+    """Encode the image of a style adapter, an IP-Adapter or Redux, times its weight, once per job."""
     if isinstance(network, Redux):  # whose image is stretched to a square
         assert isinstance(vision, SiglipVisionEncoder)
         width, side = network.spec.width, vision.spec.size
@@ -150,7 +150,7 @@ def _with_image(
     pixels = unit_pixels(clip_crop(control.rgb(), vision.spec.size)).to(vision.embeddings.class_embedding)
     if isinstance(network, StyleAdapter):
         return control.weight * network(vision(pixels))
-    # The weight multiplies the values, and so what attention makes of them.
+    # The weight multiplies the values, and so the output of attention.
     return ImagePrompt(
         *(tuple((k, control.weight * v) for k, v in network(tokens)) for tokens in network.tokens(vision, pixels))
     )
@@ -172,7 +172,7 @@ _LAST_READ: WeakKeyDictionary[nn.Module, dict[object, tuple[ControlNet, bool]]] 
 
 
 def _version(model: CheckpointModel, source: str | os.PathLike[str]) -> object:
-    """Return what tells whether a file, and where its network goes, is the same as before; None if it may not be."""
+    """Return a key that is equal if a file, and where its network goes, are the same as before; None if unknown."""
     try:
         stat = os.stat(source)
     except OSError:
@@ -182,7 +182,7 @@ def _version(model: CheckpointModel, source: str | os.PathLike[str]) -> object:
 
 
 def _read_once(model: CheckpointModel, sources: Sequence[str | os.PathLike[str]]) -> list[tuple[ControlNetwork, bool]]:
-    """Read the networks of a job, but for ControlNets that the job before it read from the same files."""
+    """Read the networks of a job, except ControlNets that the job before it read from the same files."""
     before, read, networks = _LAST_READ.get(model.unet, {}), dict[object, tuple[ControlNet, bool]](), []
     for source in sources:
         version = _version(model, source)
@@ -197,8 +197,8 @@ def _read_once(model: CheckpointModel, sources: Sequence[str | os.PathLike[str]]
 
 
 def _read(model: CheckpointModel, source: str | os.PathLike[str]) -> tuple[ControlNetwork, bool, bool]:
-    """Read a network, ready to run with the model; tell whether its configuration asks for pooling, and whether its
-    file holds all of it, and not differences from the UNet's weights."""
+    """Read a network, ready to run with the model; also return whether its configuration asks for pooling, and
+    whether its file holds all of it, not differences from the UNet's weights."""
     components = parts_of(open_source(source))
     role = next((role for role in ROLES if role in components), None)
     if role is None:
@@ -317,14 +317,14 @@ def _check_fit(model: CheckpointModel, numbers: Mapping[str, object]) -> None:
 # the weights X.weight, which are the UNet's plus up @ down.  Tensors that it has whole replace the UNet's; those that
 # it lacks are the UNet's.  Source: Stability AI's control-lora; ComfyUI comfy/controlnet.py, ControlLora.
 
-MARK = "lora_controlnet"  # a tensor that says nothing but what kind of file it is
+MARK = "lora_controlnet"  # a tensor that only says what kind of file it is
 
 
 def differences(file: Tensors, wanted: Shapes, base: Container[str]) -> tuple[Tensors, set[str]]:
-    """Return the weights of a Control-LoRA as differences from a UNet's, and the keys of those that are whole.
+    """Return the weights of a Control-LoRA as differences from a UNet's, and the keys of those stored whole.
 
-    wanted are the shapes of the ControlNet, base the keys that its UNet has too.  Keys that are no part of it stay in
-    the result.  Raises ValueError if a pair of factors is for another UNet.
+    wanted are the shapes of the ControlNet, base the keys that its UNet has too.  Keys that do not belong to it stay
+    in the result.  Raises ValueError if a pair of factors is for another UNet.
     """
     stored, pairs = file.shapes, dict[str, tuple[str, str]]()
     added = {key: shape for key, shape in wanted.items() if key in base and key not in stored}

@@ -17,7 +17,7 @@ from ldm_lite.core.pipeline import load
 
 
 def parser() -> argparse.ArgumentParser:
-    """A flag for each option, those of features too."""
+    """A flag for each option, including those of features."""
     result = argparse.ArgumentParser(prog=f"python -m {__package__}", description=__doc__)
     result.add_argument("prompt", help="what to make")
     result.add_argument("--ckpt", nargs="*", default=(), help="checkpoint, and files whose networks replace its own")
@@ -40,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _value_type(hint: Any) -> type:
-    """What a flag's text becomes: the first of bool, int and float that an annotation allows, or str."""
+    """The type of a flag's value: the first of bool, int and float that an annotation allows, or str."""
     is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
     allowed = typing.get_args(hint) if is_union else (hint,)
     return next((number for number in (bool, int, float) if number in allowed), str)

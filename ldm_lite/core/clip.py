@@ -23,11 +23,11 @@ class CLIPSpec:
     width: int
     mlp_width: int
     layers: int
-    heads: int | None = None  # weights do not tell
+    heads: int | None = None  # shapes do not show it
 
     @classmethod
     def from_shapes(cls, shapes: Shapes) -> Self:
-        """Return the spec of an encoder with weights of these shapes, heads untold.  Raises ValueError for nonsense."""
+        """Return the spec of an encoder with weights of these shapes, heads None.  Raises ValueError if none has."""
         vocab_size, width = checked_shape(shapes, "embeddings.token_embedding.weight", 2)
         return cls(
             vocab_size=vocab_size,
@@ -105,7 +105,7 @@ class CLIPTextEncoder(nn.Module):
     def __init__(self, spec: CLIPSpec) -> None:
         super().__init__()
         if spec.heads is None:
-            raise ValueError("the weights of a text encoder do not tell its heads: give replace(spec, heads=...)")
+            raise ValueError("the shapes of a text encoder do not show its heads: give replace(spec, heads=...)")
         self.spec = spec
         self.embeddings = Embeddings(spec)
         layers = (EncoderLayer(spec.width, spec.mlp_width, spec.heads) for _ in range(spec.layers))

@@ -1,4 +1,4 @@
-"""Rows of options: all that is said of an option, once, as a field of a frozen dataclass.  Nothing here imports torch.
+"""Rows of options: everything about an option, once, as a field of a frozen dataclass.  Nothing here imports torch.
 
 From a row come a keyword argument in Python, a flag with its help, checks, and a picture's text, written and read.
 """
@@ -48,16 +48,16 @@ def option(
     """Declare a dataclass field that is an option: a keyword argument of tasks, and the flag --its-name.
 
     `within` is the range of a number (always finite), with its `reason`; `choices` are its values; `parse` turns (name,
-    text) into the value.  `excludes` are options that it does not go with.  In a feature, `reads` turns its text into
-    what `feature.reading(name)` returns, or raises ValueError before a model is loaded; `no_effect` is
+    text) into the value.  `excludes` are options that it does not go with.  In a feature, `reads` parses its text
+    into the value of `feature.reading(name)`, or raises ValueError before a model is loaded; `no_effect` is
     a function of the job that returns why the option has no effect in it, or None.
 
     The rest is for packages around this one, and nothing here reads it.  Of their command lines: `flags` are further
     spellings; `positional` options may be given without one; a flag whose field is a
     tuple may be repeated; --help shows `common` flags, --help-all the rest too; `metavar` is the value's name in help;
     FILE, PATH or DIR in it marks options that name files; `used_by` names the text encoders that use the option.
-    Of a picture's text: `png` is its key, `keys` are further ones that it is read from; `written` (value -> what stands
-    there) may replace the value, `restored` holds texts that stand for other values, and `from_text` reads it (all
+    Of a picture's text: `png` is its key, `keys` are further ones that it is read from; `written` (value -> text) may
+    replace the value, `restored` holds texts that mean other values, and `from_text` reads it (all
     settings, the options that the user gives -> value); with `always` the feature writes it itself.
     """
     about = {key: value for key, value in locals().items() if key != "default"}
@@ -72,14 +72,14 @@ def argument(help: str, default: Any = None) -> Any:
 
 
 def expected(name: str, value: Any, choices: Sequence[str]) -> str:
-    """Return how a message goes on about a value of an option that is none of its choices."""
+    """Return the end of a message about a value that is not among an option's choices."""
     return f", expected one of {', '.join(choices)}"
 
 
 def check_values(instance: Any, hint: Callable[[str, Any, Sequence[str]], str] = expected) -> None:
     """Check the values of a dataclass by its rows; numbers of numpy and torch become Python's.
 
-    hint ends the message about a value that is none of its choices.
+    hint ends the message about a value that is not among its choices.
 
     Raises ValueError for a number out of range, or text that does not parse, TypeError for a value of another type.
     """

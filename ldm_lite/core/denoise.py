@@ -50,7 +50,7 @@ class Call(NamedTuple):
 
 
 class Branch(NamedTuple):
-    """A conditioning that the network runs on, and what its output counts for."""
+    """A conditioning that the network runs on, and the weight of its output."""
 
     conditioning: Conditioning
     # Multiplied by the guidance scale; a tensor (1,h,w) has one for each position.  `weighted` does not use that of the
@@ -116,10 +116,10 @@ class Guided(NamedTuple):
 
 
 def running(branches: tuple[Branch, ...], scale: float) -> tuple[Branch, ...]:
-    """Return the branches that run: all, or all but the first if its output would count nothing, as at a scale of 1.
+    """Return the branches that run: all, or all but the first if its output would have no weight, as at a scale of 1.
 
-    In `weighted`, the first output counts 1 - scale * (the sum of the others' weights).  Where that is 0, the others
-    count 1 together, so the next one may take its place.
+    In `weighted`, the first output counts 1 - scale * (the sum of the others' weights).  Where that is 0, the
+    others' weights sum to 1, so the next one may take its place.
 
     Raises ValueError for maps of weights of different sizes.
     """
@@ -136,7 +136,7 @@ def running(branches: tuple[Branch, ...], scale: float) -> tuple[Branch, ...]:
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy a tensor to a device; to a CUDA GPU without waiting for it, from pinned memory.
 
-    From other memory, a copy that does not wait may read what has been freed: on Apple's GPUs it does.
+    From other memory, a copy that does not wait may read freed memory: on Apple's GPUs it does.
     """
     if device.type == "cuda" and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
@@ -241,12 +241,12 @@ def unconstrained(number: int, x: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class State:
-    """The latents after a step, and what is needed to tell the image that the step predicted."""
+    """The latents after a step, and what is needed to compute the image that the step predicted."""
 
     step: int  # how many are done, from 1 (Call.step counts from 0)
     num_steps: int
     latents: Tensor = field(repr=False)  # (B,C,h,w) float32, in the UNet's scale
-    before: Tensor = field(repr=False)  # (B,C,h,w) the latents that the call read whose output is h
+    before: Tensor = field(repr=False)  # (B,C,h,w) the latents that the call of `h` read
     h: Tensor = field(repr=False)  # (B,C,h,w) this H: eps or x0, as the sampler chose
     x0_of_h: tuple[float, float] = field(repr=False)  # (p, q): x0 = p * before + q * h
     constrain: Callable[[Tensor], Tensor] = field(repr=False)  # puts into clean latents what a mask keeps

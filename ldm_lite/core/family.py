@@ -23,10 +23,10 @@ from ldm_lite.core.tokenizer import CLIPTokenizer
 from ldm_lite.core.unet import UNetSpec
 from ldm_lite.core.vae import VAESpec
 
-Facts = Mapping[str, str]  # what a file's own metadata tell, or the user
+Facts = Mapping[str, str]  # what a file's own metadata says, or the user
 PREFIX = "ldm_lite."  # of our names in a file's metadata, where other programs write too
 SIGNATURE = {"family", "scale_factor", "resolution", "num_timesteps"}  # files of earlier versions have no prefix
-Specs = Mapping[str, Any]  # by kind, as weights tell them: without heads
+Specs = Mapping[str, Any]  # by kind, as the weights show them: without heads
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Family:
         return Schedule.from_betas(betas, self.prediction)
 
 
-# What metadata may tell of a family: fact -> field of Family, and its type.
+# What metadata may say about a family: fact -> field of Family, and its type.
 FACTS: dict[str, tuple[str, Any]] = {
     "title": ("title", str),
     "prediction": ("prediction", str),
@@ -67,7 +67,7 @@ FACTS: dict[str, tuple[str, Any]] = {
     "guidance": ("scale", float),
     "words": ("words", str),
 }
-# And of a network, whose weights do not tell its heads: kind -> fact, and the size in its spec that heads divide.
+# And about a network, whose shapes do not show its heads: kind -> fact, and the size in its spec that heads divide.
 HEADS = {"unet": ("unet_num_heads", "model_channels"), "clip": ("text_num_heads", "width")}
 
 
@@ -120,20 +120,21 @@ SD1 = Family(
 
 
 def stable_diffusion_1(specs: Specs, parts: Mapping[str, Tensors], facts: Facts) -> Family | None:
-    """Stable Diffusion 1.x, and networks of other sizes whose metadata tell the rest."""
+    """Stable Diffusion 1.x, and networks of other sizes whose metadata has the rest."""
     if facts.get("family", "sd1") != "sd1" or not matches(specs, SD1, told="family" in facts):
         return None
     return with_facts(SD1, specs, facts)
 
 
-# A kind of network that tells the family -> (specs, parts, facts) -> Family or None, or its name, "module:function".
+# A kind of network that identifies the family -> (specs, parts, facts) -> Family or None, or its name,
+# "module:function".
 FAMILIES: list[tuple[str, Any]] = [("clip", stable_diffusion_1)]
 
 
 def recognise(parts: Mapping[str, Tensors], metadata: Mapping[str, str], told: Facts) -> Family:
     """Return the family of a file, by its networks' shapes, its metadata and what the user says.
 
-    Raises ValueError, one line, if they do not tell it, and for an unknown name in what the user says.
+    Raises ValueError, one line, if these do not determine it, and for an unknown name in the user's metadata.
     """
     names = ["family", *FACTS, *(fact for fact, _ in HEADS.values())]
     for name in told.keys() - set(names):
@@ -160,14 +161,14 @@ def recognise(parts: Mapping[str, Tensors], metadata: Mapping[str, str], told: F
 
 
 def matches(specs: Specs, known: Family, told: bool) -> bool:
-    """Whether the networks of a file are those of a known family: in kind and, unless metadata tell it, in size."""
+    """Whether the networks of a file are those of a known family: in kind and, unless metadata says so, in size."""
     if not known.specs.keys() <= specs.keys():
         return False
     if told:
         return True
     for kind, spec in known.specs.items():
         for name, size in vars(specs[kind]).items():
-            if size is not None and size != getattr(spec, name):  # None: weights do not tell
+            if size is not None and size != getattr(spec, name):  # None: shapes do not show it
                 return False
     return True
 
@@ -192,7 +193,7 @@ def with_facts(known: Family, specs: Specs, facts: Facts) -> Family:
 
 
 def _fact(facts: Facts, name: str, value_type: Any) -> Any:
-    """Return a fact as a str, int or float, from 0 on.  Raises ValueError, naming the fact, for what is none."""
+    """Return a fact as a str, int or float, from 0 on.  Raises ValueError, naming the fact, for any other value."""
     try:
         value = value_type(facts[name])
         is_valid = value_type is str or 0 <= value < math.inf

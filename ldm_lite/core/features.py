@@ -40,12 +40,12 @@ STAGES = (
 
 @dataclass(frozen=True)
 class Feature:
-    """A frozen dataclass with options of its own, which changes a run in one or more of these places."""
+    """A frozen dataclass with options, which changes a run in one or more of these places."""
 
     stage: ClassVar[str] = "run"  # one of STAGES
     excludes: ClassVar[tuple[str, ...]] = ()  # names of options that it does not go with
-    part_of: ClassVar[tuple[str, str]] = ("", "")  # the option that its others mean nothing without, and why
-    # For packages around this one: nothing here sets these, or reads them but for `tasks` in check_together.
+    part_of: ClassVar[tuple[str, str]] = ("", "")  # the option without which the others mean nothing, and why
+    # For packages around this one: nothing here sets these, or reads them, except `tasks` in check_together.
     topic: ClassVar[str] = ""  # of --help, where its options stand; its own name if empty
     tasks: ClassVar[tuple[str, ...]] = ()  # whose options they are; all tasks' if empty
     uses: ClassVar[tuple[str, ...]] = ()  # options of every task that bring it, too
@@ -53,7 +53,7 @@ class Feature:
     loads: ClassVar[bool] = False  # it loads networks, so it cannot be tried before weights are read
 
     def check(self, options: Any) -> Any:
-        """Return the options, perhaps changed, before a model is loaded; what rows say of options is checked already.
+        """Return the options, perhaps changed, before a model is loaded; their ranges and choices are checked already.
 
         Raises ValueError for options that are wrong whatever the model, OSError for files.
         """
@@ -66,7 +66,7 @@ class Feature:
     def change_job(self, job: Any) -> Any:
         """Return the Job with some of its slots replaced; job.changing_inputs changes what calls of the network read.
 
-        Raises ValueError, one line, for what does not fit the job.
+        Raises ValueError, one line, for options that do not fit the job.
         """
         return job
 
@@ -82,7 +82,7 @@ class Feature:
             self.reading(field.name)
 
     def reading(self, name: str) -> Any:
-        """Return what the `reads` of an option's row makes of its value, once; None for an option that is not given."""
+        """Return an option's value as parsed by its row's `reads`, once; None for an option that is not given."""
         row, value = type(self).__dataclass_fields__[name], getattr(self, name)
         reads = row.metadata.get("reads")
         if reads is None or value is None:
@@ -91,11 +91,11 @@ class Feature:
 
     @functools.cached_property
     def state(self) -> dict[Any, Any]:
-        """What it remembers; a feature is an object of one run."""
+        """Its state; a feature is an object of one run."""
         return {}
 
     def once(self, key: Any, change: Callable[[Any], T]) -> T:
-        """Return change(key), called once in a run; key is a name, or an object, which is told by its identity."""
+        """Return change(key), called once in a run; key is a name, or an object, which counts by identity."""
         place = key if isinstance(key, str) else id(key)
         if place not in self.state:
             self.state[place] = key, change(key)  # the key stays alive, so that no other object gets its id
@@ -139,7 +139,7 @@ ORIGIN = "ldm_lite.core"  # how files of features name this package, in a fork t
 
 
 def import_file(path: Path) -> None:
-    """Run a Python file of one's own, such as one that registers a feature.
+    """Run a Python file of the user's, such as one that registers a feature.
 
     Raises ValueError, one line, for a file that cannot be read or run.
     """
@@ -155,7 +155,7 @@ def import_file(path: Path) -> None:
 
 
 def check_together(feature: Feature, is_set: Callable[[str], bool], task: str = "") -> None:
-    """Check a feature beside the other options, by its class and its rows; is_set tells which of them are given.
+    """Check a feature against the other options, by its class and its rows; is_set says which of them are given.
 
     Raises ValueError, one line.
     """

@@ -56,9 +56,9 @@ class Job:
     solve: Callable[..., Iterator[State]] = run_plan
 
     def changing_inputs(self, change: Callable[[Inputs, Call, Job], Inputs]) -> Job:
-        """Return a job whose calls read what `change` makes of their inputs.
+        """Return a job with the inputs of its calls changed by `change`.
 
-        For what must remember something during a run, add a wrapper to `wrappers` instead: it is called for each batch.
+        To remember something during a run, add a wrapper to `wrappers` instead: it is called for each batch.
         """
 
         def wrap(inputs_of: InputSource, job: Job) -> InputSource:

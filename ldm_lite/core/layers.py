@@ -48,7 +48,7 @@ def attention_layers(network: nn.Module, where: str = "*") -> dict[str, nn.Modul
 def use_attention(network: nn.Module, attention: str | AttentionFn, where: str = "*") -> None:
     """Set the attention of those layers: a name of ATTENTIONS, or a function.  It changes the network in place.
 
-    A function with a parameter named `place` is told where it is called: see Place.  Raises ValueError for an unknown
+    A function with a parameter named `place` learns where it is called: see Place.  Raises ValueError for an unknown
     name, and for a pattern that no layer matches.
     """
     if isinstance(attention, str) and attention not in ATTENTIONS:
@@ -68,7 +68,7 @@ def use_attention(network: nn.Module, attention: str | AttentionFn, where: str =
 
 
 def _note_sizes(network: nn.Module, name: str) -> None:
-    """Have a layer of a network, and the modules that it is in, note the size of their feature maps."""
+    """Make a layer of a network, and the modules that contain it, note the size of their feature maps."""
     names = name.split(".")
     for depth in range(1, len(names) + 1):
         module = network.get_submodule(".".join(names[:depth]))
@@ -84,10 +84,10 @@ def _takes_place(function: AttentionFn) -> bool:
 
 
 class _Now(threading.local):
-    """What attention functions are told of the call that runs in this thread; the defaults are those outside of a run.
+    """What attention functions learn about the call that runs in this thread; the defaults are those outside of a run.
 
     `calling` sets it around a call of the network, and hooks of layers set the size of their feature map as it goes
-    on.  It belongs to the thread, for a network has no state: threads may share it.
+    on.  It belongs to the thread, since threads may share a network, which has no state.
     """
 
     call: Any = None
@@ -156,8 +156,8 @@ def note_size(module: nn.Module, inputs: tuple[Any, ...]) -> None:
 
 
 def shared_copy(network: nn.Module) -> Any:
-    """A copy of a network with modules of its own and the same weights, to change without changing the original."""
-    # Attention functions are not copied either: they may be objects of the user's that remember maps.
+    """A copy of a network with new modules and the same weights, to change without changing the original."""
+    # Attention functions are not copied either: they may be the user's objects, with stored maps.
     attentions = [vars(layer)["attention"] for layer in attention_layers(network).values()]
     shared = (*network.parameters(), *network.buffers(), *attentions)
     already_copied = {id(value): value for value in shared}  # deepcopy's memo

@@ -56,7 +56,7 @@ class Model:
         """Return a model whose UNet attends by a function of q, k, v (B,H,N,D), in the layers that match `where`.
 
         "*attn1" are the self-attentions, "*attn2" those to the text.  The batch is that of denoise.Guided: with
-        guidance the first half of B is the negative prompt's.  A fourth parameter named `place` is told the layer, the
+        guidance the first half of B is the negative prompt's.  A fourth parameter named `place` has the layer, the
         size and the call: see layers.Place.  Weights are shared.
         """
         unet = shared_copy(self.unet)
@@ -73,7 +73,7 @@ class Model:
         return self.vae.spec.embed_dim, height // factor, width // factor
 
     def check_latents(self, latents: Tensor, name: str) -> None:
-        """Raise ValueError for what is not a tensor (B,C,h,w) with as many channels as latents have."""
+        """Raise ValueError unless this is a tensor (B,C,h,w) with as many channels as latents have."""
         channels = self.vae.spec.embed_dim
         if not isinstance(latents, Tensor):
             reason = f"of the type {type(latents).__name__}"
@@ -95,7 +95,7 @@ class Model:
 
     @torch.no_grad()
     def encode_prompt(self, prompt: str | Sequence[str]) -> Conditioning:
-        """Return what the UNet reads of one prompt or of B: {"context": (B,T,D)}.  Words that do not fit are logged."""
+        """Return the UNet's inputs for one prompt or B: {"context": (B,T,D)}.  Words that do not fit are logged."""
         prompts: list[Any] = list(prompt) if np.ndim(prompt) else [prompt]
         if not prompts or not all(isinstance(text, str) for text in prompts):
             raise ValueError(f"got prompt={prompt!r}, expected a text, or a list of texts")
@@ -120,7 +120,7 @@ class Model:
         """Decode latents (B,C,h,w) to pixels (3,H,W) in [-1,1], float32 on the CPU, image by image.
 
         An autoencoder that overflows in half precision runs again in float32, with a warning: no black images.
-        Raises ValueError for latents or pixels that are not finite even so.
+        Raises ValueError for latents or pixels that are still not finite.
         """
         if not torch.isfinite(latents).all():
             raise ValueError(

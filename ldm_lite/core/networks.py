@@ -1,4 +1,4 @@
-"""The kinds of networks that a checkpoint can hold, told by a key that each always has; splitting and filling.
+"""The kinds of networks that a checkpoint can hold, recognised by a key that each always has; splitting and filling.
 
 Further kinds join from outside, KINDS["name"] = Kind(...), with classes that are imported when a file needs them.
 """

@@ -185,11 +185,11 @@ def load(
     trainable: bool = False,
     metadata: Mapping[str, str] | None = None,
 ) -> Pipeline:
-    """Load a checkpoint; networks of further files take the place of the first's; no file is the bundled model.
+    """Load a checkpoint; networks of further files replace the first's; without a file, the bundled model.
 
     The device is by default a CUDA GPU, else Apple's, else the CPU.  dtype is "fp32", "fp16" or "bf16"; by default
     float16 on CUDA, float32 elsewhere and for what is `trainable`; other weights are frozen.  With `ema` the UNet is
-    the EMA copy, if a file has one.  metadata overrules what the file tells: {"prediction": "v"}, ...
+    the EMA copy, if a file has one.  metadata overrides the file's: {"prediction": "v"}, ...
 
     Raises FileNotFoundError, and ValueError, one line, for files that are damaged, would run code, or hold an unknown
     model, for unknown metadata, and for a device that is not there.

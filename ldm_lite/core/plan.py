@@ -27,7 +27,7 @@ X, ASIDE, H1, H2, H3, H, NOISE = np.eye(NUM_REGISTERS + 2)
 class Plan:
     """A sampler's table for N calls of the network: float64 coefficients, no state.  samplers.make_plan makes one."""
 
-    t: Array  # (N,) the timestep that the network is told, possibly fractional
+    t: Array  # (N,) the timestep that the network is given, possibly fractional
     level: Array  # (N, 2) (a, s) of the latent that the call reads: x = a x0 + s eps
     h_of_out: Array  # (N, 2) (p, q): H = p x + q out, for the network's output
     x0_of_out: Array  # (N, 2) the same for x0; NaN where it is undefined
@@ -36,7 +36,7 @@ class Plan:
     adds_noise: NDArray[np.bool_]  # (N,) whether the row uses noise
     remembers: NDArray[np.bool_]  # (N,) whether H joins the history
     initial: float  # the first latent is unit noise times this
-    end: Level  # the level of the result, for who looks at a plan: no run reads it
+    end: Level  # the level of the result, for readers of a plan: no run reads it
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.num_steps} steps, {len(self.t)} calls of the network)"

@@ -144,8 +144,8 @@ def plms(schedule: Schedule, steps: int, spacing: str | Spacing = "leading") -> 
         elif i == 0:
             rows.add(i, now, _transfer(now, after, H), aside=X)
             ahead = after
-            # The original tells the network timesteps[min(i + 1, last)]: with a single step to timestep 0, where
-            # `leading` ends without being clean, that is its own again.
+            # The original gives the network timesteps[min(i + 1, last)]: with a single step to timestep 0, where
+            # `leading` ends before the clean image, that is the same timestep again.
             if len(levels) == 2 and after.t == 0:
                 ahead = after._replace(t=now.t)
             rows.add(i, ahead, _transfer(now, after, (H1 + H) / 2, x=ASIDE), remember=False)

@@ -1,7 +1,7 @@
-"""Save a model as one file of which load() makes the same model again, or refuse: nothing is lost without a word.
+"""Save a model as one file from which load() makes the same model again, or refuse: nothing is lost silently.
 
-A .safetensors file holds tensors and a few words, no code.  So the reader is asked before a byte is written: what it
-would make of these tensors and metadata is compared with the model, module by module.
+A .safetensors file holds tensors and a few words, no code.  So before a byte is written, the model that load() would
+make from these tensors and metadata is compared with this one, module by module.
 """
 
 import os
@@ -61,7 +61,7 @@ def save(model: Model, path: Path) -> None:
 
 
 def check_file(file: Tensors, model: Model) -> None:
-    """Raise ValueError, saying what differs, unless load() would make this model of a file."""
+    """Raise ValueError, saying what differs, unless load() would make this model from a file."""
     try:
         parts = split(file)
         family = recognise(parts, file.metadata, {})
@@ -72,7 +72,7 @@ def check_file(file: Tensors, model: Model) -> None:
     for name in (field.name for field in fields(family)):
         if getattr(family, name) != getattr(expected, name):
             raise ValueError(
-                f"cannot save the family's {name}, {getattr(expected, name)!r}: a file tells numbers and names only, "
+                f"cannot save the family's {name}, {getattr(expected, name)!r}: a file holds numbers and names only, "
                 f"and load() would use {getattr(family, name)!r}; put it back, and in again after loading"
             )
     has_levels = np.array_equal(schedule.alpha_bar, model.schedule.alpha_bar)
@@ -114,7 +114,7 @@ def unwrapped(network: Any) -> Any:
 
 
 def modules_of(network: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules of a network with their names, those inside of wrappers in place of the wrappers."""
+    """Yield the modules of a network with their names; wrapped modules replace their wrappers."""
     network = unwrapped(network)
     yield name, network
     for key, child in network._modules.items():
@@ -123,7 +123,7 @@ def modules_of(network: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Mod
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
-    """The parameters and buffers of a module that belong into a file, without those of modules in it."""
+    """The parameters and buffers of a module that belong in a file, without those of modules in it."""
     tensors = {**module._parameters, **module._buffers}
     left_out = module._non_persistent_buffers_set
     return {key: value for key, value in tensors.items() if value is not None and key not in left_out}
@@ -146,7 +146,7 @@ def weights_of(network: nn.Module) -> dict[str, Tensor]:
 
 
 def difference_of(network: nn.Module, expected: nn.Module) -> str:
-    """Say in which module a network differs from another in more than the values of its weights; "" if in none."""
+    """Say which module of a network differs from another's in more than the values of its weights; "" if in none."""
     modules, others = dict(modules_of(network)), dict(modules_of(expected))
     for name, module in modules.items():
         counterpart, place = others.get(name), name or "the network"

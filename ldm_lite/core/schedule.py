@@ -23,7 +23,7 @@ Prediction = Literal["eps", "v"]
 
 
 class Level(NamedTuple):
-    """A noise level, x = a x0 + s eps, and the timestep t that the network is told."""
+    """A noise level, x = a x0 + s eps, and the timestep t that the network is given."""
 
     t: float
     a: float
@@ -31,7 +31,7 @@ class Level(NamedTuple):
 
     @property
     def scale(self) -> float:
-        """What x is divided by in the variance-exploding scale, y = x / scale."""
+        """The divisor of x in the variance-exploding scale, y = x / scale."""
         return self.a
 
     @property
@@ -85,7 +85,7 @@ class Schedule:
         return level_of(t, float(np.exp(np.interp(t, index, np.log(self.sigmas)))))
 
     def at_sigma(self, sigma: float) -> Level:
-        """The level of exactly this sigma.  Beyond the schedule its timestep is the last one, which a warning says."""
+        """The level of exactly this sigma.  Beyond the schedule its timestep is the last one, with a warning."""
         low, high = float(self.sigmas[0]), float(self.sigmas[-1])
         if not low * (1 - 1e-6) <= sigma <= high * (1 + 1e-6):
             log.warning("sigma %.4g is outside of the range that the network knows, %.4g to %.4g", sigma, low, high)
@@ -107,7 +107,7 @@ class Schedule:
         return a * x0 + s * eps
 
     def target(self, x0: Tensor, eps: Tensor, t: Tensor) -> Tensor:
-        """What the network is to predict for noised(x0, eps, t): eps, or v = a eps - s x0."""
+        """The target of the network for noised(x0, eps, t): eps, or v = a eps - s x0."""
         a, s = self.levels_at(t, x0)
         return eps if self.prediction == "eps" else a * eps - s * x0
 
@@ -142,7 +142,7 @@ class Schedule:
 
 
 def level_of(t: float, sigma: float) -> Level:
-    """The variance-preserving level of a sigma, at which the network is told t."""
+    """The variance-preserving level of a sigma, at which the network is given t."""
     a = 1.0 / np.sqrt(1.0 + sigma**2)
     return Level(t, float(a), float(sigma * a))
 

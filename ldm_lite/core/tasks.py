@@ -134,7 +134,7 @@ def seeded_noise(job: Job, items: Sequence[Item]) -> Draw:
 
 
 def noise_of(seeds: Sequence[int], shape: tuple[int, int, int]) -> Draw:
-    """Return what draws unit noise (B,C,h,w) of B seeds, by a CPU generator each: whatever the batch and device."""
+    """Return a function that draws unit noise (B,C,h,w), by a CPU generator per seed, on any device."""
     generators = [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
 
     def draw() -> Tensor:

@@ -1,7 +1,7 @@
 """Open PyTorch's .ckpt files safely: torch.load(weights_only=True) runs no code of a file.
 
-Its pickle may name what weights need, and what training left in original files (Lightning's callbacks, OmegaConf's
-settings, numpy's numbers), for which PyTorch gets inert classes of ours.
+Its pickle may name classes that weights need, and those that training left in original files (Lightning's
+callbacks, OmegaConf's settings, numpy's numbers), which inert classes of ours replace.
 """
 
 import io
@@ -30,13 +30,13 @@ class Inert:
         pass
 
 
-# "module name" of what weights need, as PyTorch allows it: but for bytearray and others that take memory.
+# "module name" of what weights need, as PyTorch allows it, except bytearray and others that take memory.
 WEIGHTS = re.compile(
     r"torch (\w+Storage|b?float\w+|double|half|complex\w+|u?int\d+|long|bool|device|Size)|torch.storage UntypedStorage"
     r"|torch\._utils _rebuild_\w+|torch\._tensor _rebuild_from_type_v2|torch\.nn\.parameter Parameter"
     r"|torch\.serialization _get_layout|collections (OrderedDict|Counter)|_codecs encode|(builtins|__builtin__) set"
 )
-# A pattern of what else files hold, and a class that stands for it; the first match counts.
+# A pattern of other names in files, and a class that replaces them; the first match counts.
 INERT: list[tuple[str, type[Inert]]] = [
     (r"(pytorch_lightning|lightning\w*|omegaconf)\.\S+ \w+|typing Any", Inert),
     (r"numpy\S* (dtype|\w+DType|ndarray|scalar|_reconstruct)", Inert),
@@ -47,7 +47,7 @@ INERT: list[tuple[str, type[Inert]]] = [
 def load_torch(path: Path) -> Any:
     """Return what a file holds: containers of tensors, mapped into memory where the file's format allows that.
 
-    Raises ValueError, one line, for a damaged file, and for one that names something else than weights need.
+    Raises ValueError, one line, for a damaged file, and for one that names other things than weights need.
     """
     try:
         with open(path, "rb") as file:
@@ -66,7 +66,7 @@ def load_torch(path: Path) -> Any:
 
 
 def _pickles(file: BinaryIO, is_zip: bool) -> Iterator[IO[bytes]]:
-    """Yield the pickles of a file.  Raises ValueError for what would take too much memory."""
+    """Yield the pickles of a file.  Raises ValueError if they would take too much memory."""
     if not is_zip:
         file.seek(0)
         pickles = io.BytesIO(file.read(MOST_PICKLE))
@@ -86,8 +86,8 @@ def _pickles(file: BinaryIO, is_zip: bool) -> Iterator[IO[bytes]]:
 def _stand_ins(pickled: IO[bytes]) -> Iterator[type]:
     """Read a pickle's operations, and yield classes for the inert names in them.
 
-    Raises ValueError for other names, and for too many operations: a tuple counts with all that it holds, since
-    hashing it, as a key of a dictionary, visits all of that, and what it holds twice twice; lists are no keys.  A text
+    Raises ValueError for other names, and for too many operations: a tuple counts with all that it holds, since hashing
+    it, as a key of a dictionary, visits all of that, and repeated parts repeatedly; lists cannot be keys.  A text
     counts with its length.
     """
     # A pickle is a program for a machine with a stack.  It is followed here with sizes in place of objects: before
@@ -102,7 +102,7 @@ def _stand_ins(pickled: IO[bytes]) -> Iterator[type]:
         elif "PUT" in opcode.name:
             memo[argument] = stack[-1]
         else:
-            taken = opcode.stack_before  # what the operation takes from the stack; a mark stands for all above it
+            taken = opcode.stack_before  # what the operation takes from the stack; a mark means everything above it
             start = len(stack) - len(taken)
             if pickletools.markobject in taken:
                 # APPENDS and the like also take what lies below their mark: the list, then the mark, then its items.
@@ -120,7 +120,7 @@ def _stand_ins(pickled: IO[bytes]) -> Iterator[type]:
 
 
 def _stand_in(names: str) -> type:
-    """Return a class for what a pickle names, "module name".  Raises ValueError for what files have no use for."""
+    """Return a class for what a pickle names, "module name".  Raises ValueError for names that files do not need."""
     base = next((base for pattern, base in INERT if re.fullmatch(pattern, names)), None)
     if base is None:
         what = names.replace(" ", ".")

@@ -46,7 +46,7 @@ class UNetSpec:
     transformer_depth: tuple[int, ...]  # transformer blocks after each residual block; 0 = no attention
     middle_depth: int
     context_dim: int
-    heads: int | None = None  # of each attention layer; weights do not tell
+    heads: int | None = None  # of each attention layer; shapes do not show it
 
     @staticmethod
     def from_shapes(shapes: Shapes) -> UNetSpec:
@@ -291,7 +291,7 @@ class UNet(nn.Module):
         if depth == 0:
             return []
         if self.spec.heads is None:
-            raise ValueError("the weights of a UNet do not tell its heads: give replace(spec, heads=...)")
+            raise ValueError("the shapes of a UNet do not show its heads: give replace(spec, heads=...)")
         return [SpatialTransformer(channels, self.spec.context_dim, self.spec.heads, depth)]
 
     def embed(self, t: Tensor) -> Tensor:

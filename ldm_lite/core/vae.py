@@ -122,7 +122,7 @@ class Downsample(nn.Module):
 
 
 class Stage(nn.Module):
-    """The residual blocks of one resolution, with attention or without; then the way to the next one, if it is set."""
+    """The residual blocks of one resolution, with attention or without; then a resampler, if it is set."""
 
     def __init__(self, in_channels: int, channels: int, num_blocks: int, attn: bool) -> None:
         super().__init__()

@@ -1,8 +1,9 @@
 """The words that a text encoder was trained on, as a file's metadata list them: `python -m ldm_lite.core.words [FILE]`.
 
-Other words are read, but as what they are not: a model says so, and this prints what it knows, a line for each thing.
+Other words mean nothing to it, and a model warns about them.  This prints those that it knows, a line for each thing.
 """
 
+import argparse
 import difflib
 import functools
 import re
@@ -15,7 +16,7 @@ from torch import Tensor
 from ldm_lite.core.family import PREFIX
 from ldm_lite.core.files import Tensors, imported, open_tensors
 
-# Letters, a number, or one character of any other kind that is no punctuation, such as an emoji.
+# Letters, a number, or one other character that is not punctuation, such as an emoji.
 WORD = re.compile(r"[^\W\d_]+|\d+|[^\w\s\x00-\x7f\ufe0f\u200d\u2010-\u2027]")
 MOST_UNKNOWN = 5
 
@@ -36,12 +37,14 @@ def unknown_words(text: str, words: str) -> str:
     nearest = ", ".join(dict.fromkeys(word for words_alike in alike for word in words_alike))
     hint = f"; nearest: {nearest}" if nearest else ""
     advice = f"`python -m {__package__}.words` lists what it knows"
-    return f"was not trained with {named}, in which it reads nothing{hint}; {advice}"
+    return f"was not trained with {named}, which mean nothing to it{hint}; {advice}"
 
 
 def main() -> int:
     """Print the words of a file, or of the bundled model; return the exit code."""
-    path = Path(sys.argv[1]) if len(sys.argv) > 1 else imported(f"{__package__}.pipeline:bundled")()
+    parser = argparse.ArgumentParser(f"python -m {__package__}.words", description=__doc__)
+    parser.add_argument("file", nargs="?", type=Path, help="checkpoint (default: the bundled model)")
+    path = parser.parse_args().file or imported(f"{__package__}.pipeline:bundled")()
     try:
         metadata = open_tensors(path).metadata
     except (ValueError, OSError) as error:
@@ -64,7 +67,7 @@ MOST_ROWS = 2**20
 def whole_tables(tensors: Tensors) -> Tensors:
     """Return a file's tensors with its token tables as networks have them, up to the last row that the file holds.
 
-    Raises ValueError, one line, for rows without numbers that rise from 0 or more.
+    Raises ValueError, one line, unless the rows' numbers are there and ascend from 0 or more.
     """
     shapes, numbers = dict(tensors.shapes), {}
     for key in [key for key in tensors if key.endswith(ROW_NUMBERS)]:
@@ -72,7 +75,7 @@ def whole_tables(tensors: Tensors) -> Tensors:
         height, *width = shapes.get(table) or (0,)
         is_rising = rows.shape == (height,) and height > 0 and rows[0] >= 0 and bool((rows.diff() > 0).all())
         if len(width) != 1 or not is_rising or rows[-1] >= MOST_ROWS:
-            raise ValueError(f"in {tensors.path.name} the rows of {table} have no numbers that rise: download it again")
+            raise ValueError(f"in {tensors.path.name} the row numbers of {table} do not ascend: download it again")
         del shapes[key]
         shapes[table], numbers[table] = (int(rows[-1]) + 1, *width), rows
 

@@ -1,6 +1,6 @@
 """Noise schedules, samplers as plans, guidance and the denoising step, on top of the core's.
 
-The import adds all samplers and spacings to the core's tables.
+Importing it adds all samplers and spacings to the core's tables.
 """
 
 from ldm_lite.diffusion import adaptive as adaptive

@@ -1,6 +1,7 @@
-"""DPM adaptive: DPM-Solver-3 whose steps are chosen while it runs, by the difference to DPM-Solver-2.
+"""DPM adaptive: DPM-Solver-3 whose steps are chosen while it runs, by the difference from DPM-Solver-2.
 
-Its rows depend on the network's outputs, so it is no table: generate.stream runs a short plan for every step it tries.
+Its rows depend on the network's outputs, so it is not a table: generate.stream runs a short plan for every step it
+tries.
 """
 
 import functools
@@ -61,7 +62,7 @@ class Adaptive:
         raise ValueError(f"DPM adaptive tried {MOST_TRIES} steps: use another sampler")
 
     def _attempt(self, s: float, t: float) -> tuple[Plan, float, float]:
-        """Return the plan of the three calls from lambda s to t, where they aim to, and the sigma of noise to add."""
+        """Return the plan of three calls from lambda s to t, the level they aim at, and the sigma of noise to add."""
         rows, last = Rows(self.schedule, h="eps"), t >= self.end
         after = self.schedule.at_sigma(math.exp(-t))
         after = Level(after.t, 1.0, after.sigma) if last else after
@@ -80,12 +81,12 @@ class AdaptivePlan(Plan):
 
 
 def each_image(noised: Tensor, source: InputSource, plan: AdaptivePlan, draw: Draw) -> Iterator[State]:
-    """Run each image (B,C,h,w) in steps of its own, one after the other, so that none depends on its batch.
+    """Run each image (B,C,h,w) in its own steps, one after the other, so that none depends on its batch.
 
     Yields the states of core.denoise.run_plan, of all images, with the fraction of the range covered as steps.
     """
     latents, clean, count, rows = noised, torch.zeros_like(noised), len(noised), plan.num_steps
-    drawn: list[Tensor] = []  # of which every image takes its own share
+    drawn: list[Tensor] = []  # as many as each image needs
     for k in range(count):
         for x, x0, done in _one_image(latents[k : k + 1], k, source, plan, draw, drawn):
             latents, clean = latents.clone(), clean.clone()

@@ -10,10 +10,10 @@ from ldm_lite.core.denoise import Adjust, Outputs
 from ldm_lite.diffusion.guidance import stateless
 
 
-# The same function for the same numbers, which are tensors: one compiled step serves all, a CUDA graph each number.
+# The same function for the same numbers, which are tensors: one compiled step serves all, one CUDA graph each.
 @functools.lru_cache(maxsize=64)
 def rescaling(fraction: float, device: torch.device) -> Adjust:
-    """Return what rescales the guided output as `rescaled` does."""
+    """Return a function that rescales the guided output as `rescaled` does."""
     value = torch.tensor(fraction, dtype=torch.float64, device=device)
 
     @stateless
@@ -34,7 +34,7 @@ def rescaled(guided: Tensor, cond: Tensor, fraction: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=64)
 def keeping_norm(patch: int) -> Adjust:
-    """Return what gives each token of the guided output, patch x patch positions, its norm in the conditional one."""
+    """Return a function that gives each token of the guided output, patch x patch positions, its conditional norm."""
 
     def norm(x: Tensor) -> Tensor:
         of_tokens = F.pixel_unshuffle(x, patch).norm(dim=1, keepdim=True)  # (B, 1, h/patch, w/patch)
@@ -49,7 +49,7 @@ def keeping_norm(patch: int) -> Adjust:
 
 @functools.lru_cache(maxsize=64)
 def thresholding(percentile: float, limit: float, device: torch.device) -> Adjust:
-    """Return what clamps x0 as `dynamic_threshold` does; a limit of infinity is none."""
+    """Return a function that clamps x0 as `dynamic_threshold` does; a limit of infinity is none."""
     values = torch.tensor([percentile, limit], dtype=torch.float64, device=device)
 
     @stateless
@@ -80,7 +80,7 @@ def _quantile(values: Tensor, fraction: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=64)
 def mimicking(scale: float, percentile: float, device: torch.device) -> Adjust:
-    """Return what gives the guided x0 the contrast of a lower scale, as `mimicked` does."""
+    """Return a function that gives the guided x0 the contrast of a lower scale, as `mimicked` does."""
     values = torch.tensor([scale, percentile], dtype=torch.float64, device=device)
 
     @stateless
@@ -98,7 +98,7 @@ def mimicking(scale: float, percentile: float, device: torch.device) -> Adjust:
 def mimicked(x0: Tensor, of_lower: Tensor, percentile: Tensor) -> Tensor:
     """Shrink x0 (B,C,h,w) to the range that x0 of a lower guidance scale has around the mean of each channel.
 
-    What is beyond the percentile of its distances from the mean is clamped first.  mcmonkey's "Dynamic Thresholding
+    Values beyond the percentile of distances from the mean are clamped first.  mcmonkey's "Dynamic Thresholding
     (CFG scale fix)" for A1111's web UI, with its defaults: separate channels, around the mean, by absolute deviation.
     """
     mean, lower_mean = (x.mean(dim=(2, 3), keepdim=True) for x in (x0, of_lower))

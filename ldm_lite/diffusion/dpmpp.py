@@ -42,7 +42,7 @@ def dpmpp_2s_a(schedule: Schedule, steps: int, spacing: str | Spacing = "linspac
 
 
 def _noise_to_signal(level: Level) -> float:
-    """s / a, also of a rectified flow's first level, which is pure noise but for a rounding error of either sign."""
+    """s / a, also of a rectified flow's first level, which is pure noise except for a rounding error of either sign."""
     return level.s / level.a if level.a > 0 else math.inf
 
 
@@ -166,7 +166,7 @@ def _unipc(schedule: Schedule, levels: list[Level], order: int, exponential: boo
 def _unipc_change(
     to: float, past: list[float], known: tuple[Array | None, Array, Array, Array], exponential: bool
 ) -> Array:
-    """What a step adds to the scaled y: `past` are the lambdas of x0, the latest first; `known` x0 at `to`, and there.
+    """The change of the scaled y in a step: `past` are the lambdas of x0, the latest first; `known` is x0 at `to`.
 
     With x0 at `to` it corrects, without it predicts.  Weights solve Zhao et al. 2023, eq. 11; of a single difference
     they are 1/2, as in the authors' code.
@@ -199,9 +199,9 @@ def _unipc_change(
 def dpm_fast(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace", eta: float = 1.0) -> Plan:
     """DPM-Solver-3, then one step of order 1 or 2: `steps` calls, evenly in log sigma, to the least sigma.
 
-    Lu et al. 2022a, sec. 3.4; k-diffusion sample_dpm_fast.  A part of the steps runs between its spacing's levels, all
-    of them over the schedule's range; the spacing only sets the sigma that the first latent is scaled by, as in A1111.
-    The result is y = x0 + sigma eps.
+    Lu et al. 2022a, sec. 3.4; k-diffusion sample_dpm_fast.  The last steps alone run between their spacing's levels;
+    all steps run over the schedule's range, and the spacing only sets the sigma that the first latent is scaled by, as
+    in A1111.  The result is y = x0 + sigma eps.
     """
     rows, levels = Rows(schedule, h="eps"), finite_levels(schedule, steps, spacing)
     only_preserving(schedule, "DPM fast or adaptive")  # even steps in log sigma, which is infinite at the start
@@ -221,7 +221,7 @@ def dpm_fast(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace"
 
 
 def solver_span(schedule: Schedule, steps: int, spacing: str | Spacing) -> tuple[float, float]:
-    """The sigmas to solve between: the schedule's range, or of a part of the steps, the spacing's."""
+    """The sigmas to solve between: the schedule's range, or for a part of the steps the spacing's."""
     levels = finite_levels(schedule, steps, spacing)
     low = float(schedule.sigmas[0])
     if len(levels) - 1 >= steps:

@@ -1,7 +1,7 @@
 """Rectified flows: x = (1 - s) x0 + s eps with s from 1 to 0, for networks that predict the velocity, eps - x0.
 
-Samplers in y = x / a and sigma = s / a read their levels as they are; solvers of their own ODE, dx/ds = (x - x0) / s,
-read those of `straight`.  Liu et al. 2023; Esser et al. 2024, sec. 2 and 5.3.2.
+Samplers in y = x / a and sigma = s / a read their levels as they are; solvers of the flow's own ODE, dx/ds = (x - x0)
+/ s, read those of `straight`.  Liu et al. 2023; Esser et al. 2024, sec. 2 and 5.3.2.
 """
 
 import math
@@ -15,7 +15,7 @@ from torch import Tensor
 from ldm_lite.core import schedule as core
 from ldm_lite.diffusion.schedule import AnyPrediction, Array, Level, NoiseSchedule
 
-Clock = Literal["s", "1000 s", "1 - s"]  # what the network is told of the level
+Clock = Literal["s", "1000 s", "1 - s"]  # what the network is given of the level
 
 NUM_TIMESTEPS = 1000
 NOISIEST = 1e-6  # the least 1 - s of samplers in y = x / a, as in diffusers
@@ -26,7 +26,7 @@ class StraightLevel(Level):
 
     @property
     def scale(self) -> float:
-        """What x is divided by."""
+        """The divisor of x."""
         return 1.0
 
 
@@ -68,7 +68,7 @@ class FlowSchedule(NoiseSchedule):
 
     @cached_property
     def straight(self) -> "StraightFlow":
-        """This flow as solvers of its own ODE see it."""
+        """This flow for solvers of its own ODE."""
         return StraightFlow(*(getattr(self, field.name) for field in fields(self)))
 
     @cached_property
@@ -104,7 +104,7 @@ class FlowSchedule(NoiseSchedule):
         return [self.at_noise(1 - least) if levels[0].a < least else levels[0], *levels[1:]]
 
     def target(self, x0: Tensor, eps: Tensor, t: Tensor) -> Tensor:
-        """What the network is to predict for noised(x0, eps, t): the velocity, or its opposite."""
+        """The target of the network for noised(x0, eps, t): the velocity, or its opposite."""
         return eps - x0 if self.prediction == "flow" else x0 - eps
 
     def coefficients(self, quantity: str, level: Level) -> tuple[float, float]:
@@ -140,7 +140,7 @@ class StraightFlow(FlowSchedule):
 
 
 def straightened(schedule: core.Schedule) -> core.Schedule:
-    """The schedule that solvers of the ODE in sigma read: of a rectified flow `straight`, of others itself."""
+    """The schedule that solvers of the ODE in sigma read: for a rectified flow `straight`, otherwise itself."""
     return schedule.straight if isinstance(schedule, FlowSchedule) else schedule
 
 

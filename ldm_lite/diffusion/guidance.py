@@ -1,7 +1,7 @@
 """Guidance: on which conditionings the network runs, and how its outputs are mixed.
 
-A `Guidance` says it for a whole run, in the core's terms: branches with weights, a scale, and functions that mix and
-adjust the outputs (adjustments.py has some).  `Guidance.source` makes the core's InputSource of it.
+A `Guidance` describes it for a whole run, in the core's terms: branches with weights, a scale, and functions that mix
+and adjust the outputs (adjustments.py has some).  `Guidance.source` makes the core's InputSource of it.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def changing(guidance: Guidance, inputs: Inputs) -> InputSource:
 
 @dataclass(frozen=True, eq=False)
 class InTurns:
-    """An InputSource that other ones take over from, with the same weights and conditionings of the same shapes."""
+    """An InputSource that others replace during the run, with the same weights and shapes of conditionings."""
 
     turns: tuple[tuple[int, InputSource], ...]  # (call, counted from 0, from which on it is used), in order
 
@@ -159,12 +159,12 @@ def classifier_free(cond: Parts, uncond: Parts | None, guidance: float | Callabl
 
 
 def checked_scale(guidance: Any) -> float:
-    """Return a guidance scale.  Raises TypeError for what is no number, ValueError for one that is not finite."""
+    """Return a guidance scale.  Raises TypeError for anything but a number, ValueError for one that is not finite."""
     try:
         if isinstance(guidance, (str, bytes)):
             raise TypeError
         scale = float(guidance)
-    except (TypeError, ValueError, RuntimeError) as error:  # of numpy and torch, for several numbers
+    except (TypeError, ValueError, RuntimeError) as error:  # numpy and torch raise these for several numbers
         raise TypeError(f"got `guidance` {guidance!r:.60}, expected a number or a function") from error
     except OverflowError:
         scale = math.inf
@@ -174,10 +174,10 @@ def checked_scale(guidance: Any) -> float:
 
 
 def by_function(cond: Parts, uncond: Parts | None, function: Callable[..., Any]) -> Guidance:
-    """Guidance by a function of one's own: step -> scale, or of the network's raw outputs (B,C,h,w) float32.
+    """Guidance by the user's function: step -> scale, or of the network's raw outputs (B,C,h,w) float32.
 
-    The second is a function (cond, uncond), perhaps with the step as a third argument, -> output.  Steps count from 0.
-    Raises ValueError if there is no uncond.
+    The second is a function (cond, uncond), optionally with the step as a third argument, -> output.  Steps count from
+    0.  Raises ValueError if there is no uncond.
     """
     if uncond is None:
         raise ValueError("got a `guidance` function, but no conditioning of the negative prompt for it to read")
@@ -206,7 +206,7 @@ def reads_step_alone(guidance: float | Callable[..., Any]) -> TypeGuard[Callable
 
 
 def _combined(function: Callable[..., Tensor], step: tuple[int, ...], outputs: Outputs) -> Tensor:
-    """What the user's function makes of the outputs of cond and uncond.  Raises ValueError unless it fits them."""
+    """Apply the user's function to the outputs of cond and uncond.  Raises ValueError unless its result fits them."""
     if len(outputs.outs) != 2:
         return weighted(outputs)
     uncond, cond = outputs.outs
@@ -290,7 +290,7 @@ def gated(source: InputSource, first: int) -> InputSource:
 
 
 def mapped(source: InputSource, change: Callable[[Inputs], Inputs]) -> InputSource:
-    """Return inputs that are changed in every call in the same way; Constant ones stay so."""
+    """Return inputs that are changed in every call in the same way; Constant ones stay Constant."""
     return Constant(change(source.inputs)) if isinstance(source, Constant) else lambda call: change(source(call))
 
 
@@ -311,7 +311,7 @@ def check_guided(job: Any, option: str) -> Inputs:
 def check_classifier_free(job: Any, option: str) -> float:
     """Return the scale of guidance, for an option that changes it.
 
-    Raises ValueError if it is not a negative and a positive branch and one number.
+    Raises ValueError unless there are one negative and one positive branch, and one number.
     """
     job.refuse_parts(f"takes no `{option}`: leave it out")
     inputs = check_guided(job, option)

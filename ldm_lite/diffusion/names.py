@@ -223,7 +223,7 @@ def _last_levels(spacing: Spacing, last: int, schedule: Schedule, steps: int) ->
 
 
 def _at_whole_timesteps(plan: Plan, schedule: Schedule) -> Plan:
-    """Return the plan for a network that is told the trained timestep whose log sigma is nearest.
+    """Return the plan for a network that is given the trained timestep whose log sigma is nearest.
 
     k-diffusion's `quantize`, A1111's "quantization in K samplers".  Raises ValueError for a rectified flow.
     """

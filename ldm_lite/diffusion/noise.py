@@ -37,7 +37,7 @@ class SharedNoise:
 class CudaNoise:
     """The numbers of torch.randn on a CUDA device, computed on the CPU, for each of B seeds.
 
-    True for up to about 150,000 numbers a draw, the threads of the smallest GPU in use: above, each thread draws
+    Exact up to about 150,000 numbers a draw, the threads of the smallest GPU in use: above, each thread draws
     several.
     """
 
@@ -163,7 +163,7 @@ def is_brownian(sampler: str) -> bool:
 
 
 def first_then(first: Draw, later: Draw, count: int = 1) -> Draw:
-    """Return what draws `count` times from one source, then from another."""
+    """Return a source that draws `count` times from one source, then from another."""
     sources = itertools.chain(itertools.repeat(first, count), itertools.repeat(later))
     return lambda: next(sources)()
 
@@ -171,7 +171,7 @@ def first_then(first: Draw, later: Draw, count: int = 1) -> Draw:
 def slerp(a: Tensor, b: Tensor, fraction: float) -> Tensor:
     """Return noise on the great circle from a (fraction 0) to b (fraction 1), both (B,C,h,w).
 
-    As in AUTOMATIC1111's web UI it is the columns, of h numbers, that are turned.  Noise that is nearly the same is
+    As in AUTOMATIC1111's web UI, the columns, of h numbers, are interpolated.  Noise that is nearly the same is
     mixed linearly.
     """
     mixed = []

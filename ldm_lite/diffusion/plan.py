@@ -1,4 +1,4 @@
-"""Plans, as the core has them, and what some samplers need besides.
+"""The core's plans, and additions for some samplers.
 
 That is a variance that the network predicts, or times of a Brownian motion.
 """
@@ -37,7 +37,7 @@ class LearnedVariancePlan(Plan):
 class TimedLevel(Level):
     """A level with its sigma as k-diffusion computes it, in float32: the time of a Brownian motion.
 
-    In these, the last bit is worth a difference of a thousandth in the noise.
+    There, the last bit changes the noise by a thousandth.
     """
 
     time: float
@@ -68,8 +68,8 @@ class TimedPlan(Plan):
     def of(plan: Plan, schedule: Schedule, levels: Sequence[Level], two_stages: bool = False) -> "TimedPlan":
         """The same table, of one call for each level but the last, or with two stages, as in sample_dpmpp_sde.
 
-        There the times are those of lambda, a second one being half of the way to the next; of levels without a time,
-        as of a spacing of your own, lambda is in float64.
+        There the times are lambdas, a second stage's half of the way to the next; for levels without a time, as in a
+        spacing of your own, lambda is in float64.
         """
         of_timesteps, known = float32_sigmas(schedule).tolist(), list[float | None]()
         for level in levels:

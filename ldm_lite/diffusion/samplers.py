@@ -1,6 +1,6 @@
 """Further samplers: each is one function that writes its paper's update as the rows of a Plan.
 
-Conventions are those of the core's samplers.py, whose own the first ones extend: to churn, to rectified flow, to
+Conventions are those of the core's samplers.py.  The first ones extend the core's: by churn, rectified flow, and
 levels that other programs end at.  Solvers of the ODE in sigma run in a rectified flow's own scale, `straightened`.
 To add a sampler, write such a function, here or in your own code, and decorate it with @register.
 """
@@ -195,7 +195,7 @@ def _heun_step(rows: Rows, step: int, now: Level, after: Level, hat: Level) -> N
     if after.sigma == 0:
         rows.add(step, now, hat.scale * (ahead + hat.sigma * NOISE))
         return
-    # The network reads variance-preserving latents; the last level may be of another scale.
+    # The network reads variance-preserving latents; the last level may have another scale.
     mid = after if np.isclose(after.a**2 + after.s**2, 1) else rows.schedule.at_sigma(after.sigma)
     rows.add(step, now, mid.scale * ahead, aside=X)
     y, ahead = ASIDE / now.scale, X / mid.scale
@@ -298,7 +298,7 @@ def lcm(schedule: Schedule, steps: int, spacing: str | Spacing = "lcm") -> Plan:
 def lcm_webui(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace") -> Plan:
     """Latent consistency as in A1111: any levels over the range of the 50 trained ones, and y in place of x.
 
-    The network is told the trained timestep that is nearest in log sigma.
+    The network is given the trained timestep that is nearest in log sigma.
     """
     only_preserving(schedule, "LCM webui")
     stride = len(schedule.alpha_bar) // 50

@@ -1,4 +1,4 @@
-"""Noise schedules that the core has not: zero terminal SNR, networks that predict x0; flow.py has rectified flows.
+"""Noise schedules that the core lacks: zero terminal SNR, networks that predict x0; flow.py has rectified flows.
 
 And spacings with settings, "karras:rho=5".
 """
@@ -25,7 +25,7 @@ AnyPrediction = Literal["eps", "v", "x0", "flow", "reverse_flow"]
 class NoiseSchedule(core.Schedule):
     """The schedule of a network that predicts eps, v or x0; spacing is its samplers' default.
 
-    It takes the place of the general ones, `leading` and `linspace`.
+    It replaces the general ones, `leading` and `linspace`.
     """
 
     prediction: AnyPrediction  # type: ignore[assignment]  # more than the core knows
@@ -39,7 +39,7 @@ class NoiseSchedule(core.Schedule):
         return 1.0 - self.alpha_bar / np.concatenate([[1.0], self.alpha_bar[:-1]])
 
     def sized(self, tokens: int) -> "NoiseSchedule":
-        """The schedule of images of so many tokens: the same, but for some rectified flows."""
+        """The schedule of images of so many tokens: the same, except for some rectified flows."""
         return self
 
     def zero_terminal_snr(self) -> "NoiseSchedule":
@@ -61,7 +61,7 @@ class NoiseSchedule(core.Schedule):
         return core.level_of(super().at_sigma(nearest).t, sigma)
 
     def target(self, x0: Tensor, eps: Tensor, t: Tensor) -> Tensor:
-        """What the network is to predict for noised(x0, eps, t)."""
+        """The target of the network for noised(x0, eps, t)."""
         return x0 if self.prediction == "x0" else super().target(x0, eps, t)
 
     def coefficients(self, quantity: str, level: Level) -> tuple[float, float]:
@@ -90,7 +90,7 @@ MADE_FOR_BETAS: set[str] = set()  # spacings.py fills it; a spacing of your own 
 
 
 def spaced_levels(spacing: str | Spacing, schedule: core.Schedule, steps: int) -> list[Level]:
-    """The levels of a spacing, given by name, perhaps with settings as in spacing_of, or as a function."""
+    """The levels of a spacing, given by name, optionally with settings as in spacing_of, or as a function."""
     return spacing_of(spacing)(schedule, steps)
 
 
@@ -110,7 +110,7 @@ def spacing_of(spacing: str | Spacing) -> Spacing:
         raise ValueError(f"unknown spacing {name!r}: {hint}expected one of {', '.join(SPACINGS)}")
 
     def levels(schedule: core.Schedule, steps: int) -> list[Level]:
-        if name in MADE_FOR_BETAS and getattr(schedule, "is_flow", False):  # the core's schedules are none
+        if name in MADE_FOR_BETAS and getattr(schedule, "is_flow", False):  # the core's schedules are not
             wanted = ", ".join(sorted(GENERAL))
             raise ValueError(f"the spacing {name} is not for rectified flow: use one of {wanted}")
         with np.errstate(all="ignore"):

@@ -71,7 +71,7 @@ def simple(schedule: Schedule, steps: int) -> list[Level]:
 
 
 def turbo(schedule: Schedule, steps: int) -> list[Level]:
-    """Timesteps i * 1000 / steps - 1, then clean: trailing, but for how halves are rounded.  Forge."""
+    """Timesteps i * 1000 / steps - 1, then clean: trailing, except for how halves are rounded.  Forge."""
     num = len(schedule.alpha_bar)
     timesteps = np.clip(np.round(np.arange(steps, 0, -1) * (num / steps) - 1), 0, num - 1)
     return [*(schedule.at(int(t)) for t in timesteps), CLEAN]
@@ -98,9 +98,9 @@ def diffusers(
 ) -> list[Level]:
     """The levels of diffusers' schedulers, by settings named like theirs; the end is clean, or timestep 0: "first".
 
-    timesteps: leading, linspace or trailing.  multistep: those of DPM-Solver and UniPC, which leave the last of one
-    more out.  Not whole: Euler's linspace, whose sigmas are interpolated linearly.  curve: karras, exponential or beta
-    sigmas in between, of multistep solvers over the schedule's whole range.
+    timesteps: leading, linspace or trailing.  multistep: DPM-Solver's and UniPC's, one more without the last.  Not
+    whole: Euler's linspace, whose sigmas are interpolated linearly.  curve: karras, exponential or beta sigmas in
+    between, of multistep solvers over the schedule's whole range.
     """
     num, count = len(schedule.alpha_bar), steps + bool(multistep)
     rising = {
@@ -293,7 +293,7 @@ def at_sigmas(schedule: Schedule, sigmas: Array) -> list[Level]:
 
 
 def sigma_range(schedule: Schedule, sigma_min: float | None, sigma_max: float | None) -> tuple[float, float]:
-    """The least and the largest sigma: the schedule's where none is given.  Raises ValueError if they are no range."""
+    """The least and the largest sigma: the schedule's where none is given.  Raises ValueError for an empty range."""
     sigmas = straightened(schedule).sigmas
     low = float(sigmas[0]) if sigma_min is None else sigma_min
     high = float(sigmas[-1]) if sigma_max is None else sigma_max
@@ -411,8 +411,8 @@ def _ays(name: str, schedule: Schedule, steps: int) -> list[Level]:
 def flow(schedule: Schedule, steps: int, shift: float | None = None, last: float = 0.0, curve: str = "") -> list[Level]:
     """s even from 1 to 0, shifted: most rectified flows; "simple" in ComfyUI if steps divides 1000.
 
-    Then 1 - s is stretched so that the level before the end is at s = last, if that is not 0.  A
-    curve (karras, exponential, beta) takes the place of the levels between the first and that one, as in diffusers.
+    Then 1 - s is stretched so that the level before the end is at s = last, if that is not 0.  A curve (karras,
+    exponential, beta) replaces the levels between the first and that one, as in diffusers.
     """
     flow = _with_shift(schedule, shift)
     return _bent(flow, shifted(np.linspace(1, 0, steps + 1)[:-1], flow.shift), last, curve)
@@ -450,7 +450,7 @@ def flow_sd3(
 ) -> list[Level]:
     """s even from 1 to the least of the shifted timesteps, shifted again, then 0: Stable Diffusion 3 and diffusers.
 
-    A shift by the image's size is not there yet when diffusers takes the least.  last and curve are those of `flow`.
+    diffusers takes the least before it shifts by the image's size.  last and curve are those of `flow`.
     stabilityai sd3_infer.py, get_sigmas.
     """
     flow = _with_shift(schedule, shift)

@@ -1,7 +1,7 @@
-"""The samplers of AUTOMATIC1111's web UI ("A1111"): what here makes the trajectory of each of its names.
+"""The samplers of AUTOMATIC1111's web UI ("A1111"): which of ours makes the trajectory of each of its names.
 
-Some of its names mean more than the sampler of the paper: its own timesteps, a noise level left out, another order.
-From version 1.10; the text of a picture tells older versions by what it lacks.
+Some of its names mean more than the paper's sampler: other timesteps, a noise level left out, another order.
+From version 1.10; older versions are recognised by what the text of a picture lacks.
 """
 
 import re
@@ -119,7 +119,7 @@ def to_webui(key: str, spacing: str) -> tuple[str, dict[str, str]] | None:
     base, *settings = spacing.split(":")
     discard, numbers = "discard" in settings, dict(text.split("=", 1) for text in settings if "=" in text)
     keys = {setting: name for name, (setting, _) in SETTINGS.items()}
-    if "quantised" in settings:  # which its texts do not tell
+    if "quantised" in settings:  # which its texts do not show
         return None
     for name, offered in OFFERED.items():
         if offered.key != key or (offered.discards and not discard):

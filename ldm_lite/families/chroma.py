@@ -28,7 +28,7 @@ HD = replace(
     with_loras=None,
     called=r"chroma",
     base_version="chroma",
-    look_alikes={r"(^|\.)nerf_(blocks|image_embedder)\.": "Chroma1-Radiance, which is not read: use Chroma1-HD"},
+    look_alikes={r"(^|\.)nerf_(blocks|image_embedder)\.": "Chroma1-Radiance, which is not supported: use Chroma1-HD"},
     of_folder=None,
     hints=(),
     recipes=(Recipe(r"flash(?![a-z])", "lodestones/Chroma1-Flash", 8, 1.0, "heun", lora=r"chroma.*flash"),),
@@ -45,7 +45,7 @@ TOKENIZER = t5_tokenizer(MOST)
 
 
 def encode(model: CheckpointModel, prompts: Prompts, options: PromptOptions) -> Conditioning:
-    """T5's hidden states (B,T,D) with its mask, of which the first y (B,1) are read: a text and one padding.
+    """T5's hidden states (B,T,D) with its mask: the first y (B,1) are read, a text and one padding.
 
     lodestone-rock/flow train_chroma.py.
     """

@@ -1,4 +1,4 @@
-"""DeepFloyd IF: stages on pixels, the second of which enlarges; T5 is in a file of its own, shared by them."""
+"""DeepFloyd IF: stages on pixels, the second of which enlarges; T5 is in a separate file, shared by them."""
 
 from dataclasses import replace
 from functools import partial

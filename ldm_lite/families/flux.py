@@ -27,20 +27,20 @@ INPUTS = ("img_in", "diffusion_model_img_in", "lora_unet_img_in", "transformer_x
 
 
 def variant(spec: FluxSpec) -> object:
-    """What tells the rows apart: whether it reads the guidance scale, and what it reads beside the latents."""
+    """What distinguishes the rows: whether it reads the guidance scale, and what it reads besides the latents."""
     beside = spec.in_channels - spec.out_channels
     return spec.guidance, {0: "", spec.out_channels: "image", spec.out_channels + MASK: "mask"}.get(beside, beside)
 
 
 def of_folder(folder: Folder) -> str | None:
-    """Return the row that a folder's pipeline tells."""
+    """Return the row of a folder's pipeline."""
     return "flux_kontext" if folder.name == "FluxKontextPipeline" else None
 
 
 def widened(family: FamilyRow, unet: Tensors, loras: Sequence[Any]) -> tuple[FamilyRow, Tensors]:
     """Return the family and the weights that control LoRAs change; the same ones for any other LoRA.
 
-    Depth and Canny read an image's latents beside the noised ones.  The network gets inputs for them, with weights of
+    Depth and Canny read an image's latents besides the noised ones.  The network gets inputs for them, with weights of
     0, as in the original's load_flow_model.
     """
     spec = family.unet

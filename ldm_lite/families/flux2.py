@@ -26,7 +26,7 @@ MOST = 1024**2  # pixels of a reference
 
 
 def of_folder(folder: Folder) -> str | None:
-    """Return the row that a folder's pipeline tells: the base, unless it says that it is distilled."""
+    """Return the row of a folder's pipeline: the base, unless it says that it is distilled."""
     return None if folder.pipeline.get("is_distilled") is True else "flux2_klein_base"
 
 
@@ -82,7 +82,7 @@ def spec_of(unet: Shapes) -> Flux2Spec:
     """Return the spec of a network.  Raises ValueError for FLUX.2 [dev]."""
     spec = Flux2Spec.from_shapes(unet)
     if spec.guidance:
-        raise ValueError("is FLUX.2 [dev], which reads text with Mistral 3: that is not here, take FLUX.2 [klein]")
+        raise ValueError("is FLUX.2 [dev], which reads text with Mistral 3: that is not supported, use FLUX.2 [klein]")
     return spec
 
 

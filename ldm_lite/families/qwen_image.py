@@ -45,9 +45,9 @@ def fitted(image: Image.Image, unit: int, area: int | None = None) -> Image.Imag
 
 
 def of_folder(folder: Folder) -> str | None:
-    """Return the kind of Edit that a diffusers folder tells.  Raises ValueError for Layered."""
+    """Return the kind of Edit that a diffusers folder holds.  Raises ValueError for Layered."""
     if "Layered" in folder.name:
-        raise ValueError(f"is of {folder.name}, which is not here: use Qwen-Image")
+        raise ValueError(f"is of {folder.name}, which is not supported: use Qwen-Image")
     if not folder.name.startswith("QwenImageEdit"):
         return None
     kind = "_2511" if folder.network.get("zero_cond_t") else "_2509" if "Plus" in folder.name else ""
@@ -77,7 +77,7 @@ QWEN_IMAGE = replace(
     called=r"qwen[-_ ]?image",
     base_version="qwen_image",
     look_alikes={
-        r"(^|\.)time_text_embed\.addition_t_embedding\.": "Qwen-Image-Layered, which is not read: use Qwen-Image"
+        r"(^|\.)time_text_embed\.addition_t_embedding\.": "Qwen-Image-Layered, which is not supported: use Qwen-Image"
     },
     of_folder=of_folder,
     recipes=(
@@ -116,7 +116,7 @@ def row(unet: Shapes, metadata: Mapping[str, str]) -> FamilyRow:
 
     def spec_of(unet: Shapes) -> QwenImageSpec:
         spec = QwenImageSpec.from_shapes(unet)
-        is_2511 = metadata.get("family") == "qwen_image_edit_2511"  # of whose files only ComfyUI's tell themselves
+        is_2511 = metadata.get("family") == "qwen_image_edit_2511"  # of its files, only ComfyUI's are marked
         return replace(spec, clean_references=True) if is_2511 else spec
 
     return chosen(ROWS, spec_of, unet, metadata, variant=lambda spec: (spec.in_channels, spec.clean_references))
@@ -135,7 +135,7 @@ DESCRIBE_EDIT = (
 
 
 def tokenizer(model: CheckpointModel, system: str = DESCRIBE, images: Sequence[tuple[str, int]] = ()) -> Qwen3Tokenizer:
-    """The tokenizer with the family's template, which says first what to do with a text."""
+    """The tokenizer with the family's template, which begins with an instruction."""
     assert isinstance(model.tokenizer, Qwen3Tokenizer)
     longest = replace(model.tokenizer, system=system, images=tuple(images))
     return replace(longest, length=longest.num_before + MOST)
@@ -180,7 +180,7 @@ def seen(model: CheckpointModel, references: Sequence[Image.Image]) -> list[Tens
 
 
 def told(model: CheckpointModel, images: Sequence[Tensor]) -> list[tuple[str, int]]:
-    """Return what the text says of images, and the number of tokens of each."""
+    """Return the text that precedes each image, and its number of tokens."""
     names = (f"Picture {number}: " * is_numbered(model) for number in range(1, len(images) + 1))
     sides = [[pixels // model.text_encoder.spec.vision.side for pixels in image.shape[1:]] for image in images]
     return [(name, rows * columns) for name, (rows, columns) in zip(names, sides, strict=True)]

@@ -1,4 +1,4 @@
-"""Stable Diffusion 1.x: the row from which those of other families are made."""
+"""Stable Diffusion 1.x: the row that other families' rows are derived from."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Models made of Stable Diffusion 1.x: inpainting, InstructPix2Pix, Latent Consistency Models."""
+"""Models derived from Stable Diffusion 1.x: inpainting, InstructPix2Pix, Latent Consistency Models."""
 
 from dataclasses import replace
 

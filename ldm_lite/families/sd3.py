@@ -56,14 +56,14 @@ ROWS = {
         skip_layers=SkipLayers((7, 8, 9), scale=2.5, start=0.01, end=0.20),
     ),
     "sd35_large": LARGE,
-    "sd35_large_turbo": replace(  # shapes do not tell
+    "sd35_large_turbo": replace(  # not shown by shapes
         LARGE, title="Stable Diffusion 3.5 large turbo", sampler="euler", steps=4, scale=1.0, recipes=()
     ),
 }
 
 
 def variant(spec: MMDiTSpec) -> object:
-    """What tells the rows apart."""
+    """What distinguishes the rows."""
     return spec.qk_norm, spec.dual_depth > 0, extra_channels(spec)
 
 

@@ -48,7 +48,7 @@ PLAIN = replace(
 SDXL = replace(PLAIN, hints=(Hint("turbo", "sdxl_turbo"),), recipes=RECIPES)
 ROWS = {
     "sdxl_base": SDXL,
-    "sdxl_turbo": replace(  # Sauer et al. 2023; shapes do not tell
+    "sdxl_turbo": replace(  # Sauer et al. 2023; not shown by shapes
         PLAIN,
         title="SDXL-Turbo",
         scheduler="EulerAncestralDiscreteScheduler, trailing",

@@ -17,7 +17,7 @@ from ldm_lite.zoo.family import KL_F8_16, Flow, Folder, Hint
 
 
 def of_folder(folder: Folder) -> str | None:
-    """Return the row that the shift of a diffusers folder tells."""
+    """Return the row with the shift of a diffusers folder."""
     shift = None if folder.scheduler.get("use_dynamic_shifting") else folder.scheduler.get("shift")
     return "z_image" if shift == 6 else "z_image_turbo" if shift == 3 else None
 
@@ -43,7 +43,7 @@ PLAIN = replace(
     scale=5.0,  # 1 more than its makers'
     called=r"z[-_ ]?image",
     base_version="zimage",
-    look_alikes={r"(^|\.)siglip_embedder\.": "Z-Image Omni or Edit, which are not read: use Z-Image"},
+    look_alikes={r"(^|\.)siglip_embedder\.": "Z-Image Omni or Edit, which are not supported: use Z-Image"},
     of_folder=of_folder,
 )
 ROWS = {

@@ -55,7 +55,7 @@ class AdaptiveProjectedGuidance(Feature):
 class Projection:
     """Settings of APG; the defaults with threshold 0 and parallel 1 would be classifier-free guidance.
 
-    `parallel` is the weight of the part along the conditional x0 (eta in the paper), `threshold` the greatest norm of
+    `parallel` is the weight of the part along the conditional x0 (eta in the paper), `threshold` the maximum norm of
     the difference of an image's two predictions (r; 0 is none), `momentum` the weight of earlier ones (beta).
     """
 
@@ -64,7 +64,7 @@ class Projection:
     momentum: float = 0.0
 
     def begin(self, device: torch.device | None = None) -> Combine:
-        """Return what guides one run; with momentum it remembers the differences of the steps before."""
+        """Return the guidance of one run; with momentum it remembers the differences of the steps before."""
         settings = self.parallel, self.threshold or math.inf
         return projecting(*settings, device) if self.momentum == 0 else Remembering(*settings, self.momentum)
 
@@ -127,7 +127,7 @@ def read_projection(text: str) -> Projection:
             settings[""] = math.nan
     if not set(settings) <= known or settings.get("threshold", 0) < 0 or abs(settings.get("momentum", 0)) >= 1:
         raise ValueError(
-            f"got `apg` {text!r:.60}, expected parallel=0, perhaps with :threshold=NUMBER, 0 or more, and "
+            f"got `apg` {text!r:.60}, expected parallel=0, with :threshold=NUMBER, 0 or more, and "
             ":momentum=NUMBER between -1 and 1"
         )
     return Projection(**settings)

@@ -53,7 +53,7 @@ class Controls(Feature):
 
     @functools.cached_property
     def controls(self) -> list[Control]:
-        """Those of the texts.  Raises ValueError for text that is not a control."""
+        """The controls of the texts.  Raises ValueError for text that is not a control."""
         return parse(self.control, self.preprocess) if self.control or self.preprocess is not None else []
 
     def check(self, options: Txt2imgOptions) -> Txt2imgOptions:
@@ -105,7 +105,7 @@ class Controls(Feature):
         return dataclasses.replace(job, wrappers=(*job.wrappers, wrap))
 
     def _as_unet(self, loaded: LoadedControl, job: TaskJob) -> LoadedControl:
-        """Return a control whose network is seamless as the job's UNet is; that of the plain UNet is loaded once."""
+        """Return a control whose network is seamless if the job's UNet is; the plain UNet's is loaded once."""
         axes = axes_of(job.model.unet)
         if axes is None or not isinstance(loaded.network, ControlNet | T2IAdapter):
             return loaded

@@ -15,7 +15,7 @@ from ldm_lite.tasks.job import TaskJob
 
 @dataclass(frozen=True)
 class Depth(Feature):
-    """Sets the channels of the network that are not the image's."""
+    """Sets the channels of the network that do not hold the image."""
 
     stage: ClassVar = "text"
     topic: ClassVar = "control"
@@ -25,7 +25,7 @@ class Depth(Feature):
     )
 
     def change_options(self, model: CheckpointModel, options: Txt2imgOptions) -> tuple[CheckpointModel, Txt2imgOptions]:
-        """Read the file.  Raises ValueError for one too many or missing, and if it holds no depth map; OSError."""
+        """Read the file.  Raises ValueError if it is missing or not needed, and if it holds no depth map; OSError."""
         source, reads = self.depth, model.family.task in ("depth", "control_image")
         if (source is not None) != reads:
             got, wanted = ("no", "one: `depth=FILE`") if source is None else ("a", "none")

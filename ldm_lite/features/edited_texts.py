@@ -22,25 +22,25 @@ from ldm_lite.text.schedule import Calls, Part, Until, parts_of, until_of
 
 @dataclass(frozen=True)
 class EditedPrompts(Feature):
-    """Encodes the prompts of a job so that they may change and have parts, which its syntax or its regions ask for."""
+    """Encodes the prompts of a job so that they may change and have parts, if its syntax or its regions need that."""
 
     stage: ClassVar = "text"
     uses: ClassVar = ("prompt_syntax", "regions")
 
     def change_job(self, job: TaskJob) -> TaskJob:
-        """Replace what encodes the prompts, and what tells which of them share a batch."""
+        """Replace the encoder of the prompts, and the key by which they share a batch."""
         texts = self.once(job.texts, functools.partial(edited, job))
         return replace(job, texts=texts, key=texts.key)
 
 
 def edited(job: TaskJob, texts: PromptEncoder) -> EditedTexts:
-    """Return what encodes the same prompts, edited."""
+    """Return an encoder of the same prompts, edited."""
     known = {option.name: getattr(texts, option.name) for option in fields(texts) if option.init}
     return EditedTexts(**known, calls=calls_of(job))
 
 
 def calls_of(job: TaskJob) -> Calls:
-    """Return the calls of the network that prompts count: as in A1111 those of all steps, whatever the strength."""
+    """Return the number of network calls that prompts count: as in A1111 those of all steps, whatever the strength."""
     options, plan = job.options, job.plan
     if plan is None or options.plan is not None:
         return Calls(1 if plan is None else len(plan.t))
@@ -89,7 +89,7 @@ class EditedTexts(PromptEncoder):
         columns = [[self._until(part.text) for part in column] for column in zip(*parts, strict=True)]
         columns.append([self._until(self.negative_of(item) if self._reads_negative else None) for item in items])
         changes = {until.last + 1 for column in columns for image in column for until in image[:-1]}
-        if reads_step_alone(job.guidance):  # once a step, whatever the text is then
+        if reads_step_alone(job.guidance):  # once per step, whatever the text is
             job = replace(job, guidance=functools.cache(job.guidance))
         sources: dict[object, InputSource] = {}  # the same texts may come back
         turns = []

@@ -21,14 +21,14 @@ class FamilyInputs(Feature):
     )
 
     def check(self, options: Txt2imgOptions) -> Txt2imgOptions:
-        """Raises ValueError for options that need another."""
+        """Raises ValueError for options that need a missing one."""
         is_noise_of_image = options.task == "upscale"  # for which noise_level means that
         if options.noise_level and options.image_embedding is None and not is_noise_of_image:
             raise ValueError("`noise_level` needs an image embedding: give one with `image_embedding=FILE`")
         return options
 
     def change_options(self, model: CheckpointModel, options: Txt2imgOptions) -> tuple[CheckpointModel, Txt2imgOptions]:
-        """Read files.  Raises ValueError if the model, and its refiner, use none of an option."""
+        """Read files.  Raises ValueError if neither the model nor its refiner uses an option."""
         options = with_files(options)
         check_used([model, *(value for value in vars(options).values() if isinstance(value, CheckpointModel))], options)
         return model, options

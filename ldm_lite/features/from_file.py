@@ -14,14 +14,14 @@ MOST_BYTES = 2**28
 
 @dataclass(frozen=True)
 class FromFile(Feature):
-    """Reads the prompts, before others make something of them."""
+    """Reads the prompts, before other features change them."""
 
     stage: ClassVar = "prompts"
     topic: ClassVar = "prompts"
     from_file: str | None = option(None, "read prompts from a text file, one per line", metavar="FILE", common=True)
 
     def check(self, options: Txt2imgOptions) -> Txt2imgOptions:
-        """Return options with the prompts.  Raises ValueError for a file without any, and beside a prompt; OSError."""
+        """Return options with the prompts.  Raises ValueError for a file without any, and beside `prompt`; OSError."""
         if options.prompt is not None:
             raise ValueError("got a prompt and `from_file`: give one of them")
         path = Path(self.from_file or "")

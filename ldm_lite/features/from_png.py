@@ -18,7 +18,7 @@ log = logging.getLogger("ldm_lite")
 
 @dataclass(frozen=True)
 class FromPng(Feature):
-    """Puts what a picture says in place of the options that were not given."""
+    """Takes from a picture the options that were not given."""
 
     stage: ClassVar = "settings"
     topic: ClassVar = "prompts"
@@ -36,7 +36,7 @@ class FromPng(Feature):
         return "the picture" if isinstance(self.from_png, Image.Image) else f"{self.from_png}"[:300]
 
     def check(self, options: Txt2imgOptions) -> Txt2imgOptions:
-        """Return options with what the picture says in place of those that were not given.
+        """Return options with those that were not given taken from the picture.
 
         One warning names what is ignored.  Raises ValueError, with the key, for a picture without a text or with a
         wrong value; OSError.

@@ -32,7 +32,7 @@ class GuidanceInterval(Feature):
 
     @property
     def interval(self) -> "Interval":
-        """What the text says."""
+        """The interval that the text gives."""
         interval: Interval = self.reading("guidance_interval")
         return interval
 

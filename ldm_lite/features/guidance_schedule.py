@@ -62,7 +62,7 @@ SHAPES: dict[str, Callable[[float, float], float]] = {
 
 
 def scheduled(schedule: str, scale: float, steps: int) -> Callable[[int], float]:
-    """Return the guidance scale of every step, counted from 0, for one of SHAPES with a mean or greatest scale.
+    """Return the guidance scale of every step, counted from 0, for one of SHAPES with a mean or maximum scale.
 
     "linear:least=1" never goes below a weight of 1 (the paper's clamping); "power_cosine:power=2" sets its power
     (default 4).  The paper's weight is scale - 1, of cond + weight * (cond - uncond).  Raises ValueError for other
@@ -77,7 +77,7 @@ def scheduled(schedule: str, scale: float, steps: int) -> Callable[[int], float]
     powered = any(setting.startswith("power=") for setting in assignments) and name != "power_cosine"
     if name not in SHAPES or len(settings) > 2 or settings["power"] <= 0 or powered:
         raise ValueError(
-            f"got `guidance_schedule` {schedule!r:.60}, expected one of {', '.join(SHAPES)}, perhaps with "
+            f"got `guidance_schedule` {schedule!r:.60}, expected one of {', '.join(SHAPES)}, optionally with "
             ":least=NUMBER, and power_cosine with :power=NUMBER above 0"
         )
     shape, weight = SHAPES[name], scale - 1

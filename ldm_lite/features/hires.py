@@ -1,7 +1,7 @@
-"""hires: the images of a first pass, enlarged, are what a second one starts from.
+"""hires: a second pass starts from the enlarged images of the first.
 
 As AUTOMATIC1111's web UI does it (sample_hr_pass of its processing.py): in the latents, in pixels, or by an ESRGAN
-network; then image to image with steps, strength and sampler of its own, and the same seeds.
+network; then image to image with its own steps, strength and sampler, and the same seeds.
 """
 
 import dataclasses
@@ -101,7 +101,7 @@ class Hires(Feature):
     )
 
     def check(self, options: Txt2imgOptions) -> Txt2imgOptions:
-        """Raises ValueError for a sampler that is unknown, and noise that is drawn already."""
+        """Raises ValueError for an unknown sampler, and for noise given as a tensor."""
         if self.hires_sampler is not None:
             resolve(self.hires_sampler)
         if self.hires_esrgan is not None and self.hires_upscaler != type(self).hires_upscaler:
@@ -127,7 +127,7 @@ class Hires(Feature):
         return dataclasses.replace(cost, texts=(*cost.texts, *texts), passes=(*cost.passes, second))
 
     def change_job(self, job: TaskJob) -> TaskJob:
-        """Let the second pass follow.  Raises ValueError, OSError for what does not fit it."""
+        """Let the second pass follow.  Raises ValueError, OSError for options and files that do not fit it."""
         factor = job.model.vae.spec.factor
         assert self.hires is not None
         height, width = (int(side * factor * self.hires) for side in job.shape[1:])
@@ -198,9 +198,9 @@ def sampler_of(settings: Mapping[str, str]) -> str:
 def _enlargement(
     job: TaskJob, hires: Hires, size: tuple[int, int], shape: Shape
 ) -> tuple[str, Callable[[Tensor], Tensor]]:
-    """Return what enlarges the latents of the first pass to a shape, images to a size (width, height), and its name.
+    """Return a function that enlarges latents of the first pass to a shape, images to (width, height), and its name.
 
-    Raises ValueError, OSError for a file that is no ESRGAN network.
+    Raises ValueError, OSError for a file that is not an ESRGAN network.
     """
     upscaler = hires.hires_esrgan
     if upscaler is not None:

@@ -30,7 +30,7 @@ from ldm_lite.tasks.job import TaskJob
 
 @dataclass(frozen=True)
 class Noise(Feature):
-    """Replaces what a job draws its noise with."""
+    """Replaces the source of a job's noise."""
 
     uses: ClassVar = ("noise", "ensd", "variation_seed", "variation_strength", "fixed_code", "brownian")
 
@@ -74,7 +74,7 @@ class Noise(Feature):
             if job.model.schedule.is_flow:
                 self.log(
                     logging.WARNING,
-                    f"{sampler}: other programs draw its noise in another way here, so only the first is theirs",
+                    f"{sampler}: other programs draw its noise differently, so only the first noise is theirs",
                 )
         # An image's latents may be sampled after the first noise.
         first_draws = 1 + bool(getattr(options, "samples_posterior", False))
@@ -100,14 +100,14 @@ class Noise(Feature):
                 return draw
 
             def given_noise() -> Tensor:
-                draw()  # what is drawn later is as without it
+                draw()  # later draws are the same as without it
                 return _rows(options.noise, items, job.shape)
 
             return first_then(given_noise, draw)
 
         settings: dict[str, Any] = {}
         if isinstance(options.noise, Tensor):
-            settings = {"RNG": None, "Seed": None}  # which it does not come from
+            settings = {"RNG": None, "Seed": None}  # none: the image is not made from noise of a seed
         elif not options.compat:
             settings = {"Variation seed": variation if options.variation_strength else None, "RNG": PROGRAMS[program]}
         return dataclasses.replace(job, noise_source=noise_source, settings={**job.settings, **settings})
@@ -149,7 +149,7 @@ class DiffusersNoise(SharedNoise):
 
 
 def brownian_noise(program: str, seeds: Sequence[int], shape: tuple[int, int, int], plan: TimedPlan) -> Draw:
-    """Return what draws the noise (B,C,h,w) of a plan's calls from Brownian motions, as a program does."""
+    """Return a source of noise (B,C,h,w) for a plan's calls from Brownian motions, like a program's."""
     if program == "comfy":  # one motion for the batch
         generator = torch.Generator("cpu")
         whole = BrownianNoise(
@@ -161,7 +161,7 @@ def brownian_noise(program: str, seeds: Sequence[int], shape: tuple[int, int, in
 
 
 def _rows(noise: Tensor, items: Sequence[Item], shape: tuple[int, int, int]) -> Tensor:
-    """Return the user's noise for some items, that of each at its number.  Raises ValueError for other shapes."""
+    """Return the user's noise for some items, by their numbers.  Raises ValueError for other shapes."""
     count = items[-1].number + 1
     if noise.ndim != 4 or tuple(noise.shape[1:]) != shape or len(noise) < count:
         wanted = f"({count}, {', '.join(map(str, shape))}) or more images"

@@ -1,6 +1,6 @@
-"""reference: images that the network reads beside the noised one, and edits or combines by the prompt.
+"""reference: images that the network reads besides the noised one, and edits or combines by the prompt.
 
-How they are fitted is said by the family.
+The family says how they are fitted.
 """
 
 import dataclasses
@@ -20,13 +20,13 @@ from ldm_lite.tasks.texts import PromptEncoder
 
 @dataclass(frozen=True)
 class References(Feature):
-    """Adds the latents of the references to what every branch of guidance reads, and shows them to the text encoder."""
+    """Adds the latents of the references to the inputs of every guidance branch, and shows them to the text encoder."""
 
     stage: ClassVar = "text"
     topic: ClassVar = "control"
     reference: tuple[Any, ...] = option(
         (),
-        "image that models which edit read beside the prompt, to change it or to combine several; repeatable",
+        "image that editing models read with the prompt, to change it or to combine several; repeatable",
         metavar="FILE",
     )
 
@@ -37,7 +37,7 @@ class References(Feature):
     def change_options(self, model: CheckpointModel, options: Txt2imgOptions) -> tuple[CheckpointModel, Txt2imgOptions]:
         """Read the images; the size of one of them is the default of text to image.
 
-        Raises ValueError, OSError for what is no image, for more than the network reads, and if it reads none.
+        Raises ValueError, OSError for anything but an image, for more than the network reads, and if it reads none.
         """
         rule = model.family.references
         if rule is None:
@@ -46,7 +46,7 @@ class References(Feature):
         if sees and (options.cond is not None or options.uncond is not None):
             raise ValueError("got `reference`, and `cond` or `uncond`, whose text has not seen it: give prompts")
         files = sources(self.reference, "reference")
-        options = changed(options, reference=tuple(files))  # not the folders: keys of images tell the files
+        options = changed(options, reference=tuple(files))  # not the folders: keys of images name the files
         opened = [open_source(source).image for source in files]
         if rule.most is not None and len(opened) > rule.most:
             reads = f"{model.family.title} reads {rule.most}"
@@ -59,7 +59,7 @@ class References(Feature):
         return model, options
 
     def change_job(self, job: TaskJob) -> TaskJob:
-        """Add the latents, each (1,C,h,w) of its own size."""
+        """Add the latents, each (1,C,h,w) of any size."""
         pixels = [to_pixels(image)[None] for image in self.state["images"]]
         encoded = self.once(
             "latents", lambda _: [job.model.encode_pixels(image).to(job.model.dtype) for image in pixels]
@@ -69,7 +69,7 @@ class References(Feature):
         return dataclasses.replace(job, channels={**job.channels, **latents}, texts=texts)
 
     def _seeing(self, texts: PromptEncoder) -> PromptEncoder:
-        """Return what encodes texts with the images."""
+        """Return an encoder of texts with the images."""
         options: Any = texts.options
         seen = dataclasses.replace(options, reference=tuple(self.state["opened"]))
         return dataclasses.replace(texts, options=seen)

@@ -54,7 +54,7 @@ class Refiner(Feature):
             check_there(self.refiner)
 
     def change_options(self, model: CheckpointModel, options: Txt2imgOptions) -> tuple[CheckpointModel, Txt2imgOptions]:
-        """Load the refiner.  Raises ValueError for one that cannot go on with the model's latents."""
+        """Load the refiner.  Raises ValueError for one that cannot continue from the model's latents."""
         refiner = self.refiner
         if not isinstance(refiner, CheckpointModel):
             place = LoadOptions(ckpt=refiner, device=str(model.device), dtype=short_name(model.dtype))
@@ -70,7 +70,7 @@ class Refiner(Feature):
         return model, changed(options, refiner=refiner)
 
     def change_job(self, job: TaskJob) -> TaskJob:
-        """Switch to the refiner, outside of all that changes the inputs of the model."""
+        """Switch to the refiner, outside of everything that changes the inputs of the model."""
         if job.plan is None:
             return job
         if isinstance(job.plan, AdaptivePlan):

@@ -1,4 +1,4 @@
-"""regions: prompts of their own for regions of an image, the parts of a prompt that AND joins.
+"""regions: a separate prompt for each region of an image: the parts of a prompt that AND joins.
 
 At each position, the outputs for the parts whose regions hold it are averaged, by the weights of the parts; guidance
 is as for a single prompt.  ComfyUI's "Conditioning (Set Mask)" and "Conditioning (Combine)": comfy/samplers.py,
@@ -47,7 +47,7 @@ class Regions(Feature):
 
     @property
     def boxes(self) -> tuple[Box, ...]:
-        """Of the parts."""
+        """The regions of the parts."""
         boxes: tuple[Box, ...] = self.reading("regions")
         return boxes
 
@@ -56,7 +56,7 @@ class Regions(Feature):
         return dataclasses.replace(cost, joins_parts=True)
 
     def change_job(self, job: TaskJob) -> TaskJob:
-        """Let parts have regions.  Raises ValueError, before anything is encoded, for others than there are regions."""
+        """Let parts have regions.  Raises ValueError, before anything is encoded, unless there are as many of both."""
         assert isinstance(job.texts, EditedTexts), "EditedPrompts comes before"
         texts = self.once(job.texts, lambda texts: dataclasses.replace(texts, compose=self._compose))
         for prompt in texts.prompts:

@@ -16,7 +16,7 @@ from ldm_lite.tasks.job import TaskJob
 
 @dataclass(frozen=True)
 class Rescale(Feature):
-    """Adjusts what guidance makes of the outputs."""
+    """Adjusts the guided output."""
 
     stage: ClassVar = "guidance"
     topic: ClassVar = "guidance"
@@ -43,7 +43,7 @@ class Rescale(Feature):
     )
 
     def check(self, options: Txt2imgOptions) -> Txt2imgOptions:
-        """Raises ValueError for a percentile without what it is of."""
+        """Raises ValueError for `dynamic_threshold` without `mimic_scale`."""
         if self.dynamic_threshold is not None and self.mimic_scale is None:
             raise ValueError(
                 "`dynamic_threshold` is the percentile of `mimic_scale`: give that too, 7 for instance, or use "

@@ -27,12 +27,12 @@ class Seamless(Feature):
         "make images whose opposite edges fit together: x (left and right), y or xy",
         choices=("x", "y", "xy"),
         png="Tiling",
-        written=lambda axes: True if axes == "xy" else axes,  # A1111 has no other tiling
+        written=lambda axes: True if axes == "xy" else axes,  # A1111 tiles only both ways
         restored={"True": "xy"},
     )
 
     def add_cost(self, cost: Cost) -> Cost:
-        """Return a cost that says so of the networks."""
+        """Return a cost that says that the networks change."""
         return dataclasses.replace(cost, changes_networks="seamless")
 
     def change_options(self, model: CheckpointModel, options: Txt2imgOptions) -> tuple[CheckpointModel, Txt2imgOptions]:

@@ -51,7 +51,7 @@ class Shortcuts(Feature):
 
     @functools.cached_property
     def settings(self) -> Settings:
-        """What the texts say."""
+        """The settings that the texts give."""
         every, branch = self.reading("deep_cache") or (1, 0)
         return Settings(every, branch, self.gate_step, self.reading("freeu"))
 
@@ -79,7 +79,7 @@ class Shortcuts(Feature):
         return job if gate is None else dataclasses.replace(job, guiding=(*job.guiding, self._gated))
 
     def _gated(self, source: InputSource, job: TaskJob) -> InputSource:
-        """Raises ValueError if the text changes after it has been read for the last time."""
+        """Raises ValueError if the text changes after the gate, when it is no longer read."""
         assert job.plan is not None
         assert self.settings.gate is not None
         changes = job.plain.turns[1:] if isinstance(job.plain, InTurns) else ()

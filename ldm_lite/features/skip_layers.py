@@ -1,4 +1,4 @@
-"""Skip-layer guidance: away from what the network makes without some of its blocks.  Stable Diffusion 3.5 medium."""
+"""Skip-layer guidance: away from the network's output without some of its blocks.  Stable Diffusion 3.5 medium."""
 
 import dataclasses
 import functools
@@ -58,7 +58,7 @@ class SkipLayerGuidance(Feature):
 def skipping(source: InputSource, skip: Tensor, scale: float, between: tuple[float, float]) -> InputSource:
     """Return inputs with skip-layer guidance: plus scale * (cond - cond without the blocks in `skip`).
 
-    skip (depth,) bool tells which blocks are left out, `between` (both excluded) in which steps.
+    skip (depth,) bool says which blocks are left out, `between` (both excluded) in which steps.
     Stability-AI/sd3.5, SkipLayerCFGDenoiser.
     """
 
@@ -80,7 +80,7 @@ def skipping(source: InputSource, skip: Tensor, scale: float, between: tuple[flo
         inputs = source(call)
         if inputs.combine is not weighted:
             raise ValueError(
-                "skip-layer guidance takes `scale` alone: leave the `guidance` function out, or the skipping"
+                "skip-layer guidance takes `scale` alone: leave out the `guidance` function, or `skip_layer_scale`"
             )
         key = IdentityKey(inputs.branches)
         if not between[0] < call.step < between[1]:

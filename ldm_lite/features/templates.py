@@ -1,4 +1,4 @@
-"""dynamic, wildcards: prompts of templates, in place of the templates."""
+"""dynamic, wildcards: prompts made from templates."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from ldm_lite.text.variants import Prompts
 
 @dataclass(frozen=True)
 class Templates(Feature):
-    """Makes prompts: one for each image, by its seed, or all of a template."""
+    """Makes one prompt for each image, by its seed, or all of a template."""
 
     stage: ClassVar = "prompts"
     topic: ClassVar = "prompts"
@@ -34,7 +34,7 @@ class Templates(Feature):
         negative = options.negative_prompts
         if self.dynamic == "all":
             if len(negative) > 1:
-                raise ValueError("`dynamic` all makes more prompts than there are negative ones: give a single one")
+                raise ValueError("`dynamic` all makes more prompts than there are negative prompts: give just one")
             templates = read_prompts(dataclasses.replace(options, batch_size=1, n_iter=1))
             texts = [prompt for template in templates for prompt in prompts.all(template)] * options.repeats
         else:

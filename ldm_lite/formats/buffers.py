@@ -1,4 +1,4 @@
-"""Buffers of a file that are not its family's: another scale factor or noise schedule, or the same one, rounded.
+"""Buffers of a file that differ from its family's: another scale factor or noise schedule, or the same one, rounded.
 
 They may have been rounded to the dtype of the weights.
 """
@@ -36,8 +36,8 @@ def is_rounded(stored: Tensor, exact: NDArray[Any], dtype: torch.dtype, toleranc
 def stored_schedule(file: Tensors, expected: NoiseSchedule) -> Array | None:
     """Return alpha_bar (1000,) of the noise schedule in a file if it is not the family's, rounded or not; else None.
 
-    Of `betas` and `alphas_cumprod`, the one that differs counts.  Raises ValueError for buffers that are no schedule,
-    that contradict each other, or that are too coarse.
+    Of `betas` and `alphas_cumprod`, the one that differs counts.  Raises ValueError for buffers that are not a
+    schedule, that contradict each other, or that are too coarse.
     """
     others: list[Array] = []  # alpha_bar of betas that are not the known ones
     for name, exact in (("betas", expected.betas), ("alphas_cumprod", expected.alpha_bar)):
@@ -66,7 +66,7 @@ def stored_schedule(file: Tensors, expected: NoiseSchedule) -> Array | None:
 def scaled(family: FamilyRow, file: Tensors) -> FamilyRow:
     """Return the family with the scale factor in its file, if it has one: training measured it.
 
-    Raises ValueError for one that cannot be, or is too coarse, and if it is needed and lacking.
+    Raises ValueError for an impossible one, one that is too coarse, and if it is needed and missing.
     """
     path, known = file.path, family.scale_factor
     if "scale_factor" in file.shapes:

@@ -17,7 +17,7 @@ def norms(tensors: Tensors) -> Tensors:
 
 
 def quant_convs(tensors: Tensors) -> Tensors:
-    """Return a view with the convolutions beside the latents outside of encoder and decoder."""
+    """Return a view with the convolutions next to the latents outside of encoder and decoder."""
     return tensors.renamed({QUANT.sub(r"\1\2.", key): key for key in tensors})
 
 

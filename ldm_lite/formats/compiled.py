@@ -1,4 +1,4 @@
-"""What torch.compile and DataParallel add to the keys of a network."""
+"""The prefixes that torch.compile and DataParallel add to the keys of a network."""
 
 from ldm_lite.core.files import Tensors
 

@@ -1,9 +1,9 @@
 """The settings in the configuration files of diffusers and transformers that change an image.
 
-A few are read: read_network() turns them into metadata, which zoo/families.py uses.  Those that the weights do not
-tell and the networks here do not support stand in CHECKED with the values that are computed, and any other value is
-refused by name.  Whatever else a file says belongs to training or precision, or has weights of its own, and then
-loading refuses it.  diffusers_schedulers.py reads what is said of the noise levels.
+A few are read: read_network() turns them into metadata, which zoo/families.py uses.  CHECKED lists settings that
+the weights do not show and the networks here cannot change, with the values that are computed; any other value is
+refused by name.  Other settings concern training or precision, or have weights of their own, which loading
+refuses.  diffusers_schedulers.py reads the settings of the noise levels.
 """
 
 import json
@@ -169,9 +169,9 @@ GENERAL = ("AutoPipelineForText2Image", "DiffusionPipeline", "None")
 
 
 def check_pipeline(place: str, index: Config, roles: Collection[str]) -> Module | None:
-    """Return the file of families/ that the pipeline of a model_index.json is of; None if it tells none.
+    """Return the file of families/ for the pipeline of a model_index.json; None if it names none.
 
-    Warns of what it asks for beyond the networks of these roles.
+    Warns about components other than the networks of these roles.
     """
     name = str(index.get("_class_name"))
     modules = (module for module in FAMILY_ROWS.modules.values() if module.pipelines)

@@ -39,7 +39,7 @@ BESIDE = (
     *("tokenizer", "tokenizer_2", "tokenizer_3"),
 )
 TOKENIZER = ("special_tokens_map.json", "tokenizer_config.json")
-# Keys of text encoders that read plain text, which are those that are no CLIP.
+# Keys of text encoders that read plain text, those other than CLIP.
 PLAIN_TEXTS = {
     place + kind.probe for kind in NETWORK_KINDS if kind.spec and "CLIP" not in kind.spec for place in kind.prefixes
 }
@@ -174,7 +174,7 @@ def _weights(names: Collection[str]) -> str | None:
 
 
 def _open_shards(folder: Path, index: str) -> Tensors:
-    """Open the files that an index lists.  Raises ValueError unless each of its tensors is where it says, once."""
+    """Open the files that an index lists.  Raises ValueError unless its tensors are in the files that it names."""
     shards = _shards(folder / index)
     files = {name: folder / name for name in sorted(set(shards.values()))}
     if missing := [name for name, file in files.items() if not file.is_file()]:

@@ -1,6 +1,6 @@
 """Files of one network with the names of diffusers or transformers -> the original layout.
 
-original_layout() tells how each tensor of the original layout is read from such a file: from one tensor with another
+original_layout() says how each tensor of the original layout is read from such a file: from one tensor with another
 name and perhaps another shape (1x1 convolutions stored as linears), or from several (OpenCLIP's in_proj, FLUX.1's qkv).
 """
 
@@ -201,9 +201,9 @@ WIDTH_OF_CLIP_L = 768
 
 
 def to_original(tensors: Tensors) -> Tensors | None:
-    """Return a file of one network in the original layout; None if it is no file of diffusers.
+    """Return a file of one network in the original layout; None if it is not a file of diffusers.
 
-    Metadata may tell whether a text encoder is OpenCLIP: "open_clip", or "hidden_act", gelu in transformers' config.
+    Metadata may say whether a text encoder is OpenCLIP: "open_clip", or "hidden_act", gelu in transformers' config.
     """
     act = tensors.metadata.get("hidden_act")
     told = tensors.metadata.get("open_clip", None if act is None else str(act == "gelu"))
@@ -219,7 +219,7 @@ def original_layout(shapes: Shapes, open_clip: bool | None = None) -> dict[str, 
     """Map the keys of a network's original layout to the tensors of a file in the format of diffusers.
 
     Return None if the keys are neither diffusers' nor transformers' names of an OpenCLIP text encoder.  `open_clip`
-    tells whether a text encoder is OpenCLIP; None = OpenCLIP if wider than CLIP-L.  Unknown keys keep their names.
+    says whether a text encoder is OpenCLIP; None = OpenCLIP if wider than CLIP-L.  Unknown keys keep their names.
     """
     if (stored := stored_keys(shapes)) is not None:
         return {name: _stored(name, keys, shapes)._replace(swapped=swapped) for name, (keys, swapped) in stored.items()}

@@ -1,7 +1,7 @@
 """Names of modules in files of diffusers and transformers, from our names, which are the original checkpoints'.
 
-diffusers_layout.py reads whole files by them, adapters/lora.py the files of LoRAs.  Of a transformer its spec tells
-them: `other_names`.
+diffusers_layout.py reads whole files by them, adapters/lora.py the files of LoRAs.  A transformer's spec has them:
+`other_names`.
 """
 
 import re
@@ -94,14 +94,14 @@ NUMBER = re.compile(r"(?<=\.)\d{1,4}(?=\.|$)")
 
 
 class Renamed(NamedTuple):
-    """Modules of diffusers whose rows make one module here, in this order; their halves swapped, or not."""
+    """Modules of diffusers whose rows form one module here, in this order, and whether their halves are swapped."""
 
     names: tuple[str, ...]
     swapped: bool
 
 
 def row_of(name: str, table: Mapping[str, T]) -> tuple[T | None, str]:
-    """Return what a table has for a name, itself or with * for its first number, and that number."""
+    """Return a table's entry for a name, as it is or with * for its first number, and that number."""
     if name in table:
         return table[name], ""
     number = NUMBER.search(name)
@@ -109,7 +109,7 @@ def row_of(name: str, table: Mapping[str, T]) -> tuple[T | None, str]:
 
 
 def are_swapped(names: Collection[str], others: Mapping[str, str]) -> set[str]:
-    """Return those of a network's modules whose halves diffusers has swapped: of blocks' modules the last block's."""
+    """Return the modules of a network whose halves are swapped in diffusers: in blocks, only the last block's."""
     last: dict[str, tuple[int, str]] = {}
     for name in names:
         theirs, number = row_of(name, others)
@@ -119,7 +119,7 @@ def are_swapped(names: Collection[str], others: Mapping[str, str]) -> set[str]:
 
 
 def renamed(modules: Collection[str], others: Mapping[str, str]) -> dict[str, Renamed]:
-    """Return diffusers' modules of those of a network, where they have other names or are several."""
+    """Return diffusers' modules for each of a network's modules that has another name there, or is several."""
     swapped, new_names = are_swapped(modules, others), {}
     for module in modules:
         for last in ("", ".scale"):

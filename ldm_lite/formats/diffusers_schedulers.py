@@ -1,7 +1,7 @@
 """scheduler_config.json of diffusers: which noise levels and which sampler a folder asks for.
 
-read_scheduler() turns it into metadata, which zoo/families.py reads.  Settings that are not here stand in CHECKED with
-the values that are computed, and any other value is refused by name; what is in neither changes no noise level.
+read_scheduler() turns it into metadata, which zoo/families.py reads.  CHECKED lists unsupported settings with the
+values that are computed, and any other value is refused by name; settings in neither change no noise level.
 """
 
 import json
@@ -26,7 +26,7 @@ class Solver(NamedTuple):
     whole: bool = True  # whether the timesteps of linspace are rounded
 
 
-# What diffusers' schedulers are here.  Those of other names keep the family's own sampler.
+# Our samplers for diffusers' schedulers.  For other names it is the family's own.
 SOLVERS = {
     "DDIMScheduler": Solver("ddim"),
     "DDIMParallelScheduler": Solver("ddim"),

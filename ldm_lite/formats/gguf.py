@@ -150,7 +150,7 @@ def _renamed(key: str, names: tuple[tuple[str, str], ...]) -> str:
 
 
 def _table(file: BinaryIO) -> tuple[dict[str, str], dict[str, Entry]]:
-    """Read the header: the metadata that are texts or numbers, and the tensors.  Raises ValueError for nonsense."""
+    """Read the header: the metadata that are texts or numbers, and the tensors.  Raises ValueError if malformed."""
     total = file.seek(0, 2)
     file.seek(len(MAGIC))
     version, num_tensors, num_pairs = _unpack(file, "IQQ")
@@ -181,7 +181,7 @@ def _table(file: BinaryIO) -> tuple[dict[str, str], dict[str, Entry]]:
         if form is None:
             name = NOT_READ.get(kind, kind)
             raise NotImplementedError(
-                f"{key} has the format {name}, which is not read: use a file in {', '.join(GGUF_FORMATS)}"
+                f"{key} has the format {name}, which is not supported: use a file in {', '.join(GGUF_FORMATS)}"
             )
         if key in entries:
             raise ValueError(f"two tensors {key}")

@@ -1,4 +1,4 @@
-"""Files of scaled fp8: each weight is stored in 8 bits, with the scale that it is to be multiplied by.
+"""Files of scaled fp8: each weight is stored in 8 bits, with a scale to multiply it by.
 
 ComfyUI writes `X.scale_weight`, newer files `X.weight_scale` and a description in `X.comfy_quant` or the metadata;
 kohya's have a scale for each row, or for each block of a row.
@@ -21,7 +21,7 @@ QUANTIZATION = "_quantization_metadata"
 
 
 def unscaled(tensors: Tensors) -> Tensors | None:
-    """Return a view without the scales, whose tensors are multiplied by them: float32.  None if nothing is scaled.
+    """Return a view without the scales, with tensors multiplied by them, in float32.  None if nothing is scaled.
 
     Raises ValueError for another format than fp8, for a scale that does not fit its weight, and for a marked file with
     weights in fp8 and no scales.

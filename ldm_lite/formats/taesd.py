@@ -1,6 +1,6 @@
 """TAESD's files, whose keys are bare numbers, or in diffusers' `layers.`: as one network of encoder and decoder.
 
-The original has two files, taesd_encoder.pth and taesd_decoder.pth; the other one is taken from beside.
+The original has two files, taesd_encoder.pth and taesd_decoder.pth; the other one is taken from the same folder.
 """
 
 import logging

@@ -1,4 +1,4 @@
-"""Open torch's files through the core's safe door, and find the tensors in what they hold, however it is wrapped."""
+"""Open torch's files by the core's safe reader, and find the tensors in them, however they are wrapped."""
 
 import io
 import struct
@@ -80,7 +80,7 @@ def _check_members(path: Path) -> None:
 
 
 def _named(content: Any) -> dict[str, object]:
-    """Return what a file holds by key, without the dictionaries around it; what has no keys by number."""
+    """Return a file's content by key, without the dictionaries around it; lists by number."""
     for _ in range(8):
         wrapped = [content[name] for name in _WRAPPERS if name in content] if isinstance(content, dict) else []
         if not (wrapped and isinstance(wrapped[0], dict)):
@@ -102,7 +102,7 @@ def _named(content: Any) -> dict[str, object]:
 
 
 def _odd(value: Tensor, file_size: int) -> str | None:
-    """What a tensor is, if not an ordinary one whose values are in a file of so many bytes."""
+    """Say what is unusual about a tensor; "" if its values are plain and fit in a file of so many bytes."""
     if value.is_meta:
         return "without values"
     if value.is_quantized:

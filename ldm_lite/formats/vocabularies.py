@@ -19,8 +19,8 @@ def tokenizers_of(
 ) -> tuple[Qwen3Tokenizer | None, T5Tokenizer | None]:
     """Return the tokenizers of a family's Qwen and of its T5; None where it has none.
 
-    Qwen's files, `source`, and T5's, `vocab`, are else looked for beside their weights.  Raises ValueError, one line,
-    if they are not there or those of another model.
+    Without `source`, Qwen's files, and without `vocab`, T5's, are looked for beside their weights.  Raises ValueError,
+    one line, if they are missing or another model's.
     """
     roles = {type(spec).__name__: role for role, spec in family.specs.items()}
     qwen = roles.get("Qwen3Spec", roles.get("Qwen25Spec"))
@@ -60,7 +60,7 @@ def _qwen_tokenizer(encoder: Tensors, role: str, source: str | None) -> Qwen3Tok
 
 
 def _beside(weights: Path, role: str, names: Sequence[str]) -> Path | None:
-    """Return the first file of these names in the folder of a text encoder's weights or in the tokenizer's beside."""
+    """Return the first file of these names in the folder of a text encoder's weights, or the tokenizer folder there."""
     folder = weights.parent if weights.is_file() else weights
     places = [folder, *(folder / role.replace("text_encoder", "tokenizer") for folder in (folder, folder.parent))]
     files = (place / name for place in places for name in names)

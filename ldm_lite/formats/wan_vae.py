@@ -40,7 +40,7 @@ def to_images(tensors: Tensors) -> Tensors:
     levels = [int(match[1]) for name in names.values() if (match := LEVEL.match(name))]
 
     def from_row(match: re.Match[str]) -> str:
-        """Return the level and the block of an entry of a row, in which levels end with what resamples."""
+        """Return the level and the block of an entry of a row, in which levels end with a resampler."""
         row, index = match[1], int(match[2])
         size = 1 + min((int(end[2]) for end in rows if end[1] == row and end[3]), default=MOST_BLOCKS)
         level, block = divmod(index, size)

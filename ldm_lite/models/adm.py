@@ -47,7 +47,7 @@ class AttentionBlock(nn.Module):
         return split_heads(F.linear(tokens, layer.weight[:, :, 0], layer.bias), self.num_heads)
 
     def attended(self, k: Tensor, v: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The keys and values that are attended to, of the positions': for networks of other kinds to extend."""
+        """The keys and values that positions attend to: by default their own; other kinds of networks extend it."""
         return k, v
 
 
@@ -99,7 +99,7 @@ class ResamplingBlock(core.Block):
 
 
 def resample_by_residuals(unet: Any, residual: Callable[[int, str], nn.Module]) -> None:
-    """Replace the convolutions that resample by residual blocks: of so many channels, "down" or "up"."""
+    """Replace the convolutions that resample by residual blocks, by a number of channels and "down" or "up"."""
     kinds: dict[type[nn.Module], str] = {Downsample: "down", Upsample: "up"}
 
     def replaced(layer: Any) -> nn.Module:

@@ -3,7 +3,7 @@
 What is unusual about it:
 - one small network, the approximator, makes the shifts, scales and gates of all blocks, from the time and the number of
   each of them: those of the single blocks, of the double blocks' images, of their texts, and of the last layer;
-- texts are padded, and nothing attends to the padding but its first token.
+- texts are padded, and nothing attends to the padding except its first token.
 
 Shape letters: B batch, N image tokens, T text tokens, D width, M modulations of D numbers, A the approximator's width.
 Source: lodestone-rock/flow, src/models/chroma.
@@ -89,8 +89,8 @@ class Chroma(FluxBlocks):
     def forward(self, x: Tensor, t: Tensor, context: Tensor, y: Tensor, *, full: Tensor | None = None) -> Tensor:
         """Latents x (B,in_channels,h,w) with even h and w, at s = t (B,) in [0,1] -> velocity (B,out_channels,h,w).
 
-        context (B,T,context_dim) is T5's output, of which the first y (B,1) tokens are attended to.  `full` (B,), of
-        any value, is for texts of T tokens: nothing is masked, so that every attention kernel can be used.
+        context (B,T,context_dim) is T5's output, of which the first y (B,1) tokens are attended to.  Pass `full` (B,),
+        of any value, if all texts have T tokens: nothing is masked, so any attention kernel can be used.
         """
         width = self.spec.sinusoids
         times = sinusoids(1000 * t.float(), width // 4)[:, None].expand(-1, self.num_modulations, -1)

@@ -59,7 +59,7 @@ class SkippingEncoder(nn.Module):
     spec: Any
 
     def parts(self) -> tuple[Callable[[Tensor, Tensor | None], Tensor], Any, nn.Module]:
-        """Return what embeds token ids (B,T), the layers, and the norm after the last."""
+        """Return the embedding of token ids (B,T), the layers, and the norm after the last."""
         raise NotImplementedError
 
     def project(self, x: Tensor) -> Tensor:

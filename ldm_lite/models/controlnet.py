@@ -77,7 +77,7 @@ class ControlInput(NamedTuple):
 
     hint: Tensor  # (1,C,h,w) of embed_hint
     scales: Tensor  # (S,) float32, the factors of its S results; all zero = no effect
-    num_branches: int  # of the batch: the last `positive` of them are controlled; 1: all of it is
+    num_branches: int  # the last `positive`-th part of the batch is controlled; 1: all of it
     pool: bool  # average its results over all positions, for the shuffle network
     positive: int = 1
 

@@ -1,4 +1,4 @@
-"""The FLUX.1 transformer: dev, schnell, fill, depth and canny, from a frozen spec; what others are made of too.
+"""The FLUX.1 transformer: dev, schnell, fill, depth and canny, from a frozen spec; other networks use its parts too.
 
 What is unusual about it:
 - attribute names are the keys of Black Forest Labs' files, so these load strictly with no renaming;
@@ -134,7 +134,7 @@ class Modulation(nn.Module):
 
 
 class ModulationRows(nn.Module):
-    """In place of a linear of modulations: some rows of all of them (B,M,D), which vec has then -> (B, number * D)."""
+    """Replaces a linear of modulations: takes some rows of all modulations, vec (B,M,D) -> (B, number * D)."""
 
     def __init__(self, first: int, number: int) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ EMBEDDER = ("in_layer", "activation", "out_layer")  # names of the layers of an 
 
 
 class DoubleStreamBlock(TransformerBlock):
-    """Text and image, each with weights of its own, attend to both; then each has its MLP."""
+    """Text and image, each with its own weights, attend to both; then each has its MLP."""
 
     is_atomic = True
 
@@ -233,7 +233,7 @@ class SingleStreamBlock(TransformerBlock):
 
 
 class FluxBlocks(nn.Module):
-    """FLUX.1 without what embeds time, scale and pooled text: images and text, conditioning -> velocity."""
+    """FLUX.1 without its embedders of time, scale and pooled text: images and text, conditioning -> velocity."""
 
     def __init__(
         self,

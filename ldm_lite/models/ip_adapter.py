@@ -1,4 +1,4 @@
-"""IP-Adapter: tokens of an image, which every cross-attention of a UNet reads beside the text, with keys of their own.
+"""IP-Adapter: tokens of an image, which every cross-attention of a UNet reads besides the text, with separate keys.
 
 Three ways lead from CLIP's image encoder to tokens: its pooled output by a linear layer (ip-adapter_sd15, _sdxl), its
 hidden states by an MLP (full-face), or by a few learned queries that attend to them (plus).
@@ -150,7 +150,7 @@ class KeysAndValues(nn.Module):
 
 
 class IPAdapter(nn.Module):
-    """What an image encoder says of an image -> keys and values for each cross-attention of a UNet."""
+    """The output of an image encoder -> keys and values for each cross-attention of a UNet."""
 
     def __init__(self, spec: IPAdapterSpec, unet: LDMUNet) -> None:
         super().__init__()
@@ -190,7 +190,7 @@ def cross_attentions(unet: nn.Module) -> list[Attention]:
 
 
 class ImageAttention(Attention):
-    """A cross-attention that reads images beside the text, each by an attention of its own."""
+    """A cross-attention that reads images besides the text, each by a separate attention."""
 
     images: tuple[KeysValues, ...]
 

@@ -148,7 +148,7 @@ class DismantledBlock(nn.Module):
         return self.adaLN_modulation(vec)[:, None, :].chunk(self.chunks, dim=2)
 
     def before(self, x: Tensor, mods: tuple[Tensor, ...]) -> Heads:
-        """(B,N,D) -> what it adds to the joint attention."""
+        """(B,N,D) -> queries, keys and values for the joint attention."""
         return self.attn.queries_keys_values(modulate(x, *mods[:2]))
 
     def after(self, x: Tensor, out: Tensor, mods: tuple[Tensor, ...]) -> Tensor:
@@ -160,7 +160,7 @@ class DismantledBlock(nn.Module):
 
 
 class JointBlock(TransformerBlock):
-    """Text and image, each with weights of its own, attend to both; then each has its MLP."""
+    """Text and image, each with its own weights, attend to both; then each has its MLP."""
 
     is_atomic = True
 
@@ -205,7 +205,7 @@ class MMDiT(nn.Module):
     ) -> Tensor:
         """Latents x (B,in_channels,h,w) with even h and w, at 1000 s = t (B,) in [0,1000] -> velocity, the same shape.
 
-        context (B,T,context_dim) is the text, y (B,vector_dim) the pooled text.  skip (B,depth) bool tells which blocks
+        context (B,T,context_dim) is the text, y (B,vector_dim) the pooled text.  skip (B,depth) bool says which blocks
         are left out, for skip-layer guidance.  context and y are in the weights' dtype; x and t may have any.  Raises
         ValueError if a side of the image has more tokens than the table of positions.
         """

@@ -19,7 +19,7 @@ gelu_tanh = partial(nn.GELU, approximate="tanh")
 
 
 class Fitted:
-    """A base of specs that weights do not tell all of: fields in `untold` have defaults."""
+    """A base of specs that weights show only in part: fields in `untold` have defaults."""
 
     untold: ClassVar[tuple[str, ...]] = ()
 
@@ -29,7 +29,7 @@ class Fitted:
         raise NotImplementedError
 
     def fitted(self, shapes: Shapes) -> Any:
-        """The same, where what weights do not tell is this spec's."""
+        """The same, with this spec's values for what weights do not show."""
         return replace(self.from_shapes(shapes), **{name: getattr(self, name) for name in self.untold})
 
 
@@ -46,7 +46,7 @@ QKV, ADDED_QKV = "attn.to_q attn.to_k attn.to_v", "attn.add_q_proj attn.add_k_pr
 
 
 class TransformerSpec:
-    """A base of specs of diffusion transformers: what is asked of every denoising network's."""
+    """A base of specs of diffusion transformers: what every denoising network's spec needs."""
 
     patch: ClassVar[int] = 2  # latent positions per token, along each side
     num_classes: ClassVar[None] = None  # what only UNets have
@@ -56,9 +56,9 @@ class TransformerSpec:
     def other_names(self) -> Mapping[str, str]:
         """Names of modules -> what diffusers calls them; * is the number of a block, the first in a name.
 
-        Several names, with spaces between, are rows of one module here, in this order.  A parameter stands by its own
-        name, if that is another than weight or bias.  ~ is before one that has the scale before the shift, where here
-        it comes after it; of blocks' modules only the last block's has.
+        Several names, with spaces between, are rows of one module here, in this order.  A parameter has its own
+        entry, if its name is not weight or bias.  ~ marks one that has the scale before the shift, unlike here;
+        of blocks' modules, only the last block's does.
         """
         return {}
 
@@ -83,7 +83,7 @@ def guidance_embedding(scale: Tensor, dim: int) -> Tensor:
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """Return float32 for a dtype of lower precision, else the dtype itself: what norms and rotations compute in."""
+    """Return float32 for a dtype of lower precision, else the dtype itself: norms and rotations compute in it."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -193,7 +193,7 @@ def rotate(x: Tensor, rotation: Tensor) -> Tensor:
 def attend(attention: AttentionFn, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """Attention of q, k, v (B,H,N,D/H) -> (B,N,D).
 
-    With a mask (B,1,1,N), False where no token attends to, PyTorch's kernel takes the place of `attention`.
+    With a mask (B,1,1,N), False where no token attends to, PyTorch's kernel replaces `attention`.
     """
     if mask is None:
         return merge_heads(attention(q, k, v))

@@ -1,12 +1,12 @@
 """Qwen2.5-VL: the language model of qwen3.py, and the vision transformer that makes tokens of images for it.
 
-What is unusual about what sees:
+What is unusual about the vision transformer:
 - images keep their size, of multiples of 28 pixels; four patches of 14x14 become one token;
 - most layers attend within windows of 8x8 patches, of which those at the lower and right edge are smaller;
 - patches are those of two frames of a film, which for a picture are the same.
 
 In the language model a token of an image has a position of three numbers, its image, row and column, which rotate
-different channels; text goes on after the longer side of the image, with all three alike.
+different channels; text continues after the longer side of the image, with all three equal.
 
 Shape letters: N patches, h w their rows and columns, T tokens, D width, H heads, C channels of a head.
 Source: Bai et al. 2025 (arXiv 2502.13923), sec. 2.1; Wang et al. 2024 (arXiv 2409.12191), sec. 2.1, for positions;
@@ -77,7 +77,7 @@ class Places(NamedTuple):
 
 
 def places(spec: VisionSpec, h: int, w: int, like: Tensor) -> Places:
-    """Return where the patches of an image of so many rows and columns are, on a tensor's device."""
+    """Return the positions of an image's patches, in rows and columns, on a tensor's device."""
     side, device = spec.window, like.device
     ids = torch.cartesian_prod(torch.arange(h, device=device), torch.arange(w, device=device)).T  # (2, N)
     axis = spec.width // spec.heads // 2
@@ -167,7 +167,7 @@ class Vision(nn.Module):
 
 
 class Qwen25VL(Qwen3):
-    """The language model, with what makes tokens of images if its spec has one."""
+    """The language model, with the vision transformer if its spec has one."""
 
     def __init__(self, spec: Qwen25Spec) -> None:
         super().__init__(spec)
@@ -177,9 +177,9 @@ class Qwen25VL(Qwen3):
     def forward(
         self, token_ids: Tensor, mask: Tensor | None = None, images: Sequence[tuple[int, Tensor]] = ()
     ) -> Tensor:
-        """Token ids (B,T) -> (B,T,output_width); images take the place of tokens, the same in all texts.
+        """Token ids (B,T) -> (B,T,output_width); images replace tokens, the same ones in all texts.
 
-        Each is the place of the first of its tokens, and the image (3,H,W) as Vision takes it.
+        Each is the index of its first token, and the image (3,H,W) as Vision takes it.
         """
         if not images:
             return super().forward(token_ids, mask)

@@ -18,7 +18,7 @@ from ldm_lite.core.layers import Shapes, checked_shape, count_blocks, merge_head
 from ldm_lite.models.ops import Fitted, GatedMLP, RMSNorm, axial_rotation, multiple, wide
 
 THETA = 1e6  # the slowest rotation turns by 1/THETA a position
-VISION = "visual."  # of the keys of what Qwen2.5-VL sees with
+VISION = "visual."  # of the keys of Qwen2.5-VL's vision transformer
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Qwen3Spec(Fitted):
 
     @staticmethod
     def sizes(shapes: Shapes, head_dim: int) -> dict[str, Any]:
-        """Return what shapes tell, if a head has so many channels."""
+        """Return the sizes that shapes show, if a head has so many channels."""
         vocab_size, width = checked_shape(shapes, "embed_tokens.weight", 2)
         queries, keys = (checked_shape(shapes, f"layers.0.self_attn.{name}_proj.weight", 2)[0] for name in "qk")
         kv_heads = multiple(keys, head_dim, "the width of the keys")
@@ -68,14 +68,14 @@ class Qwen3Spec(Fitted):
 
 @dataclass(frozen=True)
 class Qwen25Spec(Qwen3Spec):
-    """Sizes of a Qwen2.5, whose heads' width weights do not tell, and of what it sees with, a VisionSpec."""
+    """Sizes of a Qwen2.5, whose heads' width weights do not show, and of its vision transformer, a VisionSpec."""
 
     vision: Any = None
 
     is_biased: ClassVar[bool] = True
 
     def fitted(self, shapes: Shapes) -> Qwen25Spec:
-        """The same, where what weights do not tell is this spec's."""
+        """The same, with this spec's values for what weights do not show."""
         seeing = {key.removeprefix(VISION): shape for key, shape in shapes.items() if key.startswith(VISION)}
         vision = None if self.vision is None else self.vision.fitted(seeing)
         return replace(self, vision=vision, **Qwen3Spec.sizes(shapes, self.head_dim))

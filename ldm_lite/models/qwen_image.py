@@ -2,10 +2,10 @@
 
 What is unusual about it:
 - attribute names are the keys of the makers' files, which are those of diffusers;
-- all blocks are double: text and image have weights of their own and attend to both, the text first;
+- all blocks are double: text and image have separate weights and attend to both, the text first;
 - each token has a position (image, row, column), which rotates queries and keys; rows and columns count from the middle
-  of its image, and the text follows on the diagonal from the edge of the largest on.  The noised image is number 0;
-  those that are edited (Qwen-Image-Edit) follow it, in Edit 2511 as at time 0.
+  of its image, and the text continues on the diagonal from the edge of the largest image.  The noised image is number
+  0; those that are edited (Qwen-Image-Edit) follow it, in Edit 2511 as at time 0.
 
 Shape letters: B batch, h w latent size, N image tokens, T text tokens, D width, H heads.
 Source: Qwen Team 2025 (arXiv 2508.02324), sec. 2; diffusers transformer_qwenimage.py, which the makers release.
@@ -43,7 +43,7 @@ from ldm_lite.models.ops import (
 SINUSOIDS = 256
 THETA = 10000.0  # the slowest rotation turns by 1/THETA a position
 REFERENCES_AT_ZERO = (
-    "__index_timestep_zero__"  # the key by which ComfyUI's files of Edit 2511 tell that references are at time 0
+    "__index_timestep_zero__"  # the key by which ComfyUI's files of Edit 2511 say that references are at time 0
 )
 
 
@@ -87,7 +87,7 @@ class QwenImageSpec(TransformerSpec):
 
 
 class JointAttention(nn.Module):
-    """Attention of text (B,T,D) and image (B,N,D), each with layers of its own, to both."""
+    """Attention of text (B,T,D) and image (B,N,D), each with its own layers, to both."""
 
     def __init__(self, spec: QwenImageSpec) -> None:
         super().__init__()
@@ -184,7 +184,7 @@ class QwenImage(nn.Module):
         """Latents x (B,in_channels,h,w) with even h and w, at s = t (B,) in [0,1] -> velocity (B,out_channels,h,w).
 
         context (B,T,context_dim) is the language model's output, of which the first y (B,1) tokens are attended to.
-        `full` (B,), of any value, is for texts of T tokens: nothing is masked, so that every attention kernel can be
+        Pass `full` (B,), of any value, if all texts have T tokens: nothing is masked, so any attention kernel can be
         used.  References are latents (B,in_channels,h',w') of images of any sizes, in the order of the arguments.
         context and they are in the weights' dtype; x and t may have any.
         """

@@ -58,7 +58,7 @@ def _leaky(x: Tensor) -> Tensor:
 
 
 class DenseBlock(nn.Module):
-    """Five convolutions, each of which reads the input and what the others before it made."""
+    """Five convolutions, each of which reads the input and the outputs of those before it."""
 
     def __init__(self, width: int, grown: int) -> None:
         super().__init__()

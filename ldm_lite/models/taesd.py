@@ -34,7 +34,7 @@ class TAESDSpec:
 
     @staticmethod
     def from_shapes(shapes: Shapes) -> "TAESDSpec":
-        """Return the spec of a tiny autoencoder with weights of these shapes.  Raises ValueError for nonsense."""
+        """Return the spec of a tiny autoencoder with weights of these shapes.  Raises ValueError if none has."""
         encoder, decoder = (probe in shapes for probe in PROBES)
         key, dimension = ("decoder.1.weight", 1) if decoder else ("encoder.14.weight", 0)
         pooled = any(key in shapes for key in POOLS)
@@ -58,7 +58,7 @@ class Clamp(nn.Module):
 
 
 class TAESDBlock(nn.Module):
-    """Three 3x3 convolutions with a residual connection, at 64 channels; before them perhaps a bottleneck of 256."""
+    """Three 3x3 convolutions with a residual connection, at 64 channels; before them optionally a bottleneck of 256."""
 
     def __init__(self, pooled: bool = False) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
 """The UNets of latent diffusion: every one of CompVis and Stability, from a frozen spec.
 
-They are the core's UNet and, where the spec says so, layers of another kind: Stable Diffusion 2 and XL project by
+They extend the core's UNet, with other kinds of layers where the spec says so: Stable Diffusion 2 and XL project by
 linears, XL and unCLIP read a vector, the x4 upscaler classes; unconditional models have those of adm.py.
 Attribute names are the checkpoint's keys, so an original file loads strictly with no renaming.
 
@@ -49,7 +49,7 @@ class LDMUNetSpec:
     num_res_blocks: tuple[int, ...]
     transformer_depth: tuple[int, ...]  # transformer blocks after each residual block; 0 = no attention
     middle_depth: int
-    num_heads: int | None  # either num_heads or head_dim is set; weights do not tell
+    num_heads: int | None  # either num_heads or head_dim is set; weights do not show it
     head_dim: int | None
     context_dim: int | None  # None = unconditional: qkv attention blocks instead of transformers
     linear_proj: bool  # proj_in and proj_out of a transformer are linears, not 1x1 convolutions
@@ -91,7 +91,7 @@ class LDMUNetSpec:
             for name in ("label_emb", "label_emb.0.0", "cond_proj")
         )
         depths = tuple(_depth(shapes, f"input_blocks.{i}") for i in firsts)
-        sides = 2 if num_out else 1  # a network as deep throughout as where it was read must not be far larger
+        sides = 2 if num_out else 1  # the depth is read in one place: throughout, it must not give a far larger network
         if contexts and sum(map(mul, depths, num_res_blocks)) * sides > 2 * len(contexts) + MOST_BLOCKS:
             raise ValueError(f"has {max(depths)} transformer blocks in one place, but {len(contexts)} in all")
         attn1 = (f"input_blocks.{i}.1.transformer_blocks.0.attn1" for i in firsts)
@@ -253,7 +253,7 @@ class LDMUNet(core.UNet):
         return self.out(x)
 
     def down(self, x: Tensor, emb: Tensor, context: Tensor, features: Sequence[Tensor | None]) -> list[Tensor]:
-        """Return the outputs of the input blocks and of the middle, to each of which a feature is added if there is."""
+        """Return the outputs of the input blocks and of the middle, each plus its feature, if there is one."""
         x, outputs = channels_last(x.to(emb.dtype)), []
         for block, feature in zip([*self.input_blocks, self.middle_block], features, strict=True):
             x = plus(block(x, emb, context), feature)

@@ -38,7 +38,7 @@ class IFSpec(LDMUNetSpec):
 
     @staticmethod
     def from_shapes(shapes: Shapes) -> IFSpec:
-        """Return the spec of a stage whose weights have these shapes.  head_dim is always 64: shapes do not tell it.
+        """Return the spec of a stage whose weights have these shapes.  head_dim is always 64: shapes do not show it.
 
         Raises ValueError if a tensor that every stage has is missing or makes no sense.
         """

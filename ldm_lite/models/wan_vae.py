@@ -1,9 +1,9 @@
 """The autoencoder of the video model Wan 2.1, for single images.
 
-What makes it differ from latent diffusion's: norms divide by the root mean square over the channels of each position,
+Differences from latent diffusion's: norms divide by the root mean square over the channels of each position,
 upsamplers halve the channels, and latents are normalised by channel, with numbers that no file has.  Its convolutions
-are causal in time: before a single frame there are zeros, so that the last slice of each kernel is all that counts, and
-layers between frames do nothing.  formats/wan_vae.py reads files so.
+are causal in time: before a single frame there are zeros, so only the last slice of each kernel matters, and layers
+between frames do nothing.  formats/wan_vae.py reads files that way.
 
 Shape letters: B batch, C channels, h w latent size.
 Source: Wan Team 2025 (arXiv 2503.20314), sec. 4.1; Zhang and Sennrich 2019 (the norm); Wan-Video/Wan2.1 vae.py.

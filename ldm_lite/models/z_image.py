@@ -2,8 +2,8 @@
 
 What is unusual about it:
 - attribute names are the keys of ComfyUI's files; those of Tongyi-MAI's and diffusers' hold queries, keys and values
-  apart (NAMES);
-- image and text are one sequence, the image first, after blocks of its own for each of them: the refiners;
+  separately (NAMES);
+- image and text are one sequence, the image first, after separate blocks for each of them: the refiners;
 - both are padded to multiples of 32 with learned tokens, which are attended to like others;
 - each token has a position (index, row, column): a text counts along the first, the image follows it there;
 - the time scales what enters attention and MLP, without shift; their outputs are normalised, then gated by a tanh;
@@ -177,8 +177,8 @@ class ZImage(nn.Module):
         """Latents x (B,in_channels,h,w) with even h and w, at 1 - s = t (B,) in [0,1] -> (B,out_channels,h,w).
 
         context (B,T,context_dim) is Qwen3's output, of which the first y (B,1) tokens are each text's, at least 1.
-        `full` (B,), of any value, is for texts that all reach into the last 32 of T: nothing is masked, so that every
-        attention kernel can be used.  context is in the weights' dtype; x, t and y may have any.
+        Pass `full` (B,), of any value, if all texts reach into the last 32 of T: nothing is masked, so any attention
+        kernel can be used.  context is in the weights' dtype; x, t and y may have any.
         """
         assert y is not None, "Z-Image reads the number of a text's tokens"
         x = x.to(context.dtype)

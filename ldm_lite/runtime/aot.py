@@ -32,7 +32,7 @@ ABOUT = "ldm_lite"  # our entry in the metadata of a compiled model
 def export(network: nn.Module, examples: Sequence[ExportInputs], path: Path) -> None:
     """Compile a network for the shapes and dtypes of the examples, and write one package.
 
-    Raises ValueError if this machine cannot: it needs a C++ compiler, CUDA its toolkit and Triton too.
+    Raises ValueError if this machine cannot: it needs a C++ compiler, and for CUDA also its toolkit and Triton.
     """
     from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
     from torch._inductor.package.package import package_aoti
@@ -42,7 +42,7 @@ def export(network: nn.Module, examples: Sequence[ExportInputs], path: Path) -> 
     compiled: dict[str, Any] = {}
     layers = list(joined.joined_layers(network))
     for layer in layers:
-        joined.come_apart(layer)  # what joins them would be a constant of the package, which holds no weights
+        joined.come_apart(layer)  # joined weights would be a constant in the package, which holds no weights
     try:
         for i, inputs in enumerate(examples):
             with torch.no_grad():
@@ -174,7 +174,7 @@ def _runners(path: Path) -> list[Any]:
 
 
 def _about(network: nn.Module, inputs: ExportInputs) -> dict[str, Any]:
-    """Describe what a package and the network that runs it must have in common."""
+    """Describe the properties that a package and the network that runs it must share."""
     weights = network.state_dict()
     layout = [(name, tuple(w.shape), w.stride(), str(w.dtype)) for name, w in sorted(weights.items())]
     first = next(iter(weights.values()))

@@ -59,7 +59,7 @@ def _efficient(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _cudnn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    if q.dtype not in (torch.float16, torch.bfloat16):  # torch would have it read these numbers as float16
+    if q.dtype not in (torch.float16, torch.bfloat16):  # torch would make it read these numbers as float16
         raise NotImplementedError(f"cuDNN's attention is for fp16 and bf16, not for {short_name(q.dtype)}")
     return torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, _trains(q, k, v))[0]
 
@@ -108,7 +108,7 @@ def is_stateless(function: AttentionFn) -> bool:
 
 
 def name_of(function: AttentionFn) -> str:
-    """Return the name of an attention, "sliced" for "sliced:4"; of one without a name, that of its code."""
+    """Return the name of an attention, "sliced" for "sliced:4"; for one without a name, that of its code."""
     inner = getattr(function, "func", function)
     names = (name for name, known in _FUNCTIONS.items() if known is inner)
     return next(names, getattr(inner, "__name__", type(inner).__name__))
@@ -220,7 +220,7 @@ def head_dim(layer: Any) -> int:
 
 
 def check_name(name: str) -> None:
-    """Raises ValueError if there is no attention of a name."""
+    """Raises ValueError if there is no attention of this name."""
     kind, _, number = name.partition(":")
     if name not in names() and not (kind == "sliced" and number.isdecimal() and int(number) > 0):
         raise ValueError(f"unknown attention {name!r:.60}: expected one of {', '.join(names())}, or sliced:4")
@@ -229,7 +229,7 @@ def check_name(name: str) -> None:
 def attention_function(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> AttentionFn:
     """Return the function with a name, or "sliced:n", after a trial run on this device and dtype.
 
-    "mha" and "fastest" are no functions of q, k and v: see use.  Raises ValueError if the name is unknown or does not
+    "mha" and "fastest" are not functions of q, k and v: see use.  Raises ValueError if the name is unknown or does not
     run here.
     """
     check_name(name)
@@ -314,7 +314,7 @@ def in_float32(network: AnyNetwork, device: torch.device) -> AnyNetwork:
 def record(network: nn.Module, pattern: str = "*") -> Iterator[dict[str, list[Tensor]]]:
     """Record attention maps by layer name: within the block each call of a layer appends one (B,H,N,M) tensor.
 
-    pattern is a layer's name, with or without wildcards: "*attn2" is every cross-attention of a UNet.  Of guided steps
+    pattern is a layer's name, with or without wildcards: "*attn2" is every cross-attention of a UNet.  In guided steps
     the first half of the batch is uncond's, the second cond's.  A map is large (N times M): choose few layers, or empty
     the lists.  For one thread at a time, since the network's own layers record.  Raises ValueError if no layer matches.
     """

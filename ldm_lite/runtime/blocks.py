@@ -1,6 +1,6 @@
 """Weights in blocks of few bits, as GGUF files store them: kept so in memory, dequantised in a layer's forward.
 
-LoRAs change what was dequantised.
+LoRAs change the dequantised weight.
 
 A block holds 32 or 256 values of a row: quantised numbers, and the scales of the block and of its parts.  Rules in
 terms of bytes: lo = byte & 15, hi = byte >> 4, d and m are float16.
@@ -149,7 +149,7 @@ class Blocks(NamedTuple):
     shape: tuple[int, ...]
 
     def copied(self) -> "Blocks":
-        """Return the same blocks in memory of their own."""
+        """Return the same blocks in separate memory."""
         return self._replace(data=self.data.clone())
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:

@@ -8,8 +8,8 @@
   the time of the better choice; on a CPU it never compiles, since plain steps are faster there.
 
 On CUDA the compiled step is then captured in CUDA graphs too, one for each shape (cuda_graphs.py).
-Weights may change in place (LoRA): compiled code reads them at their address.  Guidance that remembers, or is the
-user's own, and what a shortened UNet stores, stay outside: only the network of such a step is compiled or captured.
+Weights may change in place (LoRA): compiled code reads them at their address.  Guidance that has a state, or is
+the user's own, and what a shortened UNet stores, stay outside: only the network of such a step is compiled or captured.
 """
 
 import functools
@@ -57,9 +57,9 @@ def compiled_step(
 
 
 def is_compiled(step: Step) -> bool:
-    """Whether a step, or what it wraps, is one that is compiled at its first call, or another function.
+    """Whether a step, or the one that it wraps, is compiled at its first call, or is another function.
 
-    A CUDA graph of plain steps is not compiled: where Python code has a say, it is not used.
+    A CUDA graph of plain steps is not compiled: it is not used where Python code may change a step.
     """
     inner = inspect.unwrap(step)
     return inner is not run_row and not (isinstance(inner, CompiledStep) and inner.tier == "graph")
@@ -71,7 +71,7 @@ def compiling() -> str:
 
 
 class CompiledStep:
-    """run_row, compiled at its first call; the log tells how long that took and when it pays, or why it failed."""
+    """run_row, compiled at its first call; the log says how long that took and when it pays off, or why it failed."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class CompiledStep:
         settings: Mapping[str, Any] | None = None,
         plain: Step = run_row,
     ) -> None:
-        """plain is what is compiled."""
+        """plain is the function to compile."""
         self._made_of = tier, network, backend, settings, plain
         self.tier = "step" if tier == "auto" else tier
         self._network, self._backend, self._settings, self._plain = network, backend, settings, plain
@@ -100,14 +100,14 @@ class CompiledStep:
 
     @functools.cached_property
     def of_network(self) -> "CompiledStep":
-        """The same for `predict`: the network of a step alone, in graphs of its own that share the memory."""
+        """The same for `predict`: only the network of a step, in separate graphs that share the memory."""
         tier = "auto" if self._wait_s else self.tier
         part = CompiledStep(tier, self._network, self._backend, self._settings, predict)
         part._graphs = self._graphs.of(predict)
         return part
 
     def __call__(self, model: Any, *args: Any) -> Any:
-        """Compute one row like run_row; one of of_network what its network predicts."""
+        """Compute one row like run_row; the one that of_network returns computes only the network's prediction."""
         if self._plain is not predict and is_stateful(args[4:6]):  # combine and adjust
             return in_two_parts(self, model, *args)[0]
         now = time.perf_counter()
@@ -122,12 +122,12 @@ class CompiledStep:
         try:
             return self._run(model, *args)
         except Exception as error:  # compilers raise anything
-            if isinstance(error, torch.OutOfMemoryError) and self.tier != "graph":  # which takes memory of its own
+            if isinstance(error, torch.OutOfMemoryError) and self.tier != "graph":  # which takes additional memory
                 raise
             return self._plain_after(error, model, *args)
 
     def _run(self, model: Any, *args: Any) -> Any:
-        """Run the compiled step; outside of inference mode, whose tensors would need code of their own."""
+        """Run the compiled step; outside of inference mode, whose tensors would need separate code."""
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False), torch.no_grad():
                 return self._run(model, *mapped(args, lambda x: _another(x) if x.is_inference() else x))
@@ -136,7 +136,7 @@ class CompiledStep:
     def _prepared(self, model: Any, *args: Any) -> Step:
         """Return the compiled step.  One thread compiles, the others wait."""
         with self._lock:
-            if isinstance(model, nn.Module) and self.tier != "graph":  # a graph is for the addresses of all weights
+            if isinstance(model, nn.Module) and self.tier != "graph":  # a graph holds the addresses of all weights
                 self._check_joined(model)
             if self._step is None:
                 self._step = self._graphs if self.tier == "graph" else self._compile(model, *args)
@@ -151,7 +151,7 @@ class CompiledStep:
         """Return the compiled step, and log the times of plain and compiled calls."""
         _set_up(self._backend)
         device = args[0].device
-        for _ in range(2):  # the first call lays weights out and warms kernels up
+        for _ in range(2):  # the first call changes weights' layouts and warms kernels up
             plain_s = _timed(self._plain, device, model, *args)
         how: dict[str, Any] = {"backend": self._backend}
         if self._backend == "inductor":
@@ -179,7 +179,7 @@ class CompiledStep:
                     module.compile(fullgraph=True, dynamic=True, backend=self._backend)
 
     def _check_joined(self, model: nn.Module) -> None:
-        """Compile anew without what joins weights that were replaced since: compiled code cannot see addresses."""
+        """Separate joined layers whose weights were replaced, and compile anew: compiled code cannot see addresses."""
         if model not in self._joined:
             self._joined[model] = list(joined.joined_layers(model))
         for layer in self._joined[model]:
@@ -192,7 +192,7 @@ class CompiledStep:
     def _plain_after(self, error: Exception, model: Any, *args: Any) -> Any:
         """Run a plain step after an error, and no others from now on.
 
-        If that fails too, the call was the cause: it is raised, and what is compiled stays for others.
+        If that fails too, the call was the cause: its error is raised, and compiled code stays for other calls.
         """
         blocks = {module: module._compiled_call_impl for net in self._regional for module in net.modules()}
         for module in blocks:
@@ -236,15 +236,15 @@ def _timed(step: Step, device: torch.device, *args: Any) -> float:
 def _verdict(cold_s: float, plain_s: float, compiled_s: float) -> str:
     text = f"compiled in {cold_s:.0f} s: a step takes {compiled_s * 1e3:.1f} ms in place of {plain_s * 1e3:.1f} ms"
     if compiled_s >= plain_s:
-        return f'{text}; it does not pay here: use `compile="off"`'
-    return f"{text}, which pays from {cold_s / (plain_s - compiled_s):,.0f} steps on"
+        return f'{text}; it does not pay off here: use `compile="off"`'
+    return f"{text}, which pays off from {cold_s / (plain_s - compiled_s):,.0f} steps on"
 
 
 # ---- a step in two parts --------------------------------------------------------------------------------------------
 
 
 def in_two_parts(step: Step, model: Any, *args: Any) -> tuple[Tensor, Any]:
-    """Run a step as two: the network, compiled if the step is, and what mixes and adds its outputs, as Python has it.
+    """Run a step in two parts: the network, compiled if the step is, and plain Python that mixes and adds its outputs.
 
     Returns the registers, and what the network returned besides the prediction, or None.
     """
@@ -256,14 +256,14 @@ def in_two_parts(step: Step, model: Any, *args: Any) -> tuple[Tensor, Any]:
 
 
 def predict(model: Any, registers: Tensor, row: Any, noise: Tensor, guided: Guided, *how: Any) -> Any:
-    """Return what the network of a step returns: the first part of run_row, of the same arguments."""
+    """Return the network's output in a step: the first part of run_row, with the same arguments."""
     num_branches, arguments = len(guided.positive), how[2] if len(how) > 2 else None
     batch = registers[0] if num_branches == 1 else registers[0].repeat(num_branches, 1, 1, 1)
     return model(batch, row.t.expand(len(batch)), **guided.conditioning, **(arguments or {}))
 
 
 # ---- one graph for all sizes ----------------------------------------------------------------------------------------
-# The compiler is told two things: which sizes change, and, where it is so, that h and w are multiples of 8, which can
+# The compiler is told two things: which sizes change, and, where that holds, that h and w are multiples of 8, which can
 # be halved three times.  If they might be odd, it copies each lower-level map before using it as tokens: 66 more
 # kernels in a step of Stable Diffusion on a GPU.  It learns this from maps (...,h,w) seen as (...,h/8,8,w/8,8).
 
@@ -294,8 +294,8 @@ def _for_all_sizes(plain: Step, **how: Any) -> Step:
 def _with_maps(
     change: Callable[[Tensor], Tensor], registers: Tensor, noise: Tensor, guided: Guided
 ) -> tuple[Tensor, Tensor, Guided]:
-    """Return arguments of a step with what `change` makes of their maps."""
-    conditioning, weights, positive = guided  # field by field: torch 2.6 compiles no _replace and no slice of them
+    """Return arguments of a step, with their maps changed by `change`."""
+    conditioning, weights, positive = guided  # field by field: torch 2.6 cannot compile _replace, nor a slice of them
     parts = {name: change(part) if name == "concat" else part for name, part in conditioning.items()}
     return change(registers), change(noise), Guided(parts, weights, positive)
 
@@ -311,7 +311,7 @@ def _unfolded(x: Tensor) -> Tensor:
 def _mark_sizes(registers: Tensor, noise: Tensor, guided: Guided, arguments: Any) -> None:
     """Tell the compiler which sizes of a step's arguments will change: batch, height, width, tokens.
 
-    A size of 1 is not marked: the compiler treats it as a constant, so a batch of one has a graph of its own.
+    A size of 1 is not marked: the compiler treats it as a constant, so a batch of one has a separate graph.
     """
     sides = (-4, -2) if registers.ndim == 7 else (-2, -1)
     marks: list[tuple[Tensor, tuple[int, ...]]] = [(registers, (1, *sides)), (noise, (0, *sides))]
@@ -326,7 +326,7 @@ def _mark_sizes(registers: Tensor, noise: Tensor, guided: Guided, arguments: Any
                 torch._dynamo.maybe_mark_dynamic(tensor, axis % tensor.ndim)
 
 
-# Compiled code is for certain strides, also of what a view is a view of, and for tensors outside of inference mode.
+# Compiled code expects certain strides, also of a view's base, and tensors from outside of inference mode.
 
 
 def _laid_out(step: Step) -> Step:
@@ -335,7 +335,7 @@ def _laid_out(step: Step) -> Step:
 
 
 def _another(x: Tensor, *shape: int) -> Tensor:
-    """Return a tensor, without gaps, with the numbers of x in the same memory, which is no view; or x if it trains."""
+    """Return a tensor without gaps that shares the memory of x but is not a view; or x if it requires gradients."""
     x = x.contiguous()
     if x.requires_grad:
         return x.view(shape or x.shape)
@@ -373,5 +373,5 @@ def _set_up(backend: str) -> None:
 
 
 def ignore_advice() -> None:
-    """Leave out Inductor's advice to use TF32 for float32, which is --matmul-precision: as an error it would end it."""
+    """Silence Inductor's advice to use TF32 (here --matmul-precision), which stops it where warnings are errors."""
     warnings.filterwarnings("ignore", "TensorFloat32 tensor cores for float32 matrix multiplication available")

@@ -1,4 +1,4 @@
-"""Kernels for a CPU: `use` gives each layer of a network the fastest way to compute what its class does.
+"""Kernels for a CPU: `use` gives each layer of a network the fastest kernel for its class.
 
 - Group norms of large maps are computed in strips, for exactness.
 - Linears and 1x1 convolutions are products, by the library that is faster here.
@@ -12,8 +12,8 @@ Two choices depend on the CPU: the library for products in float32, and blocks o
 timed once on a machine (timing.py), with sizes that never change, so that CPUs of one kind choose alike, whatever runs
 first.  The rest are rules.
 
-Training has kernels of its own: Winograd's for 3x3 convolutions, and in bfloat16 group norms and attention.  Whatever a
-kernel is not for, other dtypes and compiled code, runs as PyTorch does it.  Ways differ by rounding.
+Training has separate kernels: Winograd's for 3x3 convolutions, and in bfloat16 group norms and attention.  Everything
+else, such as other dtypes and compiled code, runs PyTorch's kernels.  The ways differ by rounding.
 
 Shape letters: B batch, C channels in, K channels out, G groups of channels, M rows of a product, T tiles; in attention
 H heads, N queries, M keys, D channels of a head.
@@ -48,8 +48,8 @@ HALF = (torch.bfloat16,) if torch.cpu._is_amx_tile_supported() or torch.cpu._is_
 def use(network: nn.Module, owns_weights: bool = False, attends: bool = True) -> None:
     """Give the layers of a network on a CPU these kernels, that of attention if `attends`.
 
-    owns_weights tells that nobody else moves weights: those of 3x3 convolutions are laid out at first use, in memory of
-    their own.
+    owns_weights says that nothing else moves weights: those of 3x3 convolutions become channels last at first use, in
+    new memory.
     """
     layer: Any
     for layer in network.modules():
@@ -97,7 +97,7 @@ def _ramp(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
 LARGE_MAP = 256 * 256  # positions above which strips are used: below, the plain kernel's error is 1e-6 at most
 
 
-FEW = 1024  # positions of a map that PyTorch's kernel for channels_last goes through channel by channel
+FEW = 1024  # positions of a map that PyTorch's kernel for channels_last visits channel by channel
 
 
 @kernel
@@ -105,7 +105,7 @@ def _group_norm(norm: nn.GroupNorm, x: Tensor) -> Tensor:
     if x.ndim == 4 and _trains_in_bf16(x):
         # In channels_last PyTorch takes 5 to 20 times as long: with few channels a group, and for every backward pass.
         if x[0, 0].numel() < FEW or not _is_last(x):
-            return nn.GroupNorm.forward(norm, x.contiguous())  # a layout that what follows keeps
+            return nn.GroupNorm.forward(norm, x.contiguous())  # a layout that the next layers keep
         return _Normalised.apply(x, norm.weight, norm.bias, norm.num_groups, norm.eps)  # type: ignore[no-untyped-call]
     if not _suits(x) or x.ndim != 4 or x[0, 0].numel() <= LARGE_MAP or not _is_last(x):
         return nn.GroupNorm.forward(norm, x)
@@ -226,10 +226,10 @@ def gated(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 LARGE = 2**23  # numbers of a weight, which no cache holds
 MANY = 1024  # positions of all maps of a batch: with as many, Winograd's filtering in tiles of 4 by 4 is the fastest
-SOME = 512  # positions from which it is, in tiles of 2 by 2
+SOME = 512  # positions from which tiles of 2 by 2 are the fastest
 MIN_CHANNELS = 128  # below, moving tiles costs more than the products save
 MIN_TRAINED = 320  # the same with gradients
-_LOCK = threading.Lock()  # held while a weight is laid out
+_LOCK = threading.Lock()  # held while a weight's layout changes
 
 
 @kernel
@@ -241,9 +241,9 @@ def _conv3x3(conv: nn.Conv2d, x: Tensor) -> Tensor:
     about = vars(conv)  # not while compiling: torch 2.6 cannot
     if about.get("owns_weights", False):
         with _LOCK:
-            # Lay the weight out if it is frozen.  At the first call, before any thread reads it, and whatever the map's
-            # size: later, it would change the last bits of what came before.  Not when it is loaded: that takes as
-            # long as loading.
+            # Make the weight channels last if it is frozen.  At the first call, before any thread reads it, and
+            # whatever the map's size: later, it would change the last bits of results.  Not at loading, which it
+            # would double.
             before = weight.data
             if not weight.requires_grad and not _is_last(before):
                 weight.data = channels_last(before)
@@ -266,7 +266,7 @@ def way(x: Tensor, weight: Tensor) -> str:
 
 
 def _plain(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    if x.numel() < weight.numel() and not _is_last(weight):  # channels last, it would reorder its weights
+    if x.numel() < weight.numel() and not _is_last(weight):  # it would reorder channels-last weights
         x = x.contiguous()
     return F.conv2d(x, weight, bias, padding=1)
 
@@ -275,7 +275,7 @@ def as_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Convolve x (B,C,h,w) with weight (K,C,3,3), padding 1, as one product: (B,K,h,w), channels last.
 
     For large weights on small maps.  PyTorch's convolution (oneDNN) reorders the weights at every call, which takes
-    longer than the sums; the product reads them as they lie, channels last.
+    longer than the sums; the product reads them as they are stored, channels last.
     """
     h, w = x.shape[2:]
     padded = F.pad(x.permute(0, 2, 3, 1), (0, 0, 1, 1, 1, 1))
@@ -430,7 +430,7 @@ def blocked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     A bound of the scores takes the place of their maximum.  With keys k - mean(k), which leave the softmax as it is,
     the scores of a query have the mean 0, so their maximum is in [0, b], b = |q| max|k| / sqrt(D).  Exponents are
     shifted by max(0, b - LIMIT): with b up to 2 LIMIT the largest term is within 2^-LIMIT and 2^LIMIT, and everything
-    that counts is a normal number.  Larger b take PyTorch's kernel, and so does everything but inference on a CPU.
+    that counts is a normal number.  Larger b take PyTorch's kernel, and so does everything except inference on a CPU.
     Exponents are of 2, which PyTorch computes faster than those of e on some CPUs.
     """
     if not _suits(q, *HALF):

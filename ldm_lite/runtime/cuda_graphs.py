@@ -1,7 +1,7 @@
 """CUDA graphs: a denoising step is captured once for each shape of its arguments, and replayed in its own buffers.
 
 A replay launches all kernels of a step at once, so Python is left out.  It repeats kernels and nothing else: a step of
-a network with hooks, forwards or attention of the user's own, and one with guidance that remembers, runs without one.
+a network with hooks, forwards or attention of the user's own, and one whose guidance has a state, runs without one.
 Weights are read at their address, so they may change in place (LoRA).  Inductor's graph trees are not used: they fail
 in a loop whose output is its next input.
 """
@@ -32,7 +32,7 @@ log = logging.getLogger("ldm_lite")
 
 MOST_GRAPHS = 8  # kept for a network, each with its buffers
 Step = Callable[..., Tensor]  # called like core.denoise.run_row
-UNDER_WAY: list[str] = []  # what the threads of this process prepare steps by: "compiling", "capturing"
+UNDER_WAY: list[str] = []  # what the threads of this process are doing to prepare steps: "compiling", "capturing"
 
 
 @contextlib.contextmanager
@@ -46,7 +46,7 @@ def as_under_way(what: str) -> Iterator[None]:
 
 
 class Graphs:
-    """A step that is captured at first and replayed then, called like the step.
+    """A step that is captured once and then replayed; it is called like the step.
 
     A graph serves every network that has the same weights, as the ControlledUNet of each run does, and is deleted with
     them.
@@ -59,7 +59,7 @@ class Graphs:
         """
         self._step, self._measured, self._plain_calls = step, measured, plain_calls
         self._codes: WeakKeyDictionary[nn.Module, Code] = WeakKeyDictionary()
-        self._calls: Counter[int] = Counter()  # of what has no graph yet, by hash
+        self._calls: Counter[int] = Counter()  # of arguments without a graph, by hash
         # By the first weight of a network.
         self._graphs: MutableMapping[Tensor, OrderedDict[Any, Captured]] = WeakTensorKeyDictionary()
         self._lock = threading.Lock()  # two threads must not fill the same buffers
@@ -67,7 +67,7 @@ class Graphs:
         self._copied: dict[torch.device, Any] = {}  # the event when the last result was copied
 
     def of(self, step: Step) -> "Graphs":
-        """Return the same for another step: what both capture shares memory, and waits for one another."""
+        """Return the same for another step: their captures share memory, and wait for one another."""
         graphs = copy.copy(self)
         graphs._step = step
         return graphs
@@ -116,7 +116,7 @@ class Graphs:
         return captured
 
     def _replayed(self, captured: "Captured", tensors: list[Tensor]) -> Any:
-        """Replay a graph after the last result was copied, perhaps in a thread with a stream of its own."""
+        """Replay a graph after the last result was copied, also in a thread with its own stream."""
         device = tensors[0].device
         if device not in self._copied:
             self._copied[device] = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -134,7 +134,7 @@ class Graphs:
         def capture() -> Captured:
             if not self._measured:
                 return self._captured(model, args, outside)
-            # In a new thread: cuDNN keeps its choices by threads, and what it has chosen it does not measure.
+            # In a new thread: cuDNN keeps its choices per thread, and does not measure again.
             with measured_convolutions(), ThreadPoolExecutor(1, "capture") as thread:
                 return thread.submit(self._captured, model, args, outside).result()
 
@@ -149,7 +149,7 @@ class Graphs:
 
     @torch.no_grad()
     def _captured(self, model: nn.Module, args: tuple[Any, ...], outside: Any) -> "Captured":
-        """Capture the step in buffers of its own, on the device's stream, which waits for the one outside and back."""
+        """Capture the step in separate buffers, on the device's stream; it and the outer stream wait for each other."""
         with torch.inference_mode(False):  # inference tensors cannot be written outside inference mode
             static = mapped(args, lambda x: x.clone())
         tensor = next(tensors_in(static))
@@ -163,8 +163,8 @@ class Graphs:
         stream.wait_stream(outside)
         # Around the capture too, which does not restore the stream if it fails.
         with torch.cuda.device_of(tensor), torch.cuda.stream(stream):  # type: ignore[no-untyped-call]
-            self._step(model, *static)  # what libraries do once for a thread or a stream must not be captured
-            # thread_local: other threads may allocate memory meanwhile.
+            self._step(model, *static)  # libraries' one-time work for a thread or a stream must not be captured
+            # thread_local: other threads may allocate memory in the meantime.
             with (
                 _own_workspace(),
                 torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
@@ -199,7 +199,7 @@ class Captured:
         self.is_stale = False  # one of the weights is gone
 
     def watch(self, weights: Sequence[Any]) -> None:
-        """Become stale when one of the weights, given by references, is deleted, whose id another one may have then."""
+        """Become stale when one of the weights, given by references, is deleted, since another may then get its id."""
 
         def forget(_: object) -> None:
             self.is_stale = True
@@ -226,10 +226,10 @@ class Captured:
 
 
 class Code:
-    """What a network runs beside the code of its classes: kernels and attention of its modules, and its weights.
+    """What a network runs besides the code of its classes: kernels and attention of its modules, and its weights.
 
     Read once from all modules, which takes a millisecond of Python; is_current compares it with theirs in much less.
-    It keeps no network alive: of the network itself it has nothing.
+    It has no reference to the network, so it keeps none alive.
     """
 
     def __init__(self, network: nn.Module) -> None:
@@ -261,7 +261,7 @@ class Code:
         return self._seen == self._look(network)
 
     def _look(self, network: nn.Module) -> tuple[Any, ...]:
-        """Return what tells changes of the modules: loops in C, since this runs before every step."""
+        """Return values that change with the modules: by loops in C, since this runs before every step."""
         parts = [*self._parts, vars(network)]
         weights = list(chain.from_iterable(part["_parameters"].values() for part in parts))
         return (
@@ -284,7 +284,7 @@ def _is_repeatable(module: nn.Module) -> bool:
 
 
 def is_stateful(args: Any) -> bool:
-    """Whether a function among the arguments of a step may depend on more than its own: Python calls it every time."""
+    """Whether a function among a step's arguments may depend on more than its arguments: Python calls it every time."""
     return any(map(_is_stateful, leaves_of(args)))
 
 
@@ -315,7 +315,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def mapped(value: Any, function: Callable[[Tensor], Any]) -> Any:
-    """Return a nested value with what a function makes of every tensor."""
+    """Return a nested value with a function applied to every tensor."""
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, Mapping):

@@ -1,10 +1,10 @@
-"""Norms on a GPU with what surrounds them, and gates of feed-forwards, each as one kernel or two, in inference.
+"""Norms on a GPU with adjacent operations, and gates of feed-forwards, each as one kernel or two, in inference.
 
 PyTorch's group norm on a GPU makes maps contiguous, so that a layer with channels last copies its input before it and
-its result after it.  In half precision the kernels of triton_kernels.py take one or two in place of five, and a
-residual block of a UNet needs none more for its activations, its timestep and the biases of its convolutions.  In a
+its result after it.  In half precision triton_kernels.py takes one or two kernels instead of five, which also
+compute a residual block's activations, timestep and convolution biases.  In a
 transformer block a sum and the layer norm that follows are one kernel, and so are a gate's GELU and its product.
-They are compared with PyTorch's at their first use, and left if they differ or do not run.
+They are compared with PyTorch's at their first use, and not used if they differ or do not run.
 
 Inductor compiles PyTorch's group norm to four kernels, and to a fifth that restores channels last if sizes may change.
 Written out for channels-last maps it takes three: statistics of lines, statistics of groups, and the result.
@@ -53,7 +53,7 @@ def written_out(x: Tensor, norm: nn.GroupNorm) -> Tensor:
 
 
 def _operator(shapes: Callable[..., Any]) -> Any:
-    """Return the kernel of that name as an operator of PyTorch; the function tells the shapes of its results."""
+    """Return the kernel of that name as an operator of PyTorch; the function gives the shapes of its results."""
     name = shapes.__name__
 
     @functools.wraps(shapes)
@@ -99,13 +99,13 @@ def _triton() -> Any:
 
 @functools.cache
 def runs_on(device: torch.device) -> bool:
-    """Whether these kernels are for a device; on the meta device they are counted."""
+    """Whether these kernels support a device; on the meta device they are counted."""
     has_triton = device.type == "cuda" and torch.version.cuda is not None and importlib.util.find_spec("triton")
     return device.type == "meta" or bool(has_triton)
 
 
 def _runs(x: Tensor, name: str, channels: int, groups: int = 1) -> bool:
-    """Whether a kernel is for this input, in half precision in inference, and computes it."""
+    """Whether a kernel supports this input, in half precision in inference, and computes it correctly."""
     if x.dtype not in (torch.float16, torch.bfloat16) or torch.is_grad_enabled():
         return False
     if torch.compiler.is_compiling() or not runs_on(x.device):
@@ -114,7 +114,7 @@ def _runs(x: Tensor, name: str, channels: int, groups: int = 1) -> bool:
 
 
 def _suits(x: Tensor, norm: nn.GroupNorm) -> bool:
-    """Whether a group norm of this map, with channels last, is for our kernels."""
+    """Whether our kernels support a group norm of this map, with channels last."""
     if x.ndim != 4 or norm.weight.dtype != x.dtype or norm.num_groups.bit_count() != 1:
         return False
     is_laid_out = x.is_contiguous(memory_format=torch.channels_last)
@@ -123,7 +123,7 @@ def _suits(x: Tensor, norm: nn.GroupNorm) -> bool:
 
 @functools.cache
 def _computes(name: str, device: torch.device, dtype: torch.dtype, channels: int, groups: int) -> bool:
-    """Whether a kernel runs on this device for so many channels, and has the results of PyTorch's."""
+    """Whether a kernel runs on this device for so many channels, with PyTorch's results."""
     try:
         differences = [
             float((result.float() - expected).norm() / expected.norm())
@@ -201,13 +201,13 @@ CLASSES = (ResBlock, nn.Sequential, nn.GroupNorm, nn.SiLU, nn.Conv2d, nn.Linear,
 
 
 def _is_plain(block: nn.Module) -> bool:
-    """Whether the layers of a block are what they were made as: no hooks, no forwards of others, no other classes."""
+    """Whether the layers of a block are unchanged: no hooks, no replaced forwards, no other classes."""
     return all(type(part) in CLASSES and is_layer_unmodified(part) for part in block.modules())
 
 
 @functools.partial(kernel, is_whole=True)
 def _transformer_block(block: Any, x: Tensor, context: Tensor) -> Tensor:
-    """Run a transformer block, of whose sums two are computed with the norm that follows."""
+    """Run a transformer block, two sums of which are computed together with the next norm."""
     norms = block.norm2, block.norm3
     are_plain = all(type(norm) is nn.LayerNorm and is_layer_unmodified(norm) for norm in norms)
     same_dtype = all(norm.weight.dtype == x.dtype for norm in norms)

@@ -27,7 +27,7 @@ MOST_SHARED = 2**27  # numbers of a shared weight: in larger networks products a
 
 
 class Memory:
-    """What joins three weights: a tensor (3C, C) of which they are views.  A copy of a layer has none."""
+    """The memory of three weights: a tensor (3C, C) of which they are views.  A copy of a layer has none."""
 
     def __init__(self, qkv: Tensor | None) -> None:
         self.qkv = qkv
@@ -66,12 +66,12 @@ def join_projections(layer: Attention) -> None:
 
 
 def joined_layers(network: nn.Module) -> Iterator[Any]:
-    """Yield the layers of a network that were joined, and may have come apart since."""
+    """Yield the layers of a network that were joined, even if they no longer are."""
     return (layer for layer in network.modules() if "joined" in vars(layer))
 
 
 def is_joined(layer: Any) -> bool:
-    """Whether a layer still has the memory of all three weights, and nothing else is computed."""
+    """Whether a layer still holds the joined memory, and it only runs three plain products."""
     qkv = memory_of(layer)
     projections = layer.to_q, layer.to_k, layer.to_v
     return qkv is not None and all(
@@ -83,13 +83,13 @@ def is_joined(layer: Any) -> bool:
 
 
 def memory_of(layer: Any) -> Tensor | None:
-    """Return the tensor that joins a layer's weights, if there is one."""
+    """Return the tensor that holds a layer's joined weights, if there is one."""
     memory: Memory | None = vars(layer).get("joined")
     return None if memory is None else memory.qkv
 
 
 def come_apart(layer: Any) -> None:
-    """Have a layer take three products again, and free what joined them."""
+    """Make a layer use three products again, and free the joined memory."""
     vars(layer).pop("joined", None)
     if patch_of(layer) is _forward:
         unpatch(layer)
@@ -105,7 +105,7 @@ def _forward(layer: Any, x: Tensor, context: Tensor) -> Tensor:
 
 
 def _is_usable(layer: Any) -> bool:
-    if torch.compiler.is_compiling():  # addresses are unknown here: CompiledStep looks at them before each call
+    if torch.compiler.is_compiling():  # addresses are unknown here: CompiledStep checks them before each call
         return layer.joined.qkv is not None and not torch.is_grad_enabled()
     if not is_joined(layer):
         come_apart(layer)

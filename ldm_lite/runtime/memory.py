@@ -41,7 +41,7 @@ class MappedPages:
 
 
 def physical_memory() -> int | None:
-    """Return the bytes of the machine's memory; None where the system does not tell."""
+    """Return the bytes of the machine's memory; None where the system does not say."""
     names = ("SC_PAGE_SIZE", "SC_PHYS_PAGES")
     if not hasattr(os, "sysconf") or not {*names} <= os.sysconf_names.keys():
         return None

@@ -3,7 +3,7 @@
 Weights move by replacing the `data` of their tensors, so the rest of a network is unaffected:
 - offload "model": a network is on the device during its phase, between enter and exit of Offloader.phase;
 - offload "sequential": each block is there for its own forward, while the next one is copied from pinned memory, on a
-  stream of its own;
+  separate stream;
 - storage "fp8" or "int8": each block's weights are dequantised for its own forward.
 
 Two threads may use one network: weights that both need stay until both are done.
@@ -45,7 +45,7 @@ class Offloader:
     ) -> None:
         """Manage networks, by role, that are on the CPU; they are changed in place, for inference.
 
-        Autoencoders are never quantised.  quantized has what is known of weights that are in 8 bits already.  Raises
+        Autoencoders are never quantised.  quantized describes weights that are in 8 bits already.  Raises
         ValueError for names that are not in OFFLOADS or STORAGES.
         """
         for what, name, known in (("offload", offload, OFFLOADS), ("storage", storage, tuple(STORAGES))):
@@ -69,7 +69,7 @@ class Offloader:
         """Pickle, or copy deeply, the networks with the scales of their weights; they are placed anew."""
         groups = {id(group): group for group in (*self._groups.values(), *self._phases.values())}
         if any(group.is_used for group in groups.values()):
-            raise PicklingError("its networks are computing, and their weights on the way: wait for the images")
+            raise PicklingError("its networks are computing, and their weights are moving: wait for the images")
         kept = {weight: group.kept[weight] for weight, group in self._groups.items()}
         quantized = {
             weight: value._replace(values=torch.empty(0)) for weight, value in kept.items() if value.scale is not None
@@ -195,7 +195,7 @@ class Offloader:
         return home
 
     def _pin(self, homes: Mapping[Tensor, Quantized]) -> None:
-        """Move what tensors are kept as to pinned memory, and with it the tensors, so that their old memory is free."""
+        """Move the stored form of tensors to pinned memory, and the tensors with it, so that old memory is freed."""
         kept = [(tensor, value) for tensor, home in homes.items() for value in home[:2] if value is not None]
         for place, copy in in_pinned_memory([value for _, value in kept]):
             tensor, value = kept[place]
@@ -231,14 +231,14 @@ class _Group:
     """Tensors that move to the device and back together; a context manager that may be entered several times."""
 
     def __init__(self, kept: Mapping[Tensor, Quantized], device: torch.device, stream: Any) -> None:
-        """Group tensors, each with what it is restored from; stream is for prefetching, None if there is none."""
+        """Group tensors, each with its stored form; stream is for prefetching, None without it."""
         self.kept, self.device, self.stream = kept, device, stream
         self.size = sum(tensor.numel() for tensor in kept)
         self._lock, self._users = threading.Lock(), 0
         self._ready: tuple[list[Tensor], Any] | None = None  # prefetched values, and the event of their copy
         self._copied: Any = None  # the event of the copy of the values that are in use
-        self.blocks: list[_Group] = []  # what they prefetched is dropped when this group leaves: the end of a phase
-        # The current tensors: quantised values may move too, in a group of their own.
+        self.blocks: list[_Group] = []  # their prefetched values are dropped when this group leaves: the end of a phase
+        # The current tensors: quantised values may move too, in a separate group.
         self._home = [home.values.data for home in kept.values()]
         self._leave()
 
@@ -250,7 +250,7 @@ class _Group:
                 self._ready = None
                 for tensor, value in zip(self.kept, values, strict=True):
                     tensor.data = value
-            if self._copied is not None:  # every thread may compute on a stream of its own
+            if self._copied is not None:  # every thread may compute on its own stream
                 now = torch.cuda.current_stream(self.device)
                 now.wait_event(self._copied)
                 for tensor in self.kept:
@@ -275,19 +275,19 @@ class _Group:
         return self._users > 0
 
     def prefetch(self) -> None:
-        """Begin to restore what the next __enter__ will need."""
+        """Begin to restore the tensors that the next __enter__ will need."""
         with self._lock:
             if self._users == 0 and self._ready is None and self.stream is not None:
                 self._ready = self._restore()
 
     def drop(self) -> None:
-        """Free what was prefetched and not used: the block that begins the next step, if there is none."""
+        """Free unused prefetched tensors: those of the block that begins the next step, if there is no next step."""
         with self._lock:
             self._discard()
 
     @contextlib.contextmanager
     def writing(self, tensor: Tensor) -> Iterator[Quantized]:
-        """Let the block change what a tensor is restored from; no older copy of it is used afterwards."""
+        """Let the block change the stored form of a tensor; no older copy of it is used afterwards."""
         with self._lock:
             self._discard()
             if self.device.type == "cuda":
@@ -365,7 +365,7 @@ class _Order:
         self.next: dict[_Group, _Group] = {}
 
     def after(self, group: _Group) -> list[_Group]:
-        """Return what follows a block that begins: the next one and, if that is small, more of them up to AHEAD."""
+        """Return the blocks to prefetch when a block begins: the next one and, if that is small, more, up to AHEAD."""
         if self.last is not None:
             self.next[self.last] = group
         self.last = group
@@ -377,7 +377,7 @@ class _Order:
 
 
 class _Hooks:
-    """What a block does around its forward: it brings its weights, prefetches those of the next block, and lets go."""
+    """What a block does around its forward: move its weights in, prefetch the next one's, release its own."""
 
     def __init__(self, group: _Group | None, order: _Order | None, lacks_scales: bool = False) -> None:
         self.group, self.order, self._lacks_scales = group, order, lacks_scales
@@ -385,7 +385,7 @@ class _Hooks:
     def before(self, module: nn.Module, args: object) -> None:
         """Run before the block's forward."""
         if self._lacks_scales:
-            raise RuntimeError("a copy of a network alone has no scales of its weights in 8 bits: copy the pipeline")
+            raise RuntimeError("a network copied alone lacks the scales of its 8-bit weights: copy the pipeline")
         if self.group is not None:
             self.group.__enter__()
             for following in self.order.after(self.group) if self.order is not None else ():
@@ -397,7 +397,7 @@ class _Hooks:
             self.group.__exit__()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A copy of a network has weights of its own, which its offloader, if it is copied too, gives other hooks.
+        # A copy of a network has separate weights, which its offloader, if it is copied too, gives other hooks.
         kept = () if self.group is None else self.group.kept.values()
         return _Hooks, (None, None, self._lacks_scales or any(value.scale is not None for value in kept))
 

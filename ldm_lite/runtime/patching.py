@@ -18,8 +18,8 @@ Function = Callable[..., Any]  # called with the module, then with what its forw
 class Patch:
     """A function, and the module whose forward it replaces.
 
-    The forward is the method `run`: a method of the module itself, which the module's class lacks, could be pickled
-    and not be unpickled.
+    The forward is the method `run`: a method that only the module has, not its class, could be pickled but not
+    unpickled.
     """
 
     def __init__(self, function: Function, module: nn.Module) -> None:
@@ -34,31 +34,32 @@ class Patch:
 
 
 def kernel(function: Function, is_whole: bool = False) -> Function:
-    """Decorate a patch that computes what the module's class does, from the same arguments.
+    """Decorate a patch that computes the same as the module's class, from the same arguments.
 
-    A network that has only such patches still runs as written.  One that is whole does not call all of its parts.
+    A network that has only such patches still runs as written.  With whole=True it computes the module without calling
+    all of its parts.
     """
     function.is_kernel, function.is_whole = True, is_whole  # type: ignore[attr-defined]
     return function
 
 
 def is_kernel(function: Function | None) -> bool:
-    """Whether a patch computes what its module's class does."""
+    """Whether a patch computes the same as its module's class."""
     return getattr(function, "is_kernel", False)
 
 
 def is_whole(function: Function | None) -> bool:
-    """Whether a patch computes what parts of the module do, without calling them."""
+    """Whether a patch does the work of the module's parts without calling them."""
     return getattr(function, "is_whole", False)
 
 
 def patch(module: nn.Module, function: Function) -> None:
-    """Have a module run function(module, *args, **kwargs) as its forward, in place of any earlier patch."""
+    """Make a module run function(module, *args, **kwargs) as its forward, in place of any earlier patch."""
     module.forward = Patch(function, module).run
 
 
 def unpatch(module: nn.Module) -> None:
-    """Have a module run its class's forward again; other modules stay as they are."""
+    """Make a module run its class's forward again; other modules stay as they are."""
     vars(module).pop("forward", None)
 
 
@@ -70,9 +71,9 @@ def patch_of(module: nn.Module) -> Function | None:
 
 
 def twin(network: nn.Module) -> Any:
-    """Return a copy of a network with modules of its own, the same weights, and the same hooks, patches and attention.
+    """Return a copy of a network with new modules, the same weights, and the same hooks, patches and attention.
 
-    Its modules can be changed without changing the network; weights that are offloaded come for both.
+    Its modules can be changed without changing the network; offloaded weights are moved for both.
     """
     shared: list[Any] = [*network.parameters(), *network.buffers()]
     for module in network.modules():
@@ -94,7 +95,7 @@ def patch_like(network: nn.Module, template: nn.Module) -> None:
 
 @contextlib.contextmanager
 def unpatched(module: nn.Module) -> Iterator[None]:
-    """Have a module run its class's forward within the block."""
+    """Make a module run its class's forward within the block."""
     forward = vars(module).pop("forward", None)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Pickling of models: what cannot be pickled is told before a byte is written, and no weight is in a pickle twice."""
+"""Pickling of models: errors come before a byte is written, and no weight is in a pickle twice."""
 
 import io
 import pickle
@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 from ldm_lite.runtime.offload import Offloader, moves
 
-INSIDE = ("_parameters", "_buffers", "_modules")  # of a module: tensors, and modules that are looked at themselves
+INSIDE = ("_parameters", "_buffers", "_modules")  # of a module: tensors, and modules, which are checked themselves
 
 
 class _Dry(pickle.Pickler):
-    """Pickles everything but tensors and modules."""
+    """Pickles everything except tensors and modules."""
 
     def persistent_id(self, value: Any) -> str | None:
-        """Name what is left out."""
+        """Name the values that are left out."""
         return type(value).__name__ if isinstance(value, (Tensor, nn.Module)) else None
 
 
@@ -27,7 +27,7 @@ def check(networks: Mapping[str, nn.Module], offloader: Offloader | None, others
     for role, network in networks.items():
         if offloader is not None and not offloader.manages(network) and moves(network):
             raise pickle.PicklingError(
-                f"cannot pickle the {role}: its weights move, with those of the network that it was copied from"
+                f"cannot pickle the {role}: its weights move with those of the network that it was copied from"
             )
         for name, module in network.named_modules():
             attributes = {key: value for key, value in vars(module).items() if key not in INSIDE}
@@ -58,7 +58,7 @@ def _fault(value: Any) -> str:
 
 
 def needs_packing(networks: Mapping[str, nn.Module]) -> bool:
-    """Whether tensors share memory, which pickles hold once for each, or are in fp8, which none holds."""
+    """Whether tensors share memory, which pickles would hold once for each, or are in fp8, which none can hold."""
     tensors = {tensor for network in networks.values() for tensor in (*network.parameters(), *network.buffers())}
     memories = [tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.numel()]
     in_fp8 = any(tensor.is_floating_point() and tensor.element_size() == 1 for tensor in tensors)
@@ -66,7 +66,7 @@ def needs_packing(networks: Mapping[str, nn.Module]) -> bool:
 
 
 def packed(model: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Return what __reduce_ex__ does of a model, a dataclass, whose tensors are views of memories, each there once."""
+    """Return __reduce_ex__'s value for a model, a dataclass, whose tensors are views of storages, each pickled once."""
     packer = _Packer(file := io.BytesIO())
     packer.dump({field.name: getattr(model, field.name) for field in fields(model)})
     return _unpacked, (type(model), file.getvalue(), packer.memories)
@@ -77,13 +77,13 @@ def _unpacked(kind: type, content: bytes, memories: Sequence[Tensor]) -> Any:
 
 
 class _Packer(pickle.Pickler):
-    """Puts the memories of tensors beside the pickle, as bytes."""
+    """Puts the storages of tensors beside the pickle, as bytes."""
 
     def __init__(self, file: BinaryIO) -> None:
         super().__init__(file)
         self.memories: list[Tensor] = []  # uint8
-        self._places: dict[int, int] = {}  # address -> of its memory
-        self._tensors: list[Tensor] = []  # alive, so that their ids are theirs
+        self._places: dict[int, int] = {}  # address of the memory -> its tensor
+        self._tensors: list[Tensor] = []  # kept alive, so that their ids stay unique
 
     def persistent_id(self, value: Any) -> tuple[Any, ...] | None:
         """Describe a tensor."""

@@ -21,7 +21,7 @@ NAMED_DTYPES = {
 def pick_dtype(name: str | torch.dtype | None, device: torch.device) -> torch.dtype:
     """Return a dtype; None is float16 on CUDA and float32 elsewhere.  Raises ValueError for an unknown name.
 
-    "auto" is the same, but bfloat16 on a CPU that multiplies in it, where it is faster.
+    "auto" is the same, except bfloat16 on a CPU that has it in hardware, where it is faster.
     On a CPU it logs that bfloat16 would be faster, or warns that it is emulated.
     """
     if name == AUTO and device.type == "cpu" and has_fast_bf16(device):

@@ -1,4 +1,4 @@
-"""Images whose opposite edges fit together: convolutions that see the other edge beyond an edge.
+"""Images whose opposite edges fit together: convolutions that read the opposite edge beyond an edge.
 
 On both axes this is `padding_mode="circular"` of every convolution, AUTOMATIC1111's "Tiling"; on one axis the other
 keeps its zeros.  A network is copied for it, with the same weights: the given one does not change.

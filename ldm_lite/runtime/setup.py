@@ -135,7 +135,7 @@ def choose_kernels(text: str, device: torch.device) -> frozenset[str]:
 def _use_kernels(
     network: Any, device: torch.device, kernels: frozenset[str], owns_weights: bool, attends: bool
 ) -> None:
-    """Give a network the kernels of its device; attends tells whether that of a CPU's attention is among them."""
+    """Give a network the kernels of its device; attends says whether the CPU's attention is among them."""
     weight = next(network.parameters())
     on_cpu, in_float32 = device.type == "cpu", weight.dtype == torch.float32
     vars(network)["plain_kernels"] = PLAIN in kernels
@@ -143,7 +143,7 @@ def _use_kernels(
         weights_channels_last(network)
     if device.type == "cuda" and PLAIN not in kernels:
         fused.use(network)
-        if "qkv" in kernels and _is_on(weight, device):  # weights that move come apart
+        if "qkv" in kernels and _is_on(weight, device):  # moving weights would separate them
             joined.use(network)
     if on_cpu and PLAIN not in kernels:
         keep_freed_memory()

@@ -1,16 +1,16 @@
-"""A UNet that leaves out work it can do without: DeepCache, T-GATE and FreeU, on the network as it is.
+"""A UNet that skips some of its work: DeepCache, T-GATE and FreeU, on the network as it is.
 
 - DeepCache (Ma et al. 2024): the deep blocks run only in every n-th call; between, their last output is used again.
   They also run where a text changes, a branch of guidance begins again, the noise rises again (Restart), or T-GATE
   records.
 - T-GATE (Zhang et al. 2024): from a step on, the result of cross-attention is that of the step before, the mean over
-  the branches of guidance; only the conditional branch runs then: diffusion.guidance.gated.  Regions have a branch each
-  that runs on: with the mean of its own result and the unconditional one.
+  the branches of guidance; only the conditional branch runs then: diffusion.guidance.gated.  Regions have one branch
+  each, which continues, with the mean of its own result and the unconditional one.
 - FreeU (Si et al. 2024) saves nothing but changes the image: features that come up are amplified, and the low
   frequencies of the skips weakened.
 
-A `Run` remembers what later calls use again.  Its networks are functions of tensors, so that they are compiled as any
-other: that of DeepCache with all blocks, that with few, and FreeU's.  T-GATE's steps run uncompiled.
+A `Run` remembers the values that later calls reuse.  Its networks are functions of tensors, so that they are compiled
+like any other: DeepCache's with all blocks, the one with few, and FreeU's.  T-GATE's steps run uncompiled.
 """
 
 import inspect
@@ -36,7 +36,7 @@ from ldm_lite.runtime.patching import patch, patch_of, twin
 
 @dataclass(frozen=True)
 class Shortcuts:
-    """What is left out, or changed."""
+    """The settings of DeepCache, T-GATE and FreeU."""
 
     every: int = 1  # DeepCache: all blocks run in calls 0, every, 2 every, ...
     branch: int = 0  # and in the others only the first 1 + branch input blocks and as many last output blocks
@@ -45,7 +45,7 @@ class Shortcuts:
 
 
 class _Now(NamedTuple):
-    """A call of the network in a run, and what it reads."""
+    """A call of the network in a run, and its inputs."""
 
     number: int  # from 0
     step: int  # that it belongs to, from 0
@@ -76,9 +76,9 @@ class ShortenedUNet(nn.Module):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Run as UNet.forward.
 
-        kept, if not 0, is how many of the first input blocks and of the last output blocks always run.  deep is what
-        the first of the latter reads: only these run.  Without it all run, and it is returned beside the prediction.
-        free (4,) are b1, b2, s1, s2 of FreeU.
+        kept, if not 0, is how many of the first input blocks and of the last output blocks always run.  deep is the
+        input of the first of the latter: with it, only these run.  Without it all run, and it is returned beside the
+        prediction.  free (4,) are b1, b2, s1, s2 of FreeU.
         """
         unet = self.unet
         emb = unet.embed(t, y)  # (B, E)
@@ -157,7 +157,7 @@ class Run:
         self._deep: tuple[Tensor, _Now] | None = None  # DeepCache: what the first of the last output blocks read
         self._mode = ""  # of T-GATE: "record", "reuse" or neither
         self._crossed: dict[int, Tensor] = {}  # results of the cross-attentions (K*B,N,C), in their order
-        self._crossed_branches: tuple[int, ...] = ()  # which ones these are of
+        self._crossed_branches: tuple[int, ...] = ()  # the branches of these results
         self._shortened: dict[Any, nn.Module] = {}  # network -> the same of a shortened UNet
 
     def wrapped(self, source: InputSource) -> InputSource:
@@ -199,7 +199,7 @@ class Run:
     # ---- DeepCache --------------------------------------------------------------------------------------------------
 
     def _remembering(self, network: Any, step: Step) -> tuple[Any, Step]:
-        """Return a network and its step, of which one keeps the deep features: the step if it is compiled."""
+        """Return a network and its step, one of which stores the deep features: the step if it is compiled."""
         now = self.now
 
         def predict(*args: Any, **conditioning: Any) -> Tensor:
@@ -256,7 +256,7 @@ class Run:
         return unet
 
     def _mean(self, results: Tensor) -> Tensor:
-        """Return results of cross-attention (K*B,N,C) of the branches then, as the branches that run now use them.
+        """Return stored results of cross-attention (K*B,N,C) for the branches that run now.
 
         One branch uses the mean over all; several, each the mean of its own and the unconditional one, the branch 0.
         """

@@ -25,7 +25,7 @@ from ldm_lite.runtime.seamless import axes_of
 
 STRIP = 2**22  # numbers in a strip: 8 MiB in half precision
 NORM_STRIP = 128 * 128  # positions of a strip whose statistics are taken, at most: their error is 2e-7
-TILE = 4  # strips with their neighbouring rows are multiples of this, so that none of Winograd's tiles is cut
+TILE = 4  # strips with their neighbouring rows are multiples of this, so that no Winograd tile is cut
 
 AnyNetwork = TypeVar("AnyNetwork", bound=nn.Module)
 

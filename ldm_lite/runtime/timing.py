@@ -21,10 +21,10 @@ import torch
 log = logging.getLogger("ldm_lite")
 
 CALLS = 10  # in a row on a GPU, where a small kernel is over before the next starts
-MARGIN = 0.97  # of the default's time that another way must beat
-CPU_MARGIN = 0.9  # times on a CPU that others use vary more
+MARGIN = 0.97  # fraction of the default's time that another way must beat
+CPU_MARGIN = 0.9  # times vary more on a CPU that runs other programs
 _CHOICES: dict[Hashable, str] = {}
-_TIMES = threading.RLock()  # one thread times at a time: two would slow each other; what it times may time its parts
+_TIMES = threading.RLock()  # one thread times at a time: two would slow each other; a timed function may time its parts
 CAPTURES = threading.Lock()  # one thread of the process captures a CUDA graph at a time
 
 
@@ -78,7 +78,7 @@ def _seconds(way: Callable[[], object], device: torch.device) -> float:
         way()
         return time.perf_counter() - start
     before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    way()  # what happens once must not be captured
+    way()  # one-time work must not be captured
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
     # Around the capture, which does not restore the stream if it fails.
     with CAPTURES, torch.cuda.stream(stream), torch.cuda.graph(graph, capture_error_mode="thread_local"):
@@ -123,7 +123,7 @@ def summary() -> str:
 
 
 def _read() -> dict[str, list[str]]:
-    """Return what the file has for this machine: what was timed, and the fastest candidates, the oldest first."""
+    """Return the file's entries for this machine: label, and the fastest candidates, the oldest first."""
     try:
         lines = [line.split("\t") for line in choices_file().read_text("utf-8", "replace").splitlines()]
     except FileNotFoundError:
@@ -148,8 +148,8 @@ def _remember(size: str, name: str, candidates: Collection[str]) -> str:
     path = choices_file()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        is_cut = path.exists() and not path.read_bytes().endswith(b"\n")  # its last line, by a full disk or a crash
-        with open(path, "a", encoding="utf-8") as file:  # the system appends lines of several processes whole
+        is_cut = path.exists() and not path.read_bytes().endswith(b"\n")  # by a full disk or a crash
+        with open(path, "a", encoding="utf-8") as file:  # the system appends whole lines, also of several processes
             file.write("\n" * is_cut + f"{machine()}\t{size}\t{name}\n")
     except OSError as error:
         log.warning("%s cannot be written (%s): each process times its kernels again", path, error)

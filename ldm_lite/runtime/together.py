@@ -34,14 +34,14 @@ class Together:
     def __init__(self, network: nn.Module, step: Callable[..., Tensor] = run_row) -> None:
         """Patch the network's layers, which run as before outside of a step of several images.
 
-        step is what runs: on CUDA it may be one that captures graphs.
+        step is the step to run: on CUDA it may be one that captures graphs.
         """
         self._step = step
-        # A step in graphs is also compared, and timed, once both are replayed.
+        # A step in graphs is compared and timed again once both are replayed.
         self._num_trials = 1 if step is run_row else PLAIN_CALLS + 2
         self._trials: Counter[object] = Counter()
         self.count = 1  # images in the running batch
-        self._same: dict[object, bool] = {}  # what runs -> whether a batch has the bits of single images, and pays
+        self._same: dict[object, bool] = {}  # shapes -> whether a batch has the bits of single images, and is faster
         parts = set[nn.Module]()  # of what is compared as a whole
         for module in list(network.modules()):  # what is in another one comes after it
             if module not in parts and (is_whole(patch_of(module)) or type(module) in LAYERS):
@@ -77,7 +77,7 @@ class Together:
 
     @contextlib.contextmanager
     def images(self, count: int) -> Iterator[None]:
-        """Within the block the rows of the layers' inputs are those of `count` images: for what runs before a step."""
+        """Within the block the layers' inputs have rows of `count` images: for networks that run before a step."""
         before, self.count = self.count, count
         try:
             yield
@@ -119,7 +119,7 @@ class _InTurn:
 
 
 def _timed(run: Callable[..., Tensor], network: Network, registers: Tensor, *inputs: Any) -> tuple[Tensor, float]:
-    """Run a step, and return what it returns, and the seconds until the device has finished."""
+    """Run a step; return its result, and the seconds until the device has finished."""
 
     def now() -> float:
         if registers.is_cuda:

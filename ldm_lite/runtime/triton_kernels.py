@@ -2,8 +2,8 @@
 """Kernels for NVIDIA GPUs in Triton, for maps with channels last and tokens in half precision; sums are in float32.
 
 Group norm of large maps is two of them: statistics of rows of the map, by as many programs as a GPU has
-multiprocessors, and the result, which joins them.  On a small map a program holds a group of an image.  What is
-normalised may be a sum, of the map and numbers for each image or channel, and SiLU may follow.
+multiprocessors, and the result, which joins them.  On a small map a program holds a group of an image.  The normalised
+values may be a sum, of the map and numbers for each image or channel, and SiLU may follow.
 Kernels are compiled for each number of channels, in a second or more each, and kept by Triton on the disk.  Imported
 where they run (fused.py, which tells what they compute): Triton comes with builds of torch for CUDA alone.
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from ldm_lite.runtime.fused import MOST_POSITIONS
 
 LANES = 4096  # numbers that a program has at once
-MOST_PARTS = 128  # of a map: each program that writes results reads the statistics of all
+MOST_PARTS = 128  # of a map: each program that writes results reads all statistics
 PROGRAMS = 256  # of a kernel, about: two for each multiprocessor of a large GPU
 
 

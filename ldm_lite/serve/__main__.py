@@ -1,4 +1,4 @@
-"""Serve images over HTTP, to clients of OpenAI's and AUTOMATIC1111's APIs and to a page: `python -m ldm_lite.serve`."""
+"""Serve images over HTTP: OpenAI's and AUTOMATIC1111's APIs, and a page: `python -m ldm_lite.serve`."""
 
 import sys
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The API of the page, under /api, for everybody: what there is to choose, images as a stream of events, settings.
+"""The API of the page, under /api, for everybody: choices, images as a stream of events, settings.
 
 A request's images come as server-sent events: `queued`, `progress`, `preview`, `image`, `plot`, and `done` or `error`
 at the end.  docs/serve.md describes them.
@@ -28,7 +28,7 @@ from ldm_lite.serve.ticket import QUEUED, Ticket
 from ldm_lite.tasks import xy
 
 PAGE = Path(__file__).parent / "page"
-HEADERS = {  # the page runs its own files alone, and asks nobody else
+HEADERS = {  # the page runs only its own files, and contacts no other host
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob: data:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "Referrer-Policy": "no-referrer",
@@ -56,7 +56,7 @@ class ControlNet(Body):
     name: str
     image: str | None = Field(None, description="in base64")
     weight: float = 1.0
-    start: float = Field(0.0, description="share of the steps from which on it acts")
+    start: float = Field(0.0, description="fraction of the steps from which it acts")
     end: float = 1.0
     preprocess: str = Field("none", description="makes its image first: none, canny, canny:LOW:HIGH or inpaint")
 
@@ -76,7 +76,7 @@ class ImagesRequest(Body):
     loras: list[Lora] = Field([], max_length=16)
     control: ControlNet | None = None
     init_img: str | None = Field(None, description="the image to start from, in base64")
-    reference: list[str] = Field([], max_length=16, description="images that the model reads beside the prompt")
+    reference: list[str] = Field([], max_length=16, description="images that the model reads with the prompt")
     mask: str | None = Field(None, description="white is repainted")
     x: Axis | None = Field(None, description="makes an X/Y plot")
     y: Axis | None = None
@@ -118,18 +118,18 @@ def router(engine: Engine) -> APIRouter:
 
     @routes.get("/form")
     def describe() -> dict[str, Any]:
-        """The fields of a request, and what they may name: models, LoRAs, ControlNets, upscalers."""
+        """The fields of a request, and the names they may have: models, LoRAs, ControlNets, upscalers."""
         return form.described(engine)
 
     @routes.post("/images", openapi_extra=ImagesRequest.docs())
     async def images(request: Request) -> StreamingResponse:
-        """Make images, or an X/Y plot: a stream of events.  Closing it gives the request up."""
+        """Make images, or an X/Y plot: a stream of events.  Closing it cancels the request."""
         asked = await read_json(request, ImagesRequest)
         given_up = threading.Event()
         try:
             work, tickets = await reading(request, _submit, engine, asked, given_up)
         finally:
-            given_up.set()  # if it took too long, its thread still goes on
+            given_up.set()  # if it took too long, its thread still runs
         del asked  # whose pictures would stay in memory while it waits
         key = secrets.token_urlsafe()
         running[key] = tickets
@@ -148,7 +148,7 @@ def router(engine: Engine) -> APIRouter:
 
     @routes.post("/images/{key}/interrupt")
     def interrupt(key: str) -> dict[str, Any]:
-        """Stop a request, by the id in its first event, after the step that runs; its stream has what is there."""
+        """Stop a request, by the id in its first event, after the current step; its stream gets the images so far."""
         if key not in running:
             raise Refused(404, "no request of this id is running")
         for ticket in reversed(running[key]):
@@ -158,13 +158,13 @@ def router(engine: Engine) -> APIRouter:
 
     @routes.post("/settings", openapi_extra=PictureRequest.docs())
     async def settings(request: Request) -> dict[str, Any]:
-        """The fields that the text of a picture (PNG, JPEG, WebP; of A1111 too) names, and what is ignored."""
+        """The fields that a picture's text (PNG, JPEG, WebP; A1111's too) names, and the ignored settings."""
         asked = await read_json(request, PictureRequest)
         return await reading(request, _settings, engine, asked.image)
 
     @routes.post("/hint", openapi_extra=HintRequest.docs())
     async def hint(request: Request) -> dict[str, Any]:
-        """What a ControlNet sees of an image: a PNG in base64."""
+        """An image as a ControlNet sees it: a PNG in base64."""
         asked = await read_json(request, HintRequest)
         return {"image": await reading(request, _hint, engine, asked)}
 
@@ -172,7 +172,7 @@ def router(engine: Engine) -> APIRouter:
 
 
 def _submit(engine: Engine, asked: ImagesRequest, given_up: threading.Event) -> tuple[form.Work, list[Ticket]]:
-    """Queue what a form asks for, all or nothing."""
+    """Queue all requests of a form, or none."""
     work, tickets, most = form.read_form(asked.model_dump(), engine), list[Ticket](), engine.limits.max_work
     try:
         for wanted in work.requests:
@@ -237,7 +237,7 @@ async def _events(work: form.Work, tickets: list[Ticket]) -> AsyncIterator[str]:
             if preview is not None and preview is not shown:
                 shown = preview
                 yield event("preview", image=await run_in_threadpool(encoded, preview, "jpeg", 85))
-            await asyncio.sleep(LOOK)  # many steps are one event
+            await asyncio.sleep(LOOK)  # many steps give one event
         results = [result for ticket in tickets for result in ticket.results]
         if work.is_plot and len(results) == len(tickets):
             sheet = await run_in_threadpool(xy.draw, [result.image for result in results], work.x, work.y)
@@ -256,7 +256,7 @@ async def _image(kind: str, image: Image.Image, seed: int) -> str:
 
 
 def _progress(tickets: list[Ticket], active: Ticket | None) -> str:
-    """Where tickets are: their place in the queue, or the step."""
+    """The progress of tickets: their place in the queue, or the step."""
     if active is None and not any(ticket.results for ticket in tickets):
         return event("progress", state="queued", before=tickets[0].position)
     number = min(sum(len(ticket.results) for ticket in tickets) + 1, total := sum(ticket.count for ticket in tickets))

@@ -1,4 +1,4 @@
-"""The server as an ASGI application: what each request passes first, the interfaces, the page, health and metrics."""
+"""The server as an ASGI application: the guard that requests pass, the interfaces, the page, health and metrics."""
 
 import base64
 import contextlib
@@ -40,12 +40,12 @@ TOTALS = {  # of the engine, as Prometheus describes them
     "requests": "requests that were queued",
     "done": "requests that were answered with images",
     "failed": "requests that ended with an error",
-    "cancelled": "requests that were given up",
-    "refused": "requests for which the queue had no place",
+    "cancelled": "requests that were cancelled",
+    "refused": "requests refused because the queue was full",
     "images": "images made",
     "steps": "steps of batches",
     "batches": "batches of images that were denoised together",
-    "swaps": "models loaded in place of another",
+    "swaps": "models loaded to replace another",
 }
 SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 
@@ -70,9 +70,9 @@ def make_app(engine: Engine, options: ServeOptions, key: str | None = None) -> A
 
     @app.get("/healthz", tags=["server"])
     async def health() -> dict[str, str]:
-        """200 while requests are taken, 503 once the server is being stopped or its device has failed.
+        """200 while requests are taken, 503 once the server is stopping or its device has failed.
 
-        `engine` is there while the first images of a kind wait: "compiling", or "capturing" a CUDA graph.
+        `engine` is set while the first images with new settings wait: "compiling", or "capturing" a CUDA graph.
         """
         if not engine.healthy:
             raise Refused(503, "the server does not accept requests")
@@ -91,7 +91,7 @@ def make_app(engine: Engine, options: ServeOptions, key: str | None = None) -> A
             error = Refused(422, one_line(f"{'.'.join(map(str, first['loc']))}: {first['msg']}"))
         return answer(error)
 
-    # The handler of Exception raises again, after its answer: what is expected has one before it.
+    # The handler of Exception raises again after its answer: expected errors have their own.
     expected = (Full, TooLarge, Stopping, ValueError, TypeError, OSError, MemoryError, RuntimeError)
     for kind in (Refused, HTTPException, RequestValidationError, *expected, Exception):
         app.add_exception_handler(kind, failed)
@@ -101,7 +101,7 @@ def make_app(engine: Engine, options: ServeOptions, key: str | None = None) -> A
 
 
 def client_of(scope: Scope) -> str:
-    """Return by what a client is told from others: its address, or the first half of one of IPv6."""
+    """Return the key that identifies a client: its address, or the first half of an IPv6 address."""
     address: str = (scope.get("client") or ("",))[0]
     with contextlib.suppress(ValueError):
         if (number := ipaddress.ip_address(address)).version == 6:
@@ -127,7 +127,7 @@ class _Guard:
     """ASGI middleware.  Refuses requests by their host name, origin and key; counts, times and logs the answers.
 
     Each request has an account in the ledger, until its answer is sent.  Starlette's TrustedHostMiddleware has no rule
-    for addresses, which pass here, and what counts answers within the application would not see what is refused here.
+    for IP addresses, which pass here, and a counter inside the application would not see requests refused here.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The options of all tasks as fields of a form, and from the values of a form to what the engine runs, and back."""
+"""The options of all tasks as fields of a form; a form's values to the engine's options, and back."""
 
 import contextlib
 import dataclasses
@@ -35,10 +35,10 @@ TASKS: dict[str, type[Txt2imgOptions]] = {
     "inpaint": InpaintOptions,
     "upscale": UpscaleOptions,
 }
-# Options that a form has not, besides those that name files of the server; `preprocess` belongs to a control.
+# Options that a form lacks, besides those that name files of the server; `preprocess` belongs to a control.
 LEFT_OUT = {"preprocess", "n_iter", "compat", "refiner_start", "seamless"}
 HIRES = {field.name for field in dataclasses.fields(HiresOptions)}  # of txt2img alone
-EMBEDDING = {"noise_level"}  # of an image embedding, in all tasks but upscaling
+EMBEDDING = {"noise_level"}  # in all tasks except upscaling, it is that of an image embedding
 NOT_FOR = {
     "txt2img": EMBEDDING,
     "img2img": HIRES | EMBEDDING,
@@ -59,8 +59,8 @@ EXAMPLES = [  # of prompts for it
     "a purple sailboat on a lime background",
 ]
 BESIDE = ("task", "model", "loras", "init_img", "reference", "mask", "control", "x", "y")  # besides those fields
-MOST_REPLACED = 2**17  # characters that take the place of others in the prompts of a cell
-MODEL, LORA_WEIGHT = "model", "lora_weight"  # axes of a plot that are no options of a task
+MOST_REPLACED = 2**17  # characters that replace others in the prompts of a cell
+MODEL, LORA_WEIGHT = "model", "lora_weight"  # axes of a plot that are not options of a task
 
 
 class Field(NamedTuple):
@@ -81,7 +81,7 @@ def fields() -> dict[str, Field]:
                 if option.metadata["flag"] and not names_files(option) and option.name not in LEFT_OUT | NOT_FOR[task]:
                     group = str(owner.__doc__).partition(".")[0]
                     by_name.setdefault(option.name, Field(option, group, [])).tasks.append(task)
-        for name, (option, owner) in option_rows(kind).items():  # of features of one's own
+        for name, (option, owner) in option_rows(kind).items():  # of the user's features
             if owner is not kind and not names_files(option) and task in (getattr(owner, "tasks", ()) or TASKS):
                 group = str(owner.__doc__).partition(".")[0]
                 by_name.setdefault(name, Field(option, group, [])).tasks.append(task)
@@ -100,7 +100,7 @@ def described(engine: Engine) -> dict[str, Any]:
     """What a form needs: the fields as they are declared, and the names that the folders hold now."""
     library = engine.library
     names = {kind: list(library.files(kind)) for kind in ("loras", "controlnets", "upscalers")}
-    # Besides what they suggest, these take other texts.
+    # Fields that take other texts than those they suggest.
     suggested = {"sampler": {key: label(key) for key in SAMPLERS}, "spacing": {key: key for key in SPACINGS}}
     about = []
     for name, (field, group, tasks) in fields().items():
@@ -156,7 +156,7 @@ def axes(task: str) -> list[str]:
 
 
 class Request(NamedTuple):
-    """What the engine's submit takes."""
+    """The arguments of the engine's submit."""
 
     task: str
     options: Txt2imgOptions
@@ -212,7 +212,7 @@ def read_form(values: Mapping[str, Any], engine: Engine) -> Work:
 
 @contextlib.contextmanager
 def about(field: str) -> Iterator[None]:
-    """What goes wrong inside is refused as the fault of this field."""
+    """Errors within the block are refused as this field's."""
     try:
         yield
     except (ValueError, TypeError) as error:
@@ -256,7 +256,7 @@ def _options(task: str, values: Mapping[str, Any], engine: Engine) -> Txt2imgOpt
     if task != "upscale" and (texts := values.get("reference")):
         options["reference"] = tuple(_picture({"reference": text}, "reference", "an image", engine) for text in texts)
     if task == "inpaint" and (values.get("mask") or not values.get("extend")):
-        options["mask"] = (_picture(values, "mask", "a mask: paint over what is to be repainted", engine),)
+        options["mask"] = (_picture(values, "mask", "a mask: paint over what to repaint", engine),)
     if (control := values.get("control")) and task != "upscale":
         with about("control"):
             image = _picture(control, "image", "an image for the ControlNet", engine)
@@ -277,7 +277,7 @@ def _picture(values: Mapping[str, Any], name: str, what: str, engine: Engine) ->
 def settings(image: Image.Image) -> tuple[dict[str, Any], str, list[str]]:
     """Return the values of the form that a picture's text names, the text, and remarks on what is ignored.
 
-    What the text does not mention, and would mention if it were used, has its default.  Raises ValueError, one line,
+    Options that the text would mention, but does not, have their defaults.  Raises ValueError, one line,
     for a picture without such a text, and for a wrong value in it.
     """
     text = read_parameters(image)

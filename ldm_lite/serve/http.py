@@ -40,7 +40,7 @@ BodyKind = TypeVar("BodyKind", bound="Body")
 T = TypeVar("T")
 MOST_MESSAGE = 500  # characters
 MOST_READ = 16  # times the pixels that may be made may be read
-MOST_KEPT = 4  # times those pixels a picture keeps: larger ones are reduced when they are read
+MOST_KEPT = 4  # times those pixels stay: larger pictures are reduced when they are read
 DECODING = 10.0  # seconds that a picture may take
 READING = 60.0  # seconds until a body has come, and then until it is read
 READERS = 4  # threads that read; a client has half of them
@@ -59,7 +59,7 @@ KEEP_ALIVE = 15  # seconds of silence after which a stream of events gets a comm
 WAITING = ": waiting\n\n"  # the comment
 CLOSED = 499  # the client has disconnected: nobody reads this status
 _PATH = re.compile(r"(?<![\w.:/])(?:[A-Za-z]:)?(?:[/\\][^\s/\\:'\",]+)+[/\\](?=[^\s/\\])")
-# The field that an error of the options is about: messages name it, but for these three.
+# The field that an error of the options is about: messages name it, except these three.
 _FIELD = re.compile(r"`(?!max_)(\w+)`|(?P<prompt>no prompt)|(?P<width>pixels)|(?P<batch_size>images, expected)")
 
 
@@ -122,7 +122,7 @@ def field_of(error: BaseException) -> str | None:
 
 
 def described(error: BaseException) -> tuple[Refused, dict[str, Any]]:
-    """Return the answer to an error, and how OpenAI's clients are told of it."""
+    """Return the answer to an error, and its form for OpenAI's clients."""
     refused = refusal(error)
     kind = "invalid_request_error" if refused.status < 500 else "server_error"
     return refused, {"message": refused.message, "type": kind, "param": field_of(error), "code": refused.code}
@@ -140,7 +140,7 @@ def answer(error: BaseException) -> JSONResponse:
 
 
 class Reader:
-    """Reads what clients send, for all interfaces: limits of size and time, in a few threads of its own.
+    """Reads what clients send, for all interfaces: with limits of size and time, in a few threads.
 
     Clients take turns: none has more than half of the threads.
     """
@@ -153,9 +153,9 @@ class Reader:
         self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
 
     async def read(self, request: Request, parse: Callable[[bytearray], T], copies: int) -> T:
-        """Receive a request's body and return what parse makes of it, in so many copies.
+        """Receive a request's body and parse it; `copies` is how often that holds the body in memory.
 
-        parse may take away from the body what it has read.  Raises Refused, Full, TooLarge, Stopping.
+        parse may remove the parts of the body that it has read.  Raises Refused, Full, TooLarge, Stopping.
         """
         account, body = ledger.account(), bytearray()
         length = request.headers.get("content-length", "")
@@ -176,14 +176,14 @@ class Reader:
         return await self.in_thread(request, parse, body)
 
     async def in_thread(self, request: Request, function: Callable[..., T], *args: Any) -> T:
-        """Call a function that reads what a client has sent, in one of the threads, if it still waits then.
+        """Call a function that reads what a client has sent, in one of the threads, if the client is still waiting.
 
         Raises Refused (503, CLOSED).
         """
         turn, account = self._turns.setdefault(CLIENT.get(), asyncio.Semaphore(READERS // 2)), ledger.account()
 
         def call() -> T:
-            with account:  # which lasts as long as the thread, though nobody may wait for it any more
+            with account:  # it lasts as long as the thread, even if nobody waits for it any more
                 return function(*args)
 
         try:
@@ -194,12 +194,12 @@ class Reader:
                     raise Refused(CLOSED, "the client has disconnected")
                 context = contextvars.copy_context()
                 done = asyncio.get_running_loop().run_in_executor(self._threads, context.run, call)
-                places.pop_all()  # the thread has them until it ends, though nobody may wait for it any more
+                places.pop_all()  # the thread holds them until it ends, even if nobody waits for it any more
                 done.add_done_callback(lambda _: turn.release())
                 done.add_done_callback(lambda _: self._free.release())
                 try:
                     return await asyncio.shield(done)
-                except asyncio.CancelledError:  # the thread goes on
+                except asyncio.CancelledError:  # the thread continues
                     done.add_done_callback(_give_up)
                     raise
         except TimeoutError:
@@ -211,7 +211,7 @@ class Reader:
 
 
 def _give_up(done: "asyncio.Future[Any]") -> None:
-    """Cancel the ticket that a function has queued, for whose answer nobody waits any more."""
+    """Cancel the ticket that a function has queued and whose answer nobody waits for any more."""
     if not done.cancelled() and done.exception() is None:
         result = done.result()
         for item in result if isinstance(result, tuple) else (result,):
@@ -318,7 +318,7 @@ _LARGE = threading.Lock()  # pictures that are reduced are decoded one by one
 
 
 class _Timed(io.BytesIO):
-    """A picture's content, which ends in an error if decoding it takes too long."""
+    """A picture's content, which raises an error if decoding it takes too long."""
 
     def __init__(self, content: bytes) -> None:
         super().__init__(content)
@@ -333,11 +333,11 @@ class _Timed(io.BytesIO):
 def open_bytes(content: bytes, name: str, most: int) -> Image.Image:
     """Decode an image, upright, of at most MOST_READ * most pixels; beyond MOST_KEPT * most it is reduced.
 
-    The account of the request holds what is kept.  Raises ValueError, Full, TooLarge.
+    The request's account holds the image.  Raises ValueError, Full, TooLarge.
     """
 
     def loaded(image: Image.Image) -> Image.Image:
-        image.decodermaxblock = 2**12  # type: ignore[attr-defined]  # bytes between two looks at the time
+        image.decodermaxblock = 2**12  # type: ignore[attr-defined]  # bytes between two checks of the time
         if (account := ACCOUNT.get()) is not None:
             account.add("pictures", BYTES * min(image.width * image.height, MOST_KEPT * most))
         if image.width * image.height <= MOST_KEPT * most:
@@ -436,7 +436,7 @@ def stream(events: AsyncIterator[str]) -> StreamingResponse:
 
 
 async def ended(request: Request, ticket: Ticket) -> None:
-    """Wait for a ticket's end; it is cancelled if the client goes.  Raises what it ended with, Refused for those."""
+    """Wait for a ticket's end; it is cancelled if the client disconnects.  Raises the ticket's error, or Refused."""
 
     async def wait() -> None:
         async for _ in changes([ticket]):
@@ -487,7 +487,7 @@ async def changes(tickets: Sequence[Ticket], silence: float | None = None) -> As
 
 
 def check_ended(ticket: Ticket) -> None:
-    """Raises what a ticket failed with, and Refused for one that was cancelled."""
+    """Raises the error of a failed ticket, and Refused for a cancelled one."""
     if ticket.error is not None:
         raise ticket.error
     if ticket.state == CANCELLED:

@@ -1,7 +1,7 @@
 """Ledger: the bytes that requests hold, by client, from the first of a body to the last of an answer.
 
-Each request has an account: its body, the pictures in it, its results, and what of its answer is not sent.  What does
-not fit is refused before it is made, or takes the place of what a greedier client has waiting.
+Each request has an account: its body, the pictures in it, its results, and the unsent part of its answer.  A request
+that does not fit is refused before it is made, or replaces a waiting one of a client that holds more.
 """
 
 import threading
@@ -10,20 +10,20 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from types import TracebackType
 
-SHARE = 0.75  # of all bytes, for one client, and for all but those that hold LITTLE
+SHARE = 0.75  # fraction of all bytes for one client, and for all except those that hold LITTLE
 LITTLE = 1 / 16
 
 
 class Full(Exception):
-    """There is no place for a request now."""
+    """There is no room for a request now."""
 
 
 class TooLarge(Exception):
-    """A request holds more than there ever is place for."""
+    """A request needs more than the limit."""
 
 
 class Account:
-    """What a request holds, by what it is.  It lasts as long as somebody is inside of `with account:`."""
+    """The bytes that a request holds, by kind.  It lasts as long as somebody is inside of `with account:`."""
 
     def __init__(self, ledger: "Ledger", client: str) -> None:
         self.client, self.parts = client, Counter[str]()
@@ -32,7 +32,7 @@ class Account:
         self._ledger, self._users = ledger, 0
 
     def hold(self, what: str, count: int) -> None:
-        """Hold so many bytes for something, in place of those before.  Raises Full, TooLarge."""
+        """Hold so many bytes for something, instead of the earlier number.  Raises Full, TooLarge."""
         self._ledger.change(self, what, count - self.parts[what])
 
     def add(self, what: str, count: int) -> None:
@@ -67,7 +67,7 @@ class Ledger:
     def __init__(self, most: int) -> None:
         """most: bytes of all accounts."""
         self.most, self.share = most, int(SHARE * most)
-        self.accounts: list[Account] = []  # that hold something, in the order in which they began to
+        self.accounts: list[Account] = []  # the accounts that hold something, in the order in which they began to
         self.lock = threading.RLock()
 
     def held(self) -> Counter[str]:
@@ -91,7 +91,7 @@ class Ledger:
             for rival in dropped:
                 self.close(rival)
         for end in ends:
-            end(Full("a client with less waiting needed the memory: try again later"))
+            end(Full("a client that holds less needed the memory: try again later"))
 
     def close(self, account: Account) -> None:
         """End an account."""
@@ -124,7 +124,7 @@ ACCOUNT: ContextVar[Account | None] = ContextVar("account", default=None)  # of 
 
 
 def account() -> Account:
-    """The account of the request that is being answered."""
+    """The account of the current request."""
     of_request = ACCOUNT.get()
     assert of_request is not None
     return of_request

@@ -1,4 +1,4 @@
-"""What requests may name: checkpoints, LoRAs, ControlNets, upscalers of folders; and the checkpoint that is loaded."""
+"""What requests may name: checkpoints, LoRAs, ControlNets, upscalers in folders; and the loaded checkpoint."""
 
 import contextlib
 import dataclasses
@@ -35,7 +35,7 @@ Loras = tuple[tuple[str, toolkit.LoraWeight], ...]  # (name, weight)
 
 
 class ModelFacts(NamedTuple):
-    """What is known of a model before it is loaded again."""
+    """What is known about a model that is not loaded."""
 
     side: int  # pixels of its images
     steps: int
@@ -60,10 +60,10 @@ class Library:
         self.merged: Loras = ()  # the LoRAs that are merged into the loaded model
         self.loaded = ""  # the name of the loaded model, if there is one
         self._model: Pipeline | None = None
-        self._unmerge: Callable[[], None] | None = None  # takes them out again
+        self._unmerge: Callable[[], None] | None = None  # removes them again
         self._preview: Pipeline | None = None
         self._upscaler: tuple[Path, nn.Module] | None = None  # the network that enlarged last
-        self.given_up: Callable[[], bool] = lambda: False  # whether nobody waits for what runs
+        self.given_up: Callable[[], bool] = lambda: False  # whether nobody waits for the running request
         self._facts: dict[str, ModelFacts] = {}
         self._broken: dict[Path, tuple[int, str]] = {}  # files that could not be loaded: when they were changed, why
         self.together: Pipeline | None = None  # the model, if its batches are exact
@@ -84,11 +84,11 @@ class Library:
         return model if name == self.loaded else None
 
     def facts(self, name: str | None) -> ModelFacts:
-        """Return what is known of a model: of one that never was loaded, what the default has."""
+        """Return what is known about a model: if it was never loaded, what is true of the default."""
         return self._facts.get(name or self.default) or self._facts[self.default]
 
     def inputs(self, name: str | None) -> toolkit.ModelInputs:
-        """Return what a model's network reads, as the header of its file tells if it never was loaded."""
+        """Return what a model's network reads, from the header of its file if it was never loaded."""
         if name is None or name in self._facts:
             return self.facts(name).inputs
         path = self.file("models", name)
@@ -113,7 +113,7 @@ class Library:
         return {path.relative_to(root).with_suffix("").as_posix(): path for path in paths}
 
     def file(self, kind: str, name: str) -> Path:
-        """Return a file of one of _KINDS.  Raises ValueError for a name that there is not."""
+        """Return a file of one of _KINDS.  Raises ValueError for an unknown name."""
         files = self.files(kind)
         name = self.plain(name, files)
         if name not in files:
@@ -146,12 +146,12 @@ class Library:
         """The files and shapes of textual inversions, by the names that prompts have for them."""
         embeddings: dict[str, tuple[Path, Shapes]] = {}
         for name, path in self.files("embeddings").items():
-            with contextlib.suppress(ValueError):  # what does not open is none
+            with contextlib.suppress(ValueError):  # a file that does not open is not one
                 embeddings[Path(name).name] = path, _shapes(path, path.stat().st_mtime_ns)
         return embeddings
 
     def embeddings_in(self, texts: Sequence[str], model: str | None) -> tuple[str, ...]:
-        """Return the textual inversions that a request's texts name, as NAME=FILE, of those that fit its model."""
+        """Return the textual inversions that a request's texts name and that fit its model, as NAME=FILE."""
         text, widths = " ".join(texts).lower(), self.facts(model).widths
         return tuple(
             f"{name}={path}"
@@ -215,7 +215,7 @@ class Library:
         return self.model
 
     def _swap(self, name: str) -> None:
-        """Load a model in place of the other.  Of a file that cannot be loaded it is remembered until it changes."""
+        """Load a model instead of the loaded one.  A file that cannot be loaded is remembered until it changes."""
         before, ckpt = self.loaded, self._load.ckpt if name == self.default else self.file("models", name)
         try:
             load = dataclasses.replace(self._load, ckpt=ckpt)
@@ -286,7 +286,7 @@ class Library:
 
 @dataclasses.dataclass(frozen=True)
 class _NamedUpscaler(Upscaler):
-    """A network by its file, so that requests that wait hold none."""
+    """A network by its file, so that waiting requests do not hold it in memory."""
 
     library: Library
     file: Path

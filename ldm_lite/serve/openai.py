@@ -1,7 +1,7 @@
 """OpenAI's API for images: /v1/images/generations, /v1/images/edits, /v1/images/variations, /v1/models.
 
-Its own fields are used where they have a meaning here.  Beside them go seed, steps, scale, sampler, negative_prompt
-and strength, which its Python client sends from extra_body.
+Its own fields are used where they have a meaning here.  There are also seed, steps, scale, sampler, negative_prompt
+and strength, which its Python client sends by extra_body.
 """
 
 import base64
@@ -39,13 +39,13 @@ USAGE = {  # the clients want it; nothing is charged, so there are no tokens
 
 
 class ImageRequest(Body):
-    """What both requests have."""
+    """The fields of both requests."""
 
     prompt: str
     model: str | None = None
     n: int | None = Field(None, ge=1)
     size: str | None = Field(None, description="WIDTHxHEIGHT, or auto")
-    response_format: Literal["b64_json", "url"] | None = Field(None, description="b64_json; of dall-e-* both")
+    response_format: Literal["b64_json", "url"] | None = Field(None, description="b64_json; for dall-e-* both")
     output_format: Literal["png", "jpeg", "webp"] | None = None
     output_compression: int | None = Field(None, ge=0, le=100, description="quality of JPEG and WebP")
     background: Literal["opaque", "auto"] | None = None
@@ -60,7 +60,7 @@ class ImageRequest(Body):
 
     @property
     def fields(self) -> set[str]:
-        """What an image's entry in the answer has of `b64_json` and `url`."""
+        """Which of `b64_json` and `url` an image's entry has."""
         if self.response_format is not None:
             return {self.response_format}
         alias = ALIASES.fullmatch(self.model or "")  # clients of these expect a URL
@@ -91,7 +91,7 @@ class Link(NamedTuple):
 
 
 class Links:
-    """Images that answers name by a URL, in memory: the oldest make place for new ones."""
+    """Images with URLs in answers, in memory: new ones replace the oldest."""
 
     def __init__(self) -> None:
         self._links: dict[str, Link] = {}  # by name, the oldest first
@@ -160,7 +160,7 @@ def router(engine: Engine) -> APIRouter:
         fields, files = await http.read_form(request)
         asked = http.validated(kind, fields)
         ticket = await reading(request, _submit, engine, asked, files)
-        del files  # which would stay in memory while it waits
+        del files  # which would stay in memory while the request waits
         return await _respond(request, links, ticket, asked, "image_edit")
 
     @routes.get("/images/{name}")
@@ -173,7 +173,7 @@ def router(engine: Engine) -> APIRouter:
 
 
 def _named(engine: Engine, name: str) -> str | None:
-    """Return a model's name, None for the default.  Raises Refused (404) for a name that there is not."""
+    """Return a model's name, None for the default.  Raises Refused (404) for an unknown name."""
     names = engine.library.names
     if (plain := engine.library.plain(name, names)) in names:
         return plain
@@ -249,7 +249,7 @@ async def _respond(request: Request, links: Links, ticket: Ticket, asked: ImageR
 
 
 async def _events(ticket: Ticket, asked: ImageRequest, event: str) -> AsyncIterator[str]:
-    """The stream of one request; leaving it, as for a client that has gone, cancels the ticket."""
+    """The stream of one request; leaving it, as when the client disconnects, cancels the ticket."""
     partials = results = 0  # that have been sent
 
     async def line(kind: str, image: Image.Image, **more: Any) -> str:
@@ -282,6 +282,6 @@ def _encoding(image: Image.Image, asked: ImageRequest) -> Encoding:
 
 
 def _about(image: Image.Image, asked: ImageRequest) -> dict[str, str]:
-    """What answers and events say of an image."""
+    """The fields of an image in answers and events."""
     kind = asked.output_format or "png"
     return {"output_format": kind, "size": f"{image.width}x{image.height}", "background": "opaque"}

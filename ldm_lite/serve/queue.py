@@ -1,4 +1,4 @@
-"""Engine: one queue of requests (tickets) and one thread that denoises them, those that are alike together."""
+"""Engine: one queue of requests (tickets) and one thread that denoises them, similar ones together."""
 
 import contextlib
 import dataclasses
@@ -42,10 +42,10 @@ log = logging.getLogger("ldm_lite")
 
 # Options that may differ in a batch.
 DIFFERENT = {"prompt", "negative_prompt", "seed", "variation_seed", "init_img", "mask", "batch_size", "n_iter"}
-PLACES = 1.0  # seconds between two words to those that wait about their places
-PREVIEW_SHARE = 0.2  # of the time that may go into previews
+PLACES = 1.0  # seconds between two reports of their places to waiting tickets
+PREVIEW_SHARE = 0.2  # fraction of the time that may be spent on previews
 STAY = 10.0  # seconds that a model is kept for requests that name it while an earlier one waits for another
-STINT = 0.25  # seconds that a run goes on before that of another client that has one does
+STINT = 0.25  # seconds that a run continues before another client's
 MOST_CHUNKS = (300, 2000)  # of 75 tokens, in a text and in all texts of a request
 MOST_PREPARED = 16  # requests that wait for another batch though their images are decoded
 MOST_SIDES = 2**14  # pixels of a side
@@ -56,29 +56,29 @@ SIDE = re.compile(r"(left|top|right|bottom)=\s*0*(\d{1,9})")  # of `extend`; rea
 class Engine:
     """Runs tickets, clients in turn step by step; images that are alike run together with the first.
 
-    Turns are those of start-time fair queueing, by the seconds that a client's steps have taken: the next step is that
-    of the client that has had the fewest since it came.  So the first image of a client waits for at most one step of
-    each other one, whatever that one has asked for.
+    Turns follow start-time fair queueing, by the seconds that a client's steps have taken: the next step goes to the
+    client with the fewest since it connected.  So the first image of a client waits for at most one step of
+    each other client, whatever those asked for.
     """
 
     def __init__(self, library: Library, limits: LimitOptions) -> None:
         self.library, self.limits = library, limits
         self.ledger = Ledger(limits.max_memory * 2**20)
-        self.totals: Counter[str] = Counter()  # what has happened so far, by name
+        self.totals: Counter[str] = Counter()  # counts of events, by name
         self.runs: list[Run] = []
         self.queue: list[Ticket] = []  # in the order of arrival, also those of which some images run
         self._changed = threading.Condition()
         self.clock = time.perf_counter
-        self._at_work: list[Ticket] = []  # whose step, or call, is made
-        self._taken: set[Ticket] = set()  # of which the engine's thread holds something
-        self._seconds: dict[str, float] = {}  # that each client has had; of those that come later, since they came
-        self._turn = 0.0  # the fewest seconds of those that wait: who comes begins with as many
+        self._at_work: list[Ticket] = []  # whose step or call is running
+        self._taken: set[Ticket] = set()  # of which the engine's thread holds references
+        self._seconds: dict[str, float] = {}  # seconds that each client has had, since it connected
+        self._turn = 0.0  # the fewest seconds of waiting clients: a new client begins with as many
         self._last: Run | None = None  # the run of the last step
-        self._stint = 0.0  # seconds that it has gone on
-        self._kept_since: float | None = None  # when the loaded model was kept though another one was next
+        self._stint = 0.0  # seconds that it has run without a break
+        self._kept_since: float | None = None  # since when the loaded model has been kept though another one was next
         self._unload = False
         self._stopping = self._failed = False
-        self._told = 0.0  # when those that wait were told of their places
+        self._told = 0.0  # when waiting tickets last heard of their places
         self._give_up = float("inf")  # the time at which running images are interrupted
         self._thread = threading.Thread(target=self._loop, name="denoising", daemon=True)
         library.given_up = lambda: bool(self._at_work) and all(ticket.has_ended() for ticket in self._at_work)
@@ -101,7 +101,7 @@ class Engine:
         """Queue a request.  Raises ValueError, TypeError (one line) for options that do not fit, Full, Stopping.
 
         task is "txt2img", "img2img", "inpaint" or "upscale", options are its dataclass, with images as PIL.  partials
-        is the number of images on the way that are wanted of each.
+        is the number of previews of each image.
         """
         ticket = Ticket(self, task, options, self.library.check_request(model, loras), loras)
         ticket.num_partials = partials
@@ -115,7 +115,7 @@ class Engine:
         images: Sequence[Image.Image],
         sizes: Sequence[tuple[int, int]],
     ) -> Ticket:
-        """Queue what is made of images without the model; sizes are those of the results, which are images, too.
+        """Queue a function of images that needs no model; sizes are those of its results, which are images, too.
 
         Raises ValueError, Full, Stopping.
         """
@@ -129,13 +129,13 @@ class Engine:
     def _add(self, ticket: Ticket) -> Ticket:
         """Queue a ticket whose images and results have a place in memory."""
         with ticket.account as account:
-            account.hold("body", 0)  # of which only the pictures are left
+            account.hold("body", 0)  # only the pictures of which are kept
             account.hold("pictures", max(account.parts["pictures"], ticket.size))
             account.check(ticket.results_size)
             return self._queue(ticket)
 
     def _queue(self, ticket: Ticket) -> Ticket:
-        """Give a ticket its turn.  If there is no place, the client with most images loses its last ticket."""
+        """Give a ticket its turn.  If there is no room, the client with the most images loses its last ticket."""
         with self._changed:
             self.check_room()
             images = self.limits.max_queue
@@ -148,7 +148,7 @@ class Engine:
                 greediest = max(held, key=lambda client: (held[client], client == ticket.client))
                 dropped.append(next(rival for rival in reversed(waiting) if rival.client == greediest))
                 waiting.remove(dropped[-1])
-            full = Full(f"the queue is full: {len(waiting)} requests wait, at most {images} images may")
+            full = Full(f"the queue is full: {len(waiting)} requests are waiting, at most {images} images may")
             if ticket in dropped:
                 self.totals["refused"] += 1
                 raise full
@@ -167,18 +167,18 @@ class Engine:
         return ticket
 
     def _drop(self, account: Account, full: Full) -> None:
-        """End the tickets of a request that waits, to make room for others."""
+        """End the tickets of a waiting request, to make room for others."""
         for ticket in list(self.queue):
             if ticket.account is account:
                 self.cancel(ticket, full)
 
     def check_room(self, client: str | None = None) -> None:
-        """Raises Stopping if no requests are taken, Full if the queue is, mostly of a client's."""
+        """Raises Stopping if no requests are taken, Full if the queue is full and this client has most of it."""
         if self._stopping:
             raise Stopping("the device has failed" if self._failed else "the server is being stopped: try again later")
         most, mine = self.limits.max_queue, sum(t.count for t in list(self.queue) if t.client == client)
         if client is not None and self.waiting >= most and 2 * mine >= most:
-            raise Full(f"the queue is full: {self.waiting} images wait, at most {most} may: try again later")
+            raise Full(f"the queue is full: {self.waiting} images are waiting, at most {most} may: try again later")
 
     def _check(self, ticket: Ticket) -> None:
         """Count a ticket's images.
@@ -316,7 +316,7 @@ class Engine:
             self._let_go(ticket)
 
     def stop(self) -> None:
-        """Take no more requests, refuse those that wait, and let those that run end within the seconds of grace."""
+        """Take no more requests, refuse waiting ones, and let running ones end within the seconds of grace."""
         with self._changed:
             if not self._stopping:
                 self._stopping, self._give_up = True, time.monotonic() + self.limits.grace
@@ -332,7 +332,7 @@ class Engine:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Stop, and wait for the end of what runs."""
+        """Stop, and wait until running requests end."""
         self.stop()
         if self._thread.is_alive():
             self._thread.join()
@@ -345,7 +345,7 @@ class Engine:
     # ---- the denoising thread ---------------------------------------------------------------------------------------
 
     def _loop(self) -> None:
-        """Denoise step by step, of the client whose turn it is, until the engine is stopped."""
+        """Denoise step by step, each time for the client whose turn it is, until the engine is stopped."""
         while True:
             with self._changed:
                 idle = not self.queue
@@ -391,7 +391,7 @@ class Engine:
             yield
         finally:
             if len({ticket.client for ticket in list(self.queue)}) > 1:
-                self.library.wait()  # for what the device has been told to do
+                self.library.wait()  # for the kernels in the device's queue
             seconds = self.clock() - start
             with self._changed:
                 for client in clients:
@@ -401,7 +401,7 @@ class Engine:
                 self._last = run
 
     def _tidy(self) -> None:
-        """Forget what has ended, and tell those that wait about their places from time to time."""
+        """Forget what has ended, and from time to time report their places to waiting tickets."""
         self._at_work = []
         for run in [run for run in self.runs if run.is_over]:
             self.runs.remove(run)
@@ -414,9 +414,9 @@ class Engine:
                 ticket.tell()
 
     def _next_run(self) -> "Run | None":
-        """Return the run of the client that has had the fewest seconds, a new one if it has none.
+        """Return the run of the client with the fewest seconds, a new one if it has none.
 
-        None if a call was made instead, or nothing can be.
+        None if a call was made instead, or nothing can run.
         """
         tickets = [ticket for ticket in self.in_turn() if not ticket.has_ended()]
         if not tickets:
@@ -435,11 +435,11 @@ class Engine:
         return run
 
     def _had(self, run: "Run") -> float:
-        """The seconds that the client of a run has had, of several the one that has had the fewest."""
+        """The seconds of the client of a run; with several clients, the fewest."""
         return min(self._seconds.get(unit.ticket.client, 0.0) for unit in run.units)
 
     def _first(self, waiting: list[Ticket]) -> Ticket | None:
-        """Return the ticket that begins next; None if runs have to end before, since it needs other weights.
+        """Return the ticket that begins next; None if runs have to end first, since it needs other weights.
 
         Clients that wait for the loaded model come first for STAY seconds.
         """
@@ -470,7 +470,7 @@ class Engine:
             first.tell()
             return None
         if (first.model, first.loras) != (self.library.loaded, self.library.merged):
-            for ticket in tickets:  # they hold the model that is to be freed
+            for ticket in tickets:  # they hold references to the model to be freed
                 _free(ticket)
             swaps = first.model != self.library.loaded
             assert first.model is not None
@@ -494,7 +494,7 @@ class Engine:
         return run
 
     def _gather(self, first: Ticket, tickets: list[Ticket]) -> list[Unit]:
-        """Return a ticket's next images, with those of others that go with them."""
+        """Return a ticket's next images, with those of other tickets that can share the batch."""
         most, prepared, units = 2 * self.library.most_together, 0, list[Unit]()  # branches: an image has two
         side, running = self.library.facts(first.model).side, set(self.running)
         mates = (ticket for ticket in tickets if _are_alike(first, ticket) and ticket not in running)
@@ -505,7 +505,7 @@ class Engine:
                 branches * (len(units) + 1) <= max(most, branches) and (unit := self._take(ticket, units)) is not None
             ):
                 units.append(unit)
-            prepared += bool(ticket.prepared)  # it does not go with the first, and stays in memory
+            prepared += bool(ticket.prepared)  # it does not fit the first, and stays in memory
             if branches * (len(units) + 1) > most or prepared > MOST_PREPARED:
                 break
         return units
@@ -574,9 +574,9 @@ class Engine:
             ticket.prepared.extendleft(reversed(units))
 
     def _show(self, units: list[Unit], state: State, previews: bool) -> bool:
-        """Decode what a step predicted, for those who want to see it; return whether there were previews.
+        """Decode what a step predicted, for tickets that want it; return whether there were previews.
 
-        Partial images are wanted of each image at evenly spread steps, previews of one image of a ticket.
+        Partial images are made of each image at evenly spread steps, previews of one image of a ticket.
         """
         previewed = set[Ticket]()
         for place, unit in enumerate(units if state.step < state.num_steps else ()):
@@ -593,7 +593,7 @@ class Engine:
         return bool(previewed)
 
     def _finish(self, unit: Unit, latents: Tensor) -> None:
-        """Decode an image (1,C,h,w) and hand it to its ticket, once; an error is that ticket's alone."""
+        """Decode an image (1,C,h,w) and hand it to its ticket, once; an error affects only that ticket."""
         ticket = unit.ticket
         if unit.ended or ticket.ended:
             return
@@ -617,13 +617,13 @@ class Engine:
             ticket.end(DONE)
 
     def _hold_results(self, ticket: Ticket) -> None:
-        """Let a ticket's account hold its results before they are made.  Raises Full, TooLarge."""
+        """Reserve memory in a ticket's account for its results, before they are made.  Raises Full, TooLarge."""
         if not ticket.holds_results:
             ticket.account.add("results", ticket.results_size)
             ticket.holds_results = True
 
     def _let_go(self, ticket: Ticket) -> None:
-        """Forget a ticket that has ended; its account goes on as long as its answer is sent."""
+        """Forget a ticket that has ended; its account lasts until its answer is sent."""
         with self._changed:
             if not ticket.is_held:
                 return
@@ -638,7 +638,7 @@ class Engine:
 
 
 def _free(ticket: Ticket) -> None:
-    """Drop what holds the model, in the engine's thread, which alone makes and takes it."""
+    """Drop the references to the model, in the engine's thread, the only one that has any."""
     ticket.samples = None
     ticket.prepared.clear()
 
@@ -648,7 +648,7 @@ def _ignore(full: Full) -> None:
 
 
 def _are_alike(first: Ticket, second: Ticket) -> bool:
-    """Whether two tickets ask for the same apart from prompts, seeds and images: a quick test before can_batch_with."""
+    """Whether two tickets differ only in prompts, seeds and images: a quick test before can_batch_with."""
     if first is second or second.call or type(first.options) is not type(second.options):
         return False
     if (first.model, first.loras, first.branches) != (second.model, second.loras, second.branches):

@@ -1,6 +1,6 @@
 """The server on Ray Serve: replicas of the same application, each with its own model, on the machines of a cluster.
 
-Ray's proxy spreads requests over the replicas.  Each takes as many as its own queue holds, so that one too many gets
+Ray's proxy spreads requests over the replicas.  Each takes as many as its own queue holds, so any further one gets
 that queue's 429.  A replica whose engine has ended is replaced.
 """
 
@@ -25,7 +25,7 @@ OTHERS = 64  # requests to a replica besides those that make images
 
 
 class Replica:
-    """One model and its application, in a process of its own."""
+    """One model and its application, in a separate process."""
 
     application: ClassVar[ASGIApp]
 
@@ -41,7 +41,7 @@ class Replica:
 
 
 def _application() -> ASGIApp:
-    """Ray calls it once there is the Replica."""
+    """Ray calls it once the Replica exists."""
     return Replica.application
 
 
@@ -65,7 +65,7 @@ def application(options: ServeOptions, load: LoadOptions, key: str | None) -> se
 
 
 def serve_on_ray(options: ServeOptions, load: LoadOptions, key: str | None) -> None:
-    """Serve until a signal comes, on a cluster that runs or on one of this machine."""
+    """Serve until a signal comes, on a running cluster or on one on this machine."""
     ray.init(address=options.address or "local", include_dashboard=False, log_to_driver=options.debug, namespace=NAME)
     try:
         serve.start(http_options={"host": options.host, "port": options.port})

@@ -28,33 +28,33 @@ from ldm_lite.serve.queue import Engine
 log = logging.getLogger("ldm_lite")
 
 IDLE = 15.0  # seconds that a connection has for the head of a request
-STALLED = 30.0  # seconds in which a client has to take some of an answer
+STALLED = 30.0  # seconds in which a client must read part of an answer
 LEAST_RATE = 2**14  # bytes a second of it
-MOST_PIECES = 2**10  # of a body, besides one for LEAST_PIECE bytes: a piece takes as long as 10 KiB in one
+MOST_PIECES = 2**10  # chunks of a body, besides one per LEAST_PIECE bytes: a chunk costs as much as 10 KiB
 LEAST_PIECE = 64
 MOST_AHEAD = 2**19  # bytes that are sent before the answer to an earlier request
 FILES = 512  # besides connections: of models, threads and libraries
 FEWEST_FILES = 32  # of these, if the system allows no more
 MOST_FEW = 8  # connections, whatever the system allows
 KEPT = 8  # connections for the routes that need no key, besides the others
-LOOK = 1.0  # seconds between two looks at a connection
+LOOK = 1.0  # seconds between two checks of a connection
 ARENA_MAX = -8  # M_ARENA_MAX of glibc's malloc.h
 TRIM = 2.0  # seconds after which freed memory goes back to the system
 
 
 class _TooMany(h11.RemoteProtocolError):
-    """A request on a connection that is kept for others."""
+    """A request on a connection that is reserved for /healthz."""
 
 
 class _Reading(h11.Connection):
-    """h11's, which reads chunk by chunk, with a limit of these: an endless body of one byte each stalled the server."""
+    """h11's, which reads chunk by chunk, with a limit on chunks: endless one-byte chunks stalled the server."""
 
     pieces = size = 0  # of the body
     sent = 0  # bytes of answers
     is_kept = False  # for the routes that need no key
 
     def send(self, event: Any) -> Any:
-        """Return what is to be sent for a part of an answer."""
+        """Return the bytes to send for a part of an answer."""
         content = super().send(event)
         self.sent += len(content or b"")
         return content
@@ -76,7 +76,7 @@ class _Reading(h11.Connection):
 
 
 class _Connection(H11Protocol):
-    """uvicorn's, which ends if its client is too slow, or has too many; the oldest that asks nothing makes place."""
+    """uvicorn's, closed if its client is too slow, or has too many; the oldest idle one is closed for a new one."""
 
     most, proxy = 1024, ""  # connections, of which a client has half; only the address of a proxy may have all
 
@@ -85,7 +85,7 @@ class _Connection(H11Protocol):
         self.conn = _Reading(h11.SERVER)
 
     def connection_made(self, transport: Any) -> None:
-        """Begin.  There may be too many."""
+        """Begin.  Close it, or an idle one, if there are too many."""
         super().connection_made(transport)
         self.since = self.read_at = time.monotonic()  # when it began to wait for a request; looked at what is unread
         self.taken = 0  # bytes of answers by then
@@ -131,20 +131,20 @@ class _Connection(H11Protocol):
         self.loop.call_later(LOOK, self._look)
 
     def data_received(self, data: bytes) -> None:
-        """Read.  What comes before the answer to an earlier request stays in memory."""
+        """Read.  Keep data that come before an earlier request is answered in memory."""
         super().data_received(data)
         if self.is_busy and len(self.conn.trailing_data[0]) > MOST_AHEAD:
             self.transport.abort()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is no HTTP, and what comes on a connection that is kept for others."""
+        """Answer data that are not HTTP, and other requests on a connection that is reserved for /healthz."""
         if isinstance(error := sys.exception(), _TooMany):
             self._refuse(503, str(error))
             return
         self._refuse(400, f"the request is not valid HTTP/1.1: {sys.exception()}".partition(": bytearray")[0])
 
     def shutdown(self) -> None:
-        """Close what is idle; what is answered goes on, but nobody waits for the rest of a request."""
+        """Close it if it is idle; an answer continues, but the rest of a request is not awaited."""
         if self.is_busy and self.cycle.more_body and not self.cycle.response_started:
             self._refuse(503, "the server is being stopped: try again later")
         else:
@@ -170,7 +170,7 @@ class _Connection(H11Protocol):
 
 
 def config(app: ASGIApp, options: ServeOptions, most: int | None = None, backlog: int = FILES) -> uvicorn.Config:
-    """Return how uvicorn runs an application, with `most` connections, of which it accepts `backlog` at a time."""
+    """Return uvicorn's configuration for an application, with `most` connections, accepting `backlog` at a time."""
     limits = {"most": most or options.max_connections, "proxy": options.proxy or ""}
     return uvicorn.Config(
         app,
@@ -187,7 +187,7 @@ def config(app: ASGIApp, options: ServeOptions, most: int | None = None, backlog
 
 
 class _Server(uvicorn.Server):
-    """Stops the engine's queue as soon as a signal comes, so that what waits is answered, too."""
+    """Stops the engine's queue as soon as a signal comes, so that waiting requests are answered, too."""
 
     def __init__(self, config: uvicorn.Config, engine: Engine) -> None:
         super().__init__(config)
@@ -196,12 +196,12 @@ class _Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Take no more requests; the second signal ends the server at once."""
         if not self.should_exit:
-            threading.Thread(target=self.engine.stop).start()  # the signal may have come where its lock is held
+            threading.Thread(target=self.engine.stop).start()  # the lock may be held where the signal came
         super().handle_exit(sig, frame)
 
 
 class _Lines(logging.Formatter):
-    """Lines with their time; what is repeated is said again, unlike what a command says."""
+    """Lines with their time; unlike a command's, repeated ones are shown again."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         """One line."""
@@ -210,16 +210,16 @@ class _Lines(logging.Formatter):
 
 
 def log_lines() -> None:
-    """Let the log be lines of stderr with their time, from now on: accesses, warnings, tracebacks of our own faults."""
+    """From now on, log lines with their time to stderr: accesses, warnings, tracebacks of the server's own errors."""
     handler = logging.StreamHandler()
     handler.setFormatter(_Lines())
     log.handlers = [handler]
-    log.setLevel(logging.WARNING)  # what a command says about its images is in the answers
+    log.setLevel(logging.WARNING)  # answers hold what a command says about its images
     logging.getLogger("ldm_lite.access").setLevel(logging.INFO)
 
 
 def _share_arena() -> None:
-    """Let threads that begin later allocate from one arena: glibc gives nothing of the ends of the others back."""
+    """Let threads that begin later allocate from one arena: glibc does not give free memory in other arenas back."""
     if (set_option := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
         set_option(ARENA_MAX, 1)
 
@@ -234,7 +234,7 @@ def _trim() -> None:
 
 
 def allow_files(connections: int) -> tuple[int, int]:
-    """Let the process have as many files open as so many connections need, as far as the system lets it.
+    """Raise the limit of open files to what so many connections need, as far as the system allows.
 
     Many start with 1024; beyond them new connections are reset, and no model can be opened.  Returns how many
     connections that makes, and how many of them may be accepted at a time.
@@ -256,7 +256,7 @@ def allow_files(connections: int) -> tuple[int, int]:
 
 
 def serve(options: ServeOptions, load: LoadOptions, key: str | None) -> None:
-    """Load the model and answer requests until a signal comes; then finish what runs.
+    """Load the model and answer requests until a signal comes; then finish the running ones.
 
     Raises ValueError, OSError: for a model that cannot be loaded, an address that is taken.
     """
@@ -281,7 +281,7 @@ def serve(options: ServeOptions, load: LoadOptions, key: str | None) -> None:
             log.warning("anyone who reaches %s can use the server: `api_key=KEY` limits that", place)
         log_lines()
         gc.collect()
-        gc.freeze()  # what is there now stays: a collection has only requests to look at
+        gc.freeze()  # present objects are permanent: a collection then only visits requests
         threading.Thread(target=_trim, daemon=True).start()
         run = config(make_app(engine, options, key), options, connections, backlog)
         _Server(run, engine).run(sockets=[listening])

@@ -27,7 +27,7 @@ BYTES = 4  # of a pixel of an image
 
 
 class Stopping(Exception):
-    """The server is being stopped, or its device has failed: it takes no requests."""
+    """The server is stopping, or its device has failed: it takes no requests."""
 
 
 EXPECTED = (Full, TooLarge, Stopping, TimeoutError, ValueError, TypeError)  # errors that are not the server's
@@ -51,16 +51,16 @@ class Made(NamedTuple):
 
 
 class Queue(Protocol):
-    """What a ticket needs of the engine that it is submitted to."""
+    """What a ticket needs from the engine that it is submitted to."""
 
     ledger: Ledger
     limits: LimitOptions
 
     def in_turn(self) -> list[Ticket]:
-        """Those that wait, in the order of their turns."""
+        """The waiting tickets, in the order of their turns."""
 
     def cancel(self, ticket: Ticket, error: Exception | None = None) -> None:
-        """End one without a result."""
+        """End a ticket without a result."""
 
 
 class Ticket:
@@ -79,12 +79,12 @@ class Ticket:
         self.work = 0.0  # millions of pixels that the network runs over: see Engine.check_work
         self.cost = cost_of(options)  # that features add
         self.branches = 2  # of each step, of an image
-        self.call: Callable[[Image.Image], Image.Image] | None = None  # what is done with images, without the model
+        self.call: Callable[[Image.Image], Image.Image] | None = None  # a function of images, without the model
         self.images: Sequence[Image.Image] = ()
-        self.num_partials = 0  # of each image: shown on the way
+        self.num_partials = 0  # previews of each image
         self.state = QUEUED
         self.step = self.num_steps = 0  # of the images that run
-        self.passes = (0, 1)  # that they have behind them, of how many
+        self.passes = (0, 1)  # steps done, and their number
         self.results: list[Any] = []  # of Made, or of images from a call
         self.partials: list[tuple[int, Image.Image]] = []  # (number of the image, what the step predicted)
         self.error: Exception | None = None
@@ -93,7 +93,7 @@ class Ticket:
         self.newest: Image.Image | None = None  # the preview
         self.wants_preview = False
         self.samples: Iterator[Sample] | None = None  # its images from the first that is not in `prepared` on
-        self.prepared: deque[Unit] = deque()  # and those that wait for a batch that they go with
+        self.prepared: deque[Unit] = deque()  # and those that wait for a batch that they fit
         self._engine = engine
         self._ending = threading.Lock()
         self._listeners: list[Callable[[], None]] = []
@@ -106,19 +106,19 @@ class Ticket:
 
     @property
     def size(self) -> int:
-        """The bytes of its images, as long as it waits."""
+        """The bytes of its images while it waits."""
         values = [value for value in vars(self.options).values() if isinstance(value, tuple)]
         items = [getattr(item, "image", item) for value in (*values, self.images) for item in value]
         return sum(BYTES * item.width * item.height for item in items if isinstance(item, Image.Image))
 
     @property
     def results_size(self) -> int:
-        """The bytes of its results, of what is shown on the way, and of one image as it is sent."""
+        """The bytes of its results, of previews, and of one image while it is sent."""
         return BYTES * self.pixels * (self.count * (1 + self.num_partials) + 1)
 
     @property
     def deadline(self) -> float:
-        """When it is too old, in time.monotonic's seconds."""
+        """When it times out, in time.monotonic's seconds."""
         return self.submitted + self._engine.limits.timeout
 
     @property
@@ -127,7 +127,7 @@ class Ticket:
         return self.state in (DONE, FAILED, CANCELLED)
 
     def has_ended(self) -> bool:
-        """Whether it has ended; one that is too old ends now."""
+        """Whether it has ended; one that has timed out ends now."""
         if not self.ended and time.monotonic() > self.deadline:
             message = f"not finished after {self._engine.limits.timeout:g} seconds: ask for less, or again later"
             self._engine.cancel(self, TimeoutError(message))
@@ -135,7 +135,7 @@ class Ticket:
 
     @property
     def progress(self) -> float:
-        """The share that is done, in [0,1]."""
+        """The fraction that is done, in [0,1]."""
         if self.ended:
             return 1.0
         part = self.step / self.num_steps if self.num_steps else 0.0
@@ -152,7 +152,7 @@ class Ticket:
         self._engine.cancel(self)
 
     def interrupt(self) -> None:
-        """Stop after the step that runs; the results then hold what was predicted.  A waiting request is cancelled."""
+        """Stop after the current step; the results then hold what was predicted.  A waiting request is cancelled."""
         if self.state == QUEUED:
             self.cancel()
         self.interrupted = True
@@ -163,7 +163,7 @@ class Ticket:
         callback()
 
     def tell(self) -> None:
-        """Call those who listen: something has changed."""
+        """Call the listeners: something has changed."""
         for callback in list(self._listeners):
             callback()
 
@@ -187,7 +187,7 @@ class Unit:
 
 @dataclass(eq=False)
 class Run:
-    """A batch of images that is denoised; between its steps others are."""
+    """A batch of images being denoised, in turn with others."""
 
     units: list[Unit]
     batch: Batch
@@ -197,7 +197,7 @@ class Run:
 
     @property
     def tickets(self) -> list[Ticket]:
-        """Whose images they are, without those that have ended, which hear of no further step."""
+        """The tickets of its images, without those that have ended, which hear of no further step."""
         return list(dict.fromkeys(unit.ticket for unit in self.units if not unit.ticket.ended))
 
     @property

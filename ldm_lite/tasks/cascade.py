@@ -149,7 +149,7 @@ def _run(
 
 
 def _with_fresh_noise(level: Level, draw: Draw, source: InputSource) -> InputSource:
-    """Return inputs with noise on their `concat` channels: each step reads it anew, as in the original."""
+    """Return inputs with noise on their `concat` channels, drawn anew in each step, as in the original."""
 
     def noised(conditioning: Conditioning, noise: Tensor) -> Conditioning:
         small = conditioning["concat"]

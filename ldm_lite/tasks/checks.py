@@ -58,7 +58,7 @@ def check(options: TaskOptions) -> tuple[TaskOptions, list[Feature]]:
 
 
 def check_counts(options: Txt2imgOptions, prompts: Sequence[str], num_images: int = 1) -> None:
-    """Raises ValueError for a list of seeds or negative prompts of another length; num_images are those to start from.
+    """Raises ValueError for a wrong number of seeds or negative prompts; num_images are those to start from.
 
     Seeds are one for each image, negative prompts one for each image or prompt.
     """
@@ -75,7 +75,7 @@ def check_counts(options: Txt2imgOptions, prompts: Sequence[str], num_images: in
 def read_prompts(options: Txt2imgOptions, model: CheckpointModel | None = None) -> list[str]:
     """Return the prompts of one repetition, empty ones if none is given.
 
-    Raises ValueError for a text that is too long and, with a model, for a prompt missing that it needs.
+    Raises ValueError for a text that is too long and, with a model, if it needs a prompt and there is none.
     """
     cond, prompt, count = as_conditioning(options.cond), options.prompt, options.images_at_a_time
     if cond is not None:

@@ -36,7 +36,7 @@ MOST_IN_GRID = 100  # a grid needs all of its images in memory
 
 
 def previews(model: CheckpointModel, source: str, show: Callable[[Image.Image], None]) -> OnStep:
-    """Return what shows a batch after each step: the predicted x0, or the last latents, by a small autoencoder.
+    """Return a function that previews a batch after each step: x0, or the last latents, by a small autoencoder.
 
     source is the autoencoder's file.  Raises ValueError if its latents are not the model's.
     """
@@ -59,7 +59,7 @@ _TASKS: dict[type[Txt2imgOptions], Any] = {
 
 
 def make(options: Txt2imgOptions, load: LoadOptions, save: SaveOptions, original: dict[str, Any]) -> None:
-    """Load a model, run the task that the options are of, and save its images and a grid of them.
+    """Load a model, run the options' task, and save its images and a grid of them.
 
     original are the values of the original scripts' own flags.
     """
@@ -123,9 +123,9 @@ def make(options: Txt2imgOptions, load: LoadOptions, save: SaveOptions, original
 
 
 def _check_before_loading(prepare: Callable[..., Task], model: CheckpointModel, options: Any) -> None:
-    """Raise what is wrong with a task's options and files, by the outline of a model: before weights are read.
+    """Check a task's options and files with the outline of a model, before weights are read; raise what is wrong.
 
-    Features that load networks of other files are left out: only whether these are there is checked.
+    Features that load networks of other files are left out: only the existence of these files is checked.
     """
     check_files(options)
     try:

@@ -1,4 +1,4 @@
-"""What a run reads and computes beyond its prompts and steps, before anything is made: for limits and for batches."""
+"""The inputs and work of a run beyond its prompts and steps, known before anything is made: for limits and batches."""
 
 from dataclasses import dataclass
 
@@ -19,7 +19,7 @@ class Cost:
 
 
 def cost_of(options: Txt2imgOptions) -> Cost:
-    """Return what the features that options use add.  Raises ValueError for options that are wrong by themselves."""
+    """Return the cost that the options' features add.  Raises ValueError for options that are wrong by themselves."""
     cost = Cost()
     for feature in used(options):
         if hasattr(feature, "add_cost"):

@@ -38,7 +38,7 @@ class Upscaler:
         device: str | torch.device | None = None,
         dtype: str | torch.dtype | None = None,
     ) -> None:
-        """source is a file, or owner/repository/file on the hub; larger images than `tile` pixels a side go in tiles.
+        """source is a file, or owner/repository/file on the hub; images larger than `tile` pixels a side run in tiles.
 
         Raises FileNotFoundError or ValueError, one line that says what to do.
         """
@@ -60,7 +60,7 @@ class Upscaler:
         return to_pil(self.enlarge(to_pixels(open_source(image).image)))
 
     def to_size(self, image: Image.Image, size: tuple[int, int], least: int = 0) -> Image.Image:
-        """Enlarge an image until it has a size (width, height) or more, at least so many times; then resize it.
+        """Enlarge an image at least so many times, until it covers a size (width, height); then resize it to that.
 
         As in A1111: three times at most, and Lanczos.
         """

@@ -20,8 +20,8 @@ from ldm_lite.core.job import Item
 from ldm_lite.tasks.job import Part, Task
 from ldm_lite.tasks.plans import guidance_of
 
-BLOCKS, BLOCK = 64, 2**16  # what is read of a large file
-# Options that say which images there are, not what is in one; and those that are part of a key in another form.
+BLOCKS, BLOCK = 64, 2**16  # bytes that are read of a large file
+# Options that determine which images are made, not their content; and those that are in a key in another form.
 WHICH = {"prompt", "from_file", "dynamic", "wildcards", "seed", "batch_size", "n_iter", "fixed_code", "indir"}
 RESOLVED = {"sampler", "spacing", "steps", "scale", "plan", "guidance", "cond", "uncond", "noise", "refiner", "compat"}
 RESOLVED |= {"init_img", "mask", "embedding"}
@@ -67,7 +67,7 @@ def contents(value: Any) -> str:
 
 
 def _file(path: str) -> str:
-    """Digest a file: all of a small one, else its size and blocks from everywhere."""
+    """Digest a file: all of a small one, else its size and blocks spread over it."""
     with open_file(path) as file:
         size = file.seek(0, os.SEEK_END)
         starts = range(0, size, BLOCK) if size <= BLOCKS * BLOCK else [size * i // BLOCKS for i in range(BLOCKS)]

@@ -52,7 +52,7 @@ def check_features(options: TaskOptions) -> tuple[TaskOptions, list[Feature]]:
             check_together(feature, is_set, options.task)
             options = feature.check(options)
             features.append(feature)
-    for feature in map(dataclasses.replace, options.features):  # made anew: what they remember is of one run
+    for feature in map(dataclasses.replace, options.features):  # made anew: they remember one run
         check_together(feature, is_set, options.task)
         options = feature.check(options)
         features.append(feature)
@@ -67,7 +67,7 @@ def check_files(options: Txt2imgOptions) -> None:
 
 
 def without_loading(options: TaskOptions) -> TaskOptions:
-    """Return options without those of features that load networks, and without what only these may use."""
+    """Return options without those of features that load networks, and without options that only these use."""
     names = {row.name for feature in used(options) if feature.loads for row in dataclasses.fields(feature)}
     rows = dataclasses.fields(options)  # a model that an option loads is among those that `used_by` names
     names |= {row.name for row in rows if names & {*(row.metadata.get("used_by") or ())}}

@@ -122,7 +122,7 @@ def load_img(image: Image.Image) -> Tensor:
 
 
 def side_unit(model: CheckpointModel) -> int:
-    """What the sides of an image in pixels are multiples of."""
+    """The number that divides the sides of an image in pixels."""
     return model.vae.spec.factor * model.family.unet.patch
 
 
@@ -158,7 +158,7 @@ def begin(model: CheckpointModel, options: ImageOptions, strength: float) -> Sta
 def begin_at(
     model: CheckpointModel, options: ImageOptions, strength: float, latent_shape: tuple[int, int, int]
 ) -> Start | None:
-    """Return the start of an image of a latent shape, if it differs from that of other sizes."""
+    """Return the start of an image of a latent shape, if the schedule depends on the size, else None."""
     sized = model.sized(latent_shape)
     return None if sized.schedule is model.schedule else begin(sized, options, strength)
 
@@ -201,7 +201,7 @@ class FromImage:
 
     With a mask, the latents are restored where it is 0, with the noise of its level before every call, and without
     noise after the last: diffusers' StableDiffusionInpaintPipeline, for ordinary networks.  With `fresh` noise they are
-    restored before every step, and the end is the sampler's: `mask` and `x0` of the original samplers.
+    restored before every step, and not after the last: `mask` and `x0` of the original samplers.
     """
 
     init: Tensor  # (1 or B,C,h,w) in the UNet's scale
@@ -212,7 +212,7 @@ class FromImage:
     fresh: bool = False
 
     def __call__(self, job: TaskJob, items: Sequence[Item], draw: Draw) -> tuple[Tensor, Constraint]:
-        """Return the first latents (B,C,h,w), and what puts some of them back."""
+        """Return the first latents (B,C,h,w), and the function that puts some of them back."""
         device, init = self.init.device, self.init.expand(max(len(items), len(self.init)), -1, -1, -1)[: len(items)]
         if self.deviation is None:
             noise = draw().to(device)
@@ -243,7 +243,7 @@ class FromImage:
 
 
 def joined(functions: Sequence[Any]) -> Any:
-    """Return the Job.first_latents of images of one size, of those of each."""
+    """Return one Job.first_latents for images of one size, from that of each."""
     if not isinstance(functions[0], FromImage):
         return functions[0]
     names = [name for name in ("init", "deviation", "mask", "hole") if getattr(functions[0], name) is not None]

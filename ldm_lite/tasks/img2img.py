@@ -31,7 +31,7 @@ from ldm_lite.tasks.results import Result
 
 log = logging.getLogger("ldm_lite")
 
-# A family's task -> what its network reads of the latents of the image that it edits.
+# A family's task -> a function of the edited image's latents that returns what its network reads.
 EDITING: dict[str, Callable[[Tensor, float], Tensor]] = {
     "instruct": lambda mean, scale_factor: mean / scale_factor,  # InstructPix2Pix was trained without the scale factor
     "edit": lambda mean, scale_factor: mean,
@@ -103,7 +103,7 @@ def kontext_size(size: tuple[int, int]) -> tuple[int, int]:
 
 
 def _job(task: Task, source: Source, strength: float, start: Start) -> TaskJob:
-    """Return the job of the images that start from one."""
+    """Return the job of the images that start from one input image."""
     model, options = task.model, task.options
     assert isinstance(options, Img2imgOptions)
     name, image = named = open_source(source, plain=options.compat)

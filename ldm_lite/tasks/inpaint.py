@@ -98,7 +98,7 @@ def prepare(model: CheckpointModel, options: InpaintOptions) -> Task:
 
 
 def _warn_of_idle(options: InpaintOptions) -> None:
-    """Log a warning for each option that changes nothing beside the others."""
+    """Log a warning for each option that has no effect with the others."""
     has_mask = bool(options.mask) or options.indir is not None
     if options.feather > 0 and options.no_paste and options.only_masked is None:
         log.warning("`feather` has no effect with `no_paste`, which keeps nothing of the image: leave one of them out")
@@ -171,7 +171,7 @@ def _masked_channels(model: CheckpointModel, pixels: Tensor, hole: Tensor, laten
 
 
 def _job(task: Task, pair: Pair, strength: float, start: Start) -> TaskJob:
-    """Return the job of the images that start from one."""
+    """Return the job of the images that start from one input image."""
     model, options = task.model, task.options
     assert isinstance(options, InpaintOptions)
     name, whole, whole_mask = _opened(options, *pair)
@@ -209,7 +209,7 @@ def _job(task: Task, pair: Pair, strength: float, start: Start) -> TaskJob:
         )
 
     def finish(item: Item, pixels: Tensor) -> Tensor:
-        """Crop the result, and put it into the image, where that is kept."""
+        """Crop the result, and put it into the original image, unless that is not kept."""
         result = pixels[:, : mask.height, : mask.width]
         if options.no_paste and area is None:
             return result

@@ -80,7 +80,7 @@ class Task:
     plan: Plan | None = None  # of an image of the model's own size; None: no steps
     image_scale: float | None = None
     parts: Iterable[Part] = ()
-    _warned: list[bool] = field(default_factory=list)  # the same of all copies
+    _warned: list[bool] = field(default_factory=list)  # shared by all copies
 
     def items(self, place: int = 0) -> list[Item]:
         """Return the images of the place-th input, counted from 0."""
@@ -97,7 +97,7 @@ class Task:
         ]
 
     def warn_of_size(self, shape: tuple[int, int, int]) -> None:
-        """Log once that small models, as the bundled one, make nothing of sizes that they were not trained on."""
+        """Warn once about sizes that a small model, such as the bundled one, was not trained on."""
         side, factor = self.model.family.resolution, self.model.vae.spec.factor
         is_other = any(abs(length * factor - side) > side / 8 for length in shape[1:])
         if self.model.family.is_small and is_other and not self._warned:
@@ -109,7 +109,7 @@ class Task:
 
     @cached_property
     def texts(self) -> PromptEncoder:
-        """What encodes the prompts of all images, before features change it."""
+        """The encoder of all images' prompts, before features change it."""
         options = self.options
         guidance = guidance_of(self.model, options, self.plan, self.image_scale)
         has_guidance = guidance != 1 or self.image_scale not in (None, 1)
@@ -170,13 +170,13 @@ class TaskJob(Job):
     image_scale: float | None = None  # three-way guidance, for networks that follow instructions
     skipped: int = 0  # steps before those of the plan
     follow: Callable[[Tensor], TaskJob] | None = (
-        None  # latents of all steps (B,C,h,w) -> the job that goes on from them
+        None  # latents of all steps (B,C,h,w) -> the job that continues from them
     )
     truncated: bool = False  # 8 bits of results are cut off, not rounded
     keys: Mapping[int, str] = field(default_factory=dict)  # number of an item -> Result.key
 
     def refuse_parts(self, what: str) -> None:
-        """Raises ValueError if prompts have several parts, naming what does not go with them."""
+        """Raises ValueError if prompts have several parts, naming the option that does not go with them."""
         if self.texts.has_parts and self.plan is not None:
             raise ValueError(f"a prompt with AND, or with a weight at its end, {what}")
 

@@ -38,7 +38,7 @@ def are_alike(first: Prepared, second: Prepared) -> bool:
 
 
 def _kind(branch: Branch) -> tuple[object, ...]:
-    """What must be the same of two branches: weight, sign, and the shapes of their conditionings."""
+    """What two branches must have in common: weight, sign, and the shapes of their conditionings."""
     return (
         branch.weight if not isinstance(branch.weight, Tensor) else None,
         branch.positive,
@@ -47,7 +47,7 @@ def _kind(branch: Branch) -> tuple[object, ...]:
 
 
 def join_batches(batches: Sequence[Started]) -> Started:
-    """Return one batch of all images, in order, of batches that are alike."""
+    """Return one batch of all images, in order, from batches that are alike."""
     if len(batches) == 1:
         return batches[0]
     all_x, sources, draws, constraints = zip(*batches, strict=True)

@@ -1,4 +1,4 @@
-"""Inpainting only the area around a mask, at a size of its own, and what is under the mask to begin with.
+"""Inpainting only the area around a mask, at its own size, and what is under the mask at the start.
 
 As AUTOMATIC1111's web UI does it ("Only masked", "Masked content"): its masking.py, and resize_image of its images.py.
 """
@@ -47,7 +47,7 @@ def area_of(mask: Image.Image, padding: int, size: tuple[int, int]) -> Area:
 
 
 def _widened(first: int, last: int, more: int, most: int) -> tuple[int, int]:
-    """A span with `more` pixels, on both sides where there is room for it in 0 to `most`."""
+    """A span widened by `more` pixels, on both sides where there is room between 0 and `most`."""
     first, last = first - more // 2, last + more - more // 2
     if last >= most:
         first, last = first - (last - most), most
@@ -74,7 +74,7 @@ def fitted(image: Image.Image, size: tuple[int, int]) -> Image.Image:
 
 
 def covering(image: Image.Image, size: tuple[int, int]) -> Image.Image:
-    """Resize an image so that it covers `size` (width, height), and cut off what is too much on both sides."""
+    """Resize an image so that it covers `size` (width, height), and crop both sides equally."""
     large = _resized(image, size, cover=True)
     result = Image.new(image.mode, size)
     result.paste(large, (size[0] // 2 - large.width // 2, size[1] // 2 - large.height // 2))

@@ -1,7 +1,7 @@
 """The text of a picture: settings by A1111's names where it has them, written from a task and read into options.
 
-What an option is called in it, how it is written and read, is said in the option's row (core/declare.py); what is here
-are the keys that stand for several options, or for none.
+An option's row (core/declare.py) has its key in the text, and how it is written and read; here are the keys of several
+options, or of none.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def settings_of(task: Any, plan: Plan | None) -> dict[str, object]:
 
 
 def texts_of(options: Any) -> dict[str, object]:
-    """Return what a picture's text says of options, or of a feature's: key -> value."""
+    """Return the entries of a picture's text for options, or for a feature's: key -> value."""
     settings: dict[str, object] = {}
     for row in dataclasses.fields(options):
         value, about = getattr(options, row.name), row.metadata
@@ -125,7 +125,7 @@ def options_of(text: Parameters, explicit: set[str]) -> tuple[dict[str, Any], li
 
 
 def _rows(keys: set[str]) -> dict[str, tuple[OptionRow, Any]]:
-    """Return the options that keys of a text stand for, each with its class.
+    """Return the options that the keys of a text name, each with its class.
 
     Features are imported for those of theirs that the text has.
     """

@@ -1,4 +1,4 @@
-"""What a task's options say of its steps: the plan of a sampler, and how strong guidance is."""
+"""What a task's options say about its steps: the plan of a sampler, and the strength of guidance."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PromptEncoder: from the prompts of a run to what the network reads in each of its calls."""
+"""PromptEncoder: from the prompts of a run to the network's inputs in each of its calls."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class PromptEncoder:
     cond: Parts | None = None  # precomputed conditioning in place of the prompts
     uncond: Parts | None = None
     has_guidance: bool = True  # the scale is not 1
-    is_refiner: bool = False  # of another model than the job's: nothing is said twice
+    is_refiner: bool = False  # of another model than the job's: no message appears twice
     _cache: OrderedDict[object, Parts] = field(init=False, default_factory=OrderedDict)
     _ahead: set[int] = field(init=False, default_factory=set)  # numbers of items whose texts were encoded ahead
 
@@ -137,7 +137,7 @@ class PromptEncoder:
         return instructed(conds[0], uncond, concat, job.guidance, job.image_scale)
 
     def _encode_ahead(self, job: Any, items: Sequence[Item]) -> None:
-        """Encode the texts of batches from some items on, so that the text encoder comes to the device once."""
+        """Encode the texts of this batch and the next ones, so that the text encoder is moved to the device once."""
         later = [item for item in job.items if item.number >= items[0].number] or items
         with self.model.phase(*self.model.family.texts):
             for batch in islice(in_batches(replace(job, items=later)), AHEAD):

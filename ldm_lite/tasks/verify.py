@@ -31,9 +31,9 @@ SQUIRREL = "A painting of a squirrel eating a burger"
 
 @dataclass(frozen=True)
 class Vector:
-    """A run and what is known of its image."""
+    """A run and what is known about its image."""
 
-    checkpoint: str  # as people call it; the file alone does not tell 1.4 from 1.5
+    checkpoint: str  # as people call it; the file alone does not show whether it is 1.4 or 1.5
     family: str  # a key of FAMILY_ROWS
     sampler: str
     steps: int
@@ -56,7 +56,7 @@ class Vector:
 
 @dataclass(frozen=True, eq=False)
 class Check:
-    """A vector beside what a model makes."""
+    """A vector and a model's result."""
 
     vector: Vector
     expected: NDArray[np.float64]  # (9,), or (H,W,3)
@@ -104,7 +104,7 @@ def _nine(text: str) -> tuple[float, ...]:
 
 
 def _of(checkpoint: str, family: str, *runs: tuple[str, int, Any, float, str], **same: Any) -> list[Vector]:
-    """The vectors of a checkpoint, from sampler, steps, what is expected, limit and source of each run."""
+    """The vectors of a checkpoint, from sampler, steps, expected values, limit and source of each run."""
     return [Vector(checkpoint, family, *run, **same) for run in runs]
 
 
@@ -156,7 +156,7 @@ def vectors_for(model: CheckpointModel, whole: bool) -> list[Vector]:
     vectors = [v for v in VECTORS if FAMILY_ROWS[v.family].title == title and v.prediction == prediction]
     if not vectors:
         known = ", ".join(dict.fromkeys(vector.checkpoint for vector in VECTORS))
-        raise ValueError(f"no test vectors are published for {title} with {prediction} prediction, but for: {known}")
+        raise ValueError(f"no test vectors are published for {title} with {prediction} prediction, only for: {known}")
     return [vector for vector in vectors if whole or not isinstance(vector.expected, str)]
 
 

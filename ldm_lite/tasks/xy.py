@@ -19,9 +19,9 @@ from ldm_lite.diffusion.schedule import number
 from ldm_lite.image import MOST_PIXELS
 from ldm_lite.text.parameters import parameters, parse_parameters
 
-REPLACE = "replace"  # an axis that is no option: its first value is looked for in both prompts, and replaced by each
+REPLACE = "replace"  # not an option: an axis whose first value is looked for in both prompts, and replaced by each
 MOST_CELLS = 400
-OF_COUNTS = ("n_iter", "batch_size", "from_file", "compat")  # what makes several images of one cell
+OF_COUNTS = ("n_iter", "batch_size", "from_file", "compat")  # options that make several images of one cell
 GAP, INK, PAPER = 8, "black", "white"  # pixels, colours
 _WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 # A1111's ranges: 1-5, 1-5 (+2) with a step, 0-1 [5] with a number of values.
@@ -158,7 +158,7 @@ def changed(options: Txt2imgOptions, cell: Mapping[str, Any], *axes: Axis | None
 def draw(images: Sequence[Image.Image], x: Axis | None, y: Axis | None, z: Axis | None = None) -> Image.Image:
     """Put the images of all cells into one picture, with labels above the columns and left of the rows.
 
-    Smaller images stand in the middle of their cells.  All of them are made smaller if the picture would have more than
+    Smaller images are centred in their cells.  All of them are made smaller if the picture would have more than
     MOST_PIXELS.  A value of z is written above all.  The text ("parameters") is the first image's, with all axes.
     """
     columns = 1 if x is None else len(x.values)

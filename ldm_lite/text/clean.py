@@ -1,6 +1,6 @@
-"""Clean texts as CLIP's and T5's were for training: ftfy.fix_text, and for some html.unescape, twice.
+"""Clean texts as CLIP's and T5's training texts were: by ftfy.fix_text, and for some by html.unescape, twice.
 
-With the package ftfy (`pip install ldm-lite[text]`) all of it is ftfy's work.  Without, the same fixes are made here
+With the package ftfy (`pip install ldm-lite[text]`) ftfy does all of it.  Without, the same fixes are made here
 except for one: text that was decoded with the wrong encoding ("sch\u00c3\u00b6n") stays as it is, with a warning.
 Source: the documentation of ftfy 6 and of its fixes.
 """
@@ -68,7 +68,7 @@ def _ftfy() -> Callable[[str], str] | None:
 def _character(entity: str) -> str:
     """Return the character of an HTML entity that ends with a semicolon, or the entity if there is none.
 
-    Entities of lower case count in capitals too where these are no others: &EACUTE; is \u00c9.
+    Lower-case entities are recognised in capitals too, unless those are other entities: &EACUTE; is \u00c9.
     """
     name = entity[1:]
     if name in html5:

@@ -1,6 +1,6 @@
-"""Signs of a prompt that is written for another program: what would be read as words, and what to do instead.
+"""Signs that a prompt was written for another program: syntax that would be read as words, and what to do instead.
 
-Ordinary text has brackets, colons, capitals and plus signs too, so a sign is what hardly anybody writes otherwise.
+Ordinary text has brackets, colons, capitals and plus signs too, so a sign is something that hardly occurs otherwise.
 No pattern takes quadratic time.
 """
 
@@ -16,7 +16,7 @@ _ARTICLE = r"(?:an?|one|two|three)\s"
 
 
 class Sign(NamedTuple):
-    """What shows another program's syntax, and the advice; with `plain` that syntax is read as a1111."""
+    """A pattern of another program's syntax, and the advice; with `plain` that syntax is read as a1111."""
 
     pattern: re.Pattern[str]
     advice: str
@@ -59,16 +59,16 @@ SIGNS = (
     ),
     Sign(  # Midjourney's, and those of sd-scripts' sample prompts
         re.compile(r"(?:\A|\s)--(?:ar|v|s|q|no|niji|style|stylize|chaos|seed|n|w|h|d|l)\s+\S+"),
-        "options stand beside the prompt: `width`, `height`, `seed`, `negative_prompt`",
+        "options are given beside the prompt: `width`, `height`, `seed`, `negative_prompt`",
     ),
 )
 
 
 def signs_in(prompt: str, syntax: str = "plain", has_weights: bool = True) -> Iterator[str]:
-    """Yield a line about each kind of sign in a prompt, with what shows it; syntax is what the prompt is read as."""
+    """Yield a line about each kind of sign in a prompt, with the text; syntax is what the prompt is read as."""
     text = prompt[:MOST_CHARACTERS]  # longer ones are refused
     for sign in SIGNS:
         if (match := sign.pattern.search(text)) and not (sign.plain and syntax == "a1111"):
             phrase = " ".join(match[0].split())
-            advice = sign.advice if has_weights or not sign.weight else "this model's text encoder has no weights"
+            advice = sign.advice if has_weights or not sign.weight else "this model's text encoder cannot weight parts"
             yield f"{phrase if len(phrase) <= 60 else phrase[:57] + '...'} in the prompt is read as words: {advice}"

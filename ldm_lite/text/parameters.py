@@ -26,7 +26,7 @@ def parameters(prompt: str, negative_prompt: str | None, settings: Mapping[str, 
 
 
 class Parameters(NamedTuple):
-    """What a picture's text says."""
+    """The content of a picture's text."""
 
     prompt: str
     negative_prompt: str | None
@@ -43,7 +43,7 @@ def parse_parameters(text: str) -> Parameters:
     """Parse the text that AUTOMATIC1111's web UI, or parameters(), stored in a picture.
 
     A prompt of some lines, "Negative prompt: " and more lines, and a last line of settings, "Steps: 20, ...".  Raises
-    ValueError for a text that is too long, and for one whose last line is no settings.
+    ValueError for a text that is too long, and for one whose last line is not settings.
     """
     if len(text) > MOST_TEXT:
         raise ValueError(f"got a text of {len(text)} characters, expected at most {MOST_TEXT}")

@@ -6,7 +6,7 @@
 import re
 
 BREAK = "BREAK"
-STOP = (BREAK, -1.0)  # its piece, which no text is
+STOP = (BREAK, -1.0)  # its piece, which no text equals
 MOST_DEPTH = 100  # brackets open at a time
 MOST_WEIGHT = 10**6
 
@@ -18,7 +18,7 @@ _TOKENS = re.compile(
 
 
 def parse(text: str) -> list[tuple[str, float]]:
-    """Parse A1111's syntax into (text, weight) pieces.  BREAK is a piece of its own: STOP.
+    """Parse A1111's syntax into (text, weight) pieces.  BREAK is a separate piece: STOP.
 
     As in A1111, an unclosed bracket extends to the end, and an unopened one is text.  Raises ValueError for brackets
     deeper than MOST_DEPTH, and for weights beyond MOST_WEIGHT.
@@ -69,7 +69,7 @@ def without_weights(text: str) -> str:
     for piece, weight in pieces:
         if weight != 1:
             raise ValueError(
-                f"this model's text encoder has no weights: got {piece!r:.60} with the weight {weight:g}, take its "
-                "brackets out, or leave out `prompt_syntax`"
+                f"this model's text encoder cannot weight parts: got {piece!r:.60} with the weight {weight:g}: remove "
+                "its brackets, or leave out `prompt_syntax`"
             )
     return "".join(piece for piece, _ in pieces)

@@ -31,7 +31,7 @@ IMAGE = "<|image_pad|>"  # a token of an image
 class Qwen3Tokenizer(TextTokenizer):
     """Qwen3's tokenizer and Qwen2.5's, from its `tokenizer.json`, or `vocab.json` with `merges.txt` beside it.
 
-    A text is put into the template of a chat, as what the user says, perhaps after what the system says and after
+    A text is put into the template of a chat, as the user's message, optionally after a system message and
     images, and truncated at the end of the whole, as transformers does, with `enable_thinking` or without.  Raises
     ValueError, one line, for any other file.
     """
@@ -39,7 +39,7 @@ class Qwen3Tokenizer(TextTokenizer):
     path: Path | None = None
     thinks: bool = True
     system: str = ""
-    images: tuple[tuple[str, int], ...] = ()  # that the user shows before the text: what is said of each, its tokens
+    images: tuple[tuple[str, int], ...] = ()  # shown before the text: what precedes each, and its number of tokens
 
     def _backend(self) -> Tokenizer:
         if self.path is None:
@@ -90,7 +90,7 @@ class Qwen3Tokenizer(TextTokenizer):
 
     @property
     def image_starts(self) -> list[int]:
-        """The places of the first tokens of its images."""
+        """The indices of the first tokens of its images."""
         tokens = [token for (token,), _ in self._with_images(self.before_text)]
         image = self._backend().token_to_id(IMAGE) if self.images else None
         return [i for i, token in enumerate(tokens) if token == image != tokens[i - 1]]

@@ -2,8 +2,8 @@
 
 `[from:to:0.5]` becomes another text after half of the steps, `[to:10]` comes after 10 steps and `[from::10]` goes then;
 `[cow|horse]` takes turns; `a AND b :0.5` is two prompts, whose predictions are added (Liu et al. 2022).  A backslash
-makes the next character an ordinary one.  What is not of this form is ordinary text, and so is a whole prompt with a |
-outside of brackets.  Equal to `prompt_parser.py` of version 1.10, whose grammar this reads in one pass.
+makes the next character an ordinary one.  Everything else is ordinary text, and so is a whole prompt with a | outside
+of brackets.  Equal to `prompt_parser.py` of version 1.10, whose grammar this reads in one pass.
 """
 
 import re
@@ -28,7 +28,7 @@ class Part(NamedTuple):
 
 
 class Until(NamedTuple):
-    """A text that is used up to a call of the network, counted from 0, included."""
+    """A text that is used up to and including a call of the network, counted from 0."""
 
     last: int
     text: str | None  # None: no prompt
@@ -36,13 +36,13 @@ class Until(NamedTuple):
 
 @dataclass(frozen=True)
 class Calls:
-    """How a prompt counts: the network's calls of a whole run, and those of the run before it, for hires fix."""
+    """The call counts of a prompt: the network's calls in a whole run, and in the run before it, for hires fix."""
 
     total: int
     before: int | None = None
 
 
-_Text = list[str | Callable[[int], str]]  # pieces, or what gives a piece for a call of the network, counted from 1
+_Text = list[str | Callable[[int], str]]  # pieces, or functions of the network call, counted from 1, that return one
 
 
 def split_at_ands(prompt: str) -> list[Part]:
@@ -80,7 +80,7 @@ def parts_of(prompt: str, syntax: str) -> list[Part]:
 
 
 def until_of(text: str | None, syntax: str, calls: Calls) -> list[Until]:
-    """Return the texts that a text is over the calls of the network."""
+    """Return the texts that a text becomes over the calls of the network."""
     return [Until(calls.total, text)] if text is None or syntax != "a1111" else schedule(text, calls)
 
 
@@ -99,14 +99,14 @@ def _at(text: _Text, call: int) -> str:
 
 
 class _Open(NamedTuple):
-    """A bracket that is not closed yet: what is between its separators, and these."""
+    """An open bracket: the texts between its separators, and the separators."""
 
     bracket: str
     fields: list[_Text]
     marks: list[str]
 
     def literal(self) -> _Text:
-        """What was read of it as ordinary text."""
+        """The text read so far, as ordinary text."""
         marked = zip(self.marks, self.fields[1:], strict=True)
         return [self.bracket, *self.fields[0], *(part for mark, field in marked for part in (mark, *field))]
 
@@ -155,7 +155,7 @@ def _unclosed(opened: list[_Open]) -> _Text | None:
 
 
 def _closed(bracket: _Open, mark: str, calls: Calls, ends: set[int]) -> _Text | None:
-    """What a bracket means that `mark` closes; None if it is ordinary text."""
+    """The meaning of the bracket that `mark` closes; None if it is ordinary text."""
     fields, marks = bracket.fields, "".join(bracket.marks)
     if bracket.bracket + mark not in ("[]", "()"):
         return None

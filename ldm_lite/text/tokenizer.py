@@ -1,4 +1,4 @@
-"""Tokenizers on the `tokenizers` library: what all have, and CLIP's.  bert.py, t5.py and qwen3.py have others.
+"""Tokenizers on the `tokenizers` library: their common base, and CLIP's.  bert.py, t5.py and qwen3.py have others.
 
 Shapes: B texts, T = `length` tokens (77 for CLIP).
 CLIP's ids equal those of transformers 5.  The originals first clean the text, which `clean` does: without it,
@@ -21,7 +21,7 @@ from ldm_lite.core.declare import MOST_CHARACTERS
 from ldm_lite.core.tokenizer import END, START, clip_bpe
 from ldm_lite.text.clean import fix_as_ftfy, unescape
 
-MOST_SHOWN, LONGEST_WORD = 100, 30  # characters, in what is said of a text that is too long
+MOST_SHOWN, LONGEST_WORD = 100, 30  # characters of the message about a text that is too long
 
 
 def check_length(text: str, most: int = MOST_CHARACTERS) -> None:
@@ -97,7 +97,7 @@ class TextTokenizer:
         return text[first:].strip() or text[first:]
 
     def too_long(self, text: str) -> str:
-        """Return what is said of a text that does not fit, from the word on that is cut; '' if all of it fits."""
+        """Return the message about a text that does not fit, from the cut word on; '' if all of it fits."""
         dropped = self.dropped(text)
         if not dropped:
             return ""
@@ -131,7 +131,7 @@ class TextTokenizer:
             try:
                 encoding = self._backend().encode(text[first:end], add_special_tokens=False)
             except BaseException as error:
-                if type(error).__name__ != "PanicException":  # a panic of Rust, which is no Exception
+                if type(error).__name__ != "PanicException":  # a panic of Rust, which is not an Exception
                     raise
                 raise ValueError("the tokenizer's vocabulary is damaged: download it again") from error
             units += [

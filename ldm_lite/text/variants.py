@@ -1,8 +1,8 @@
 """Templates of prompts: `{red|blue} car`, `{2$$a|b|c}`, `__colour__`.
 
-Variants stand in braces: `{3::a|b}` takes a three times as often, `{2$$a|b|c}` takes two of them, `{1-2$$ and $$a|b|c}`
+Variants are in braces: `{3::a|b}` takes a three times as often, `{2$$a|b|c}` takes two of them, `{1-2$$ and $$a|b|c}`
 one or two with " and " between (default ","), and variants may hold others.  `__name__` is a line of name.txt in the
-folder of wildcards, which may be a template too; `*` in a name stands for any text, `#` begins a comment.  A backslash
+folder of wildcards, which may be a template too; `*` in a name matches any text, `#` begins a comment.  A backslash
 before a brace or an underscore makes it an ordinary character.
 
 The syntax is that of adieyal's dynamicprompts, which has more (variables, samplers).
@@ -93,7 +93,7 @@ def _variants(text: str, start: int, depth: int) -> tuple[Variants, int]:
         weight = _WEIGHT.match(text, at)
         option, at = _sequence(text, at if weight is None else weight.end(), depth)
         if weight is not None and option and not isinstance(option[0], str):
-            option = ("", *option)  # a wildcard with a weight is one option: its lines are none of their own
+            option = ("", *option)  # a wildcard with a weight is one option: its lines are not separate ones
         options.append((1.0 if weight is None else float(weight[1]), option))
         if at == len(text):
             opened = _shown(text[start - 1 :])
@@ -124,7 +124,7 @@ def _wildcard(options: AnyOptions) -> Wildcard | None:
 
 
 class Prompts:
-    """Makes prompts of templates, with the wildcards of a folder."""
+    """Makes prompts from templates, with the wildcards of a folder."""
 
     def __init__(self, folder: Path | None) -> None:
         """Raises ValueError if the folder is not one."""
@@ -135,7 +135,7 @@ class Prompts:
         self._sizes: dict[tuple[str, int], tuple[int, int]] = {}
 
     def one(self, text: str, seed: int) -> str:
-        """Return the prompt that a seed takes of a template.
+        """Return the prompt that a seed draws from a template.
 
         Raises ValueError, one line, for one of more than MOST_CHARACTERS; OSError.
         """

@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _end(status: list[int]) -> None:
-    """End one of several processes at once: while Python shuts down, a thread of torch now and then aborts it."""
+    """End one of several processes at once: while Python shuts down, a thread of torch sometimes aborts it."""
     if status:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -36,7 +36,7 @@ def _end(status: list[int]) -> None:
 
 
 def run(options: TrainOptions, load: LoadOptions) -> None:
-    """Train, and print the path of the checkpoint, of several processes in the first one."""
+    """Train, and print the path of the checkpoint, with several processes only in the first."""
     from ldm_lite.train import distributed
     from ldm_lite.train.run import train
 

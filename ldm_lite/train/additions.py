@@ -1,4 +1,4 @@
-"""What is trained beside a frozen model, and its files: LoRAs and their relatives, textual inversion, ControlNets."""
+"""What is trained beside a frozen model, and its files: LoRAs and similar adapters, textual inversion, ControlNets."""
 
 import contextlib
 import functools
@@ -33,7 +33,7 @@ Content = tuple[dict[str, Tensor], dict[str, str]]  # tensors and metadata of a 
 # Their parameters have the names of LyCORIS's files.  A change is called with a layer's input x, its frozen weight W
 # (out,in), its output and its bias, and returns what is to be added to the output; it is 0 at first.  Layers are
 # linears, x (...,in), or 1x1 convolutions, x (B,in,h,w).  Shape letters: r rank; LoKr's W is the Kronecker product of
-# (a,c) and (b,d), out = a b, in = c d.  What a change begins with is drawn from a generator on the CPU.
+# (a,c) and (b,d), out = a b, in = c d.  Initial values of a change are drawn from a generator on the CPU.
 
 
 class LowRank(nn.Module):
@@ -62,12 +62,12 @@ class LowRank(nn.Module):
         return _times(self.scale * self.dropped(_times(x, down)), up)
 
     def convolved(self, x: Tensor, layer: nn.Conv2d) -> Tensor:
-        """Return what is added to the output of a convolution of any size."""
+        """Return the term to add to the output of a convolution of any size."""
         y = F.conv2d(x, self.lora_down.get_parameter("weight"), None, layer.stride, layer.padding)
         return F.conv2d(self.scale * self.dropped(y), self.lora_up.get_parameter("weight"))
 
     def dropped(self, y: Tensor) -> Tensor:
-        """Leave values out, in steps alone: the same ones when activations are recomputed."""
+        """Drop values, only in training steps: the same ones when activations are recomputed."""
         if self.keys is None or not torch.is_grad_enabled():
             return y
         drawn = fraction(bits_of(self.keys, math.ceil(y.numel() / len(self.keys)))).flatten()
@@ -165,7 +165,7 @@ def _times(x: Tensor, weight: Tensor) -> Tensor:
 
 
 class ChangedWeight(NamedTuple):
-    """A weight that is changed: of a layer, or rows of OpenCLIP's joined one of queries, keys and values."""
+    """A weight that is changed: of a layer, or rows of OpenCLIP's joined queries, keys and values."""
 
     layer: nn.Module
     rows: slice | None = None
@@ -174,7 +174,7 @@ class ChangedWeight(NamedTuple):
     def weight(self) -> Tensor:
         """(out,in), or (out,in,1,1) of a convolution."""
         name = "weight" if self.rows is None else "in_proj_weight"
-        weight: Tensor = getattr(self.layer, name)  # while it runs perhaps no parameter: see Offloader.differentiable
+        weight: Tensor = getattr(self.layer, name)  # may not be a parameter while it runs: see Offloader.differentiable
         return weight[self.rows or slice(None)]
 
     @property
@@ -203,8 +203,8 @@ class LoRA(nn.Module):
     ) -> None:
         """networks by role ("unet", "text_encoder"); alpha defaults to the rank; factor is LoKr's.
 
-        conv is the rank of convolutions larger than 1x1, if they have any; dropout is a share of inner values; seed is
-        that of the weights it begins with.
+        conv is the rank of convolutions larger than 1x1, if they have any; dropout is a fraction of inner values; seed
+        is that of the initial weights.
 
         Raises ValueError if rank < 1.
         """
@@ -223,7 +223,7 @@ class LoRA(nn.Module):
             self.add_module(name, change)
 
     def at_step(self, draws: Draws) -> None:
-        """Let what a dropout leaves out depend on these examples of a run, however they are divided into batches."""
+        """Let dropout depend on these examples of a run only, however they are divided into batches."""
         if self.dropout:
             keys = draws.keys("dropout").to(next(self.parameters()).device)
             for name, change in self.named_children():
@@ -277,7 +277,7 @@ class AttachedLoRA(contextlib.ExitStack):
         return attention.attend(qkv)
 
     def added(self, place: ChangedWeight, change: nn.Module, x: Tensor, out: Tensor) -> Tensor:
-        """Return what a change adds to a layer's output."""
+        """Return the term that a change adds to a layer's output."""
         if isinstance(place.layer, nn.Conv2d) and place.weight.shape[2:].numel() > 1 and isinstance(change, LowRank):
             return change.convolved(x, place.layer)
         return change(x, place.weight.flatten(1), out, place.bias)
@@ -344,7 +344,7 @@ class Vectors(nn.Module):
     """The vectors (n,D) of one name, for each text encoder of width D.  Gal et al. 2022."""
 
     def __init__(self, model: Pipeline, word: str, count: int) -> None:
-        """They begin as those of a word's tokens, repeated.  Raises ValueError for a word without tokens."""
+        """They start as the vectors of a word's tokens, repeated.  Raises ValueError for a word without tokens."""
         super().__init__()
         assert model.tokenizer is not None
         ids = replace(model.tokenizer, added=()).encode(word)
@@ -363,7 +363,7 @@ class Vectors(nn.Module):
         )
 
     def known_to(self, model: Pipeline, name: str) -> Pipeline:
-        """Return the model whose prompts know the name: changes of the vectors count at once."""
+        """Return the model whose prompts know the name: changes of the vectors take effect at once."""
         assert model.tokenizer is not None
         first = num_known(max(map(len, token_tables(model))))
         count = len(next(iter(self.vectors.values())))

@@ -34,7 +34,7 @@ def products(steps: NDArray[np.float64], exponents: NDArray[np.float64]) -> NDAr
 
 
 def coefficients(steps: Sequence[int], lengths: Sequence[float], step: int, length: float) -> NDArray[np.float64]:
-    """Return the factors of snapshots whose sum is nearest to the average of a length after a step."""
+    """Return the factors with which snapshots add up to the nearest average of a length after a step."""
     exponents = np.array([exponent(snapshot) for snapshot in (*lengths, length)])
     matrix = products(np.array([*steps, step], dtype=np.float64), exponents)
     factors: Any = np.linalg.lstsq(matrix[:-1, :-1], matrix[:-1, -1], rcond=None)[0]

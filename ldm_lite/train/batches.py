@@ -53,7 +53,7 @@ class Batch:
     def of(cls, examples: Sequence[Example], numbers: Sequence[int]) -> "Batch":
         """Join examples."""
         tensors = {name: [getattr(example, name) for example in examples] for name in TENSORS}
-        with torch.autocast("cpu", enabled=False):  # which joins no float16, as latents are stored
+        with torch.autocast("cpu", enabled=False):  # which cannot join float16, in which latents are stored
             joined = {name: None if values[0] is None else torch.stack(values) for name, values in tensors.items()}
         return cls(captions=[example.caption for example in examples], numbers=tuple(numbers), **joined)  # type: ignore[arg-type]
 
@@ -65,14 +65,14 @@ MIXERS = (30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64), (31
 
 
 def seed_of(seed: int, purpose: str) -> int:
-    """Return the seed in [0,2^63) of what a run draws for one purpose, which nothing else that is drawn changes."""
+    """Return the seed in [0,2^63) of a run's draws for one purpose, independent of all other draws."""
     return int.from_bytes(hashlib.sha256(f"{seed} {purpose}".encode()).digest()[:8]) >> 1
 
 
 class Draws:
     """Random numbers for the examples of a batch; those of an example depend on its number and the seed.
 
-    Those of one purpose do not depend on what else is drawn.  They are computed where they are needed, for all examples
+    Those of one purpose do not depend on other draws.  They are computed where they are needed, for all examples
     at once: on a GPU, a generator for each example on the CPU would take longer than a training step of a small
     network.  (torch's generators are one for all examples.)
     """
@@ -96,7 +96,7 @@ class Draws:
         return (bits_of(self.keys(purpose), 1)[:, 0] & (2**63 - 1)) % end
 
     def keys(self, purpose: str) -> Tensor:
-        """Return what tells the random numbers of examples apart: (B,) int64, on the CPU."""
+        """Return the keys of examples' random numbers: (B,) int64, on the CPU."""
         return _hashed(_hashed(torch.tensor(seed_of(self.seed, purpose))) + self._numbers)
 
 
@@ -124,7 +124,7 @@ class Order:
     """
 
     def __init__(self, dataset: Dataset, seed: int, *key: int) -> None:
-        """key: what tells several orders of a seed apart."""
+        """key distinguishes several orders of one seed."""
         self.seed, self.key = seed, (seed, *key)
         self.ends = None if dataset.shards is None else np.cumsum(dataset.shards)
         self._epoch: tuple[int, NDArray[np.int64], NDArray[np.int64]] = (-1, np.zeros(0, int), np.zeros(0, int))
@@ -198,7 +198,7 @@ class Slice:
 def batches(dataset: Dataset, seed: int, part: Slice, workers: int, prior: Dataset | None = None) -> Generator[Batch]:
     """Yield the batches of a process, prefetched by worker processes, with as many images of `prior`.
 
-    Raises what `example` raises.
+    Raises the errors of `example`.
     """
     sources = [
         (source, BucketOrder(source, seed, part.batch) if isinstance(source, Buckets) else Order(source, seed))
@@ -232,8 +232,8 @@ def in_order(
 ) -> Generator[Batch | None]:
     """Yield the examples of a finite dataset in batches, one for each of some ranges.
 
-    With left_out, which gets their errors by index, broken ones are named and left out, and None stands for a batch
-    of these alone; else it raises what `example` raises.
+    With left_out, which gets their errors by index, broken ones are named and left out, and a batch with only
+    broken ones is None; without it, the errors of `example` are raised.
     """
     loader = torch_data.DataLoader(
         _Caught(functools.partial(_read_part, dataset, left_out is not None)),
@@ -270,7 +270,7 @@ def divided_into(examples: range, size: int) -> list[range]:
 
 
 class _Caught(torch_data.Dataset[Any]):
-    """What a function reads, for torch's DataLoader; the error of a bad file is a value, or a worker prints it."""
+    """A function's results, for torch's DataLoader; errors of bad files are values, or a worker would print them."""
 
     def __init__(self, read: Callable[[int], Any]) -> None:
         self.read = read
@@ -293,7 +293,7 @@ _WORKERS = weakref.WeakSet[multiprocessing.Process]()
 
 def _started(loader: torch_data.DataLoader[Any]) -> Iterator[Any]:
     """Start the workers of a loader, and return what they read."""
-    with uninterrupted():  # what a signal raises while processes start would be ignored
+    with uninterrupted():  # an exception from a signal would be ignored while processes start
         read = iter(loader)
         _WORKERS.update(getattr(read, "_workers", ()))
     return read

@@ -32,7 +32,7 @@ log = logging.getLogger("ldm_lite")
 
 MOST_CAPTION = 2**20  # bytes
 BESIDE = (".mask", ".hint")  # NAME.mask.png and NAME.hint.png belong to the image NAME
-CAPTIONS = ("text", "caption", "prompt")  # what others call it in JSON
+CAPTIONS = ("text", "caption", "prompt")  # other names for it in JSON
 OPEN_SHARDS = 64  # .tar files whose lists of files are in memory: more than batches.MIXED
 
 
@@ -110,10 +110,10 @@ def first_captions(dataset: Dataset, most: int = 4) -> list[str]:
 
 
 def divided(dataset: Dataset, images: Dataset, fraction: float | None, seed: int) -> tuple[Dataset, Dataset | None]:
-    """Divide a dataset: what is learned, images as often as their folders say and mirrored; and what is only measured.
+    """Divide a dataset into training data, with repeated and mirrored images, and validation data.
 
-    The dataset is what was made of the images, which tell of copies.  The fraction, if there is one, is held out: at
-    least one image, and one is left.  Raises ValueError if there are too few.
+    The dataset was made from `images`, which know about repeated and mirrored ones.  The fraction, if there is one, is
+    held out: at least one image, and one is left.  Raises ValueError if there are too few.
     """
     pairs = [(dataset, images)]
     if isinstance(dataset, Buckets) and isinstance(images, Buckets):
@@ -306,7 +306,7 @@ def open_folder(folder: Path, resolution: int, caption: str | None = None) -> Im
 
 
 def check_named(images: ImageFolder, name: str) -> None:
-    """Raise ValueError, one line, if no caption has the name that is to be learned; warn if some have not."""
+    """Raise ValueError, one line, if no caption has the name to learn; warn if some do not have it."""
     without = [path for path, caption in images.items if name not in caption]
     if len(without) == len(images.items):
         raise ValueError(f"{without[0]}: its caption lacks `token` {name!r}, as all captions do: write it into them")
@@ -329,7 +329,7 @@ def in_buckets(images: ImageFolder, step: int, no_upscale: bool = False) -> Buck
     """Divide images among sizes of about the same area, by their ratio: little of each is cut off.
 
     With no_upscale, smaller images have sizes of about their own.  Sides are multiples of `step`.  Broken images stay,
-    in the first size: whoever reads them leaves them out.  Raises OSError.
+    in the first size: the reader leaves them out.  Raises OSError.
     """
     sizes, groups = bucket_sizes(images.size[0], step), dict[tuple[int, int], list[tuple[Path, str]]]()
     for path, caption in images.items:
@@ -352,13 +352,13 @@ def _size(image: Image.Image) -> tuple[int, int]:
 
 
 def _visible(folder: Path) -> list[Path]:
-    """Return a folder, and the folders within it but for hidden ones."""
+    """Return a folder, and the folders within it except hidden ones."""
     within = sorted(path for path in folder.rglob("*") if path.is_dir())
     return [folder, *(path for path in within if not any(n.startswith(".") for n in path.relative_to(folder).parts))]
 
 
 def _images_in(folder: Path) -> list[Path]:
-    """Return the images of a folder and the folders within it, but for masks and hints."""
+    """Return the images of a folder and the folders within it, except masks and hints."""
     return sorted(path for place in _visible(folder) for path in list_images(place) if not path.stem.endswith(BESIDE))
 
 
@@ -482,7 +482,7 @@ def open_data(path: Path, resolution: int, counts: Path | None = None) -> ImageF
     """Open captioned images: a folder (see open_folder), or WebDataset shards, a .tar file or a folder of them.
 
     `counts` is a file in which the numbers of images of the tars are kept, so that one process alone counts.  Raises
-    ValueError, one line, if these are none, or a caption is missing; OSError.
+    ValueError, one line, if there are none, or a caption is missing; OSError.
     """
     paths = sorted(path.glob("*.tar")) if path.is_dir() else [path] * (path.suffix == ".tar")
     if not paths:
@@ -511,7 +511,7 @@ class RenderedScenes:
     size: int | None = None  # of them; None: a new one each time
 
     def __reduce__(self) -> Any:
-        """To other processes goes the file, which they import: functions in functions cannot be sent."""
+        """Other processes get the file, and import it: nested functions cannot be pickled."""
         return open_renderer, self.source
 
     @property

@@ -1,6 +1,6 @@
 """Train with several processes: `torchrun --nproc-per-node 2 -m ldm_lite.train ...`.
 
-Each process takes its share of every batch, so a run is the same on any number of them, up to rounding.  In a single
+Each process takes its part of every batch, so a run is the same on any number of them, up to rounding.  In a single
 process, which has rank 0 of 1, these functions do nothing.
 """
 
@@ -62,7 +62,7 @@ def shard(network: nn.Module) -> None:
 
 
 def gather(tensor: Tensor) -> Tensor:
-    """Return a tensor that may be divided: whole, on the CPU of process 0.  All processes must call it."""
+    """Return a tensor, which may be divided, as a whole, on the CPU of process 0.  All processes must call it."""
     if not isinstance(tensor, DTensor):
         return tensor
     tensor = tensor.full_tensor()

@@ -71,7 +71,7 @@ _KINDS = {  # of arrays: their types, and numbers of dimensions of an example
     "moments": ("<f2", 3), "context": ("<f2", 2), "y": ("<f4", 1), "sizes": ("<i4", 1), "mask": ("|u1", 3),
     "hint": ("|u1", 3),
 }  # fmt: skip
-_ORIGIN = "origin"  # what a run's own latents were made of
+_ORIGIN = "origin"  # the inputs of a run's own latents
 MOST_LEFT_OUT = 10  # broken images of a shard, or a tenth of them
 LEFT_OUT = "left-out.json"  # which images of a shard of these could not be read, and why
 
@@ -86,7 +86,7 @@ class EncodedDataset:
 
     @functools.cached_property
     def shards(self) -> tuple[int, ...]:
-        """Number of examples in each shard: as many in all but the last, or less those that could not be encoded."""
+        """Number of examples in each shard: the same in all but the last, less those that could not be encoded."""
         whole, rest = divmod(self.about["examples"], self.about["shard"])
         return tuple(self.about.get("counts") or (self.about["shard"],) * whole + (rest,) * (rest > 0))
 
@@ -187,7 +187,7 @@ def write_shard(folder: Path, examples: Iterable[ShardRow], count: int) -> None:
 def write_index(folder: Path, counts: Sequence[int], shard: int, about: Mapping[str, Any]) -> None:
     """Write the index of a folder whose shards are there.
 
-    counts: examples of each shard: `shard`, of the last perhaps less, but for those left out.  Raises OSError.
+    counts: examples of each shard: `shard`, fewer in the last one, less those left out.  Raises OSError.
     """
     first = next(number for number, count in enumerate(counts) if count)
     paths = {name: folder / f"{first:05}" / f"{name}.npy" for name in _KINDS}
@@ -222,7 +222,7 @@ def _mapped(path: Path, written: int, shape: tuple[int, ...], kind: str) -> NDAr
 
 
 def close_files() -> None:
-    """Let go of the files that are mapped, up to 64 shards of several each: a process may have few open."""
+    """Unmap the files, up to 64 shards of several each: a process may have few open."""
     _mapped.cache_clear()
 
 
@@ -242,7 +242,7 @@ def _captions(path: Path, written: int) -> list[str]:
 
 
 class Data(NamedTuple):
-    """The data of a run, latents where they are finite."""
+    """The data of a run, as latents if there are finitely many."""
 
     train: Dataset
     prior: Dataset | None  # images of the class
@@ -255,10 +255,10 @@ class Data(NamedTuple):
 def open_all(
     options: TrainOptions, model: Pipeline, reads_text: bool, check: Callable[[str], None] = lambda digest: None
 ) -> Data:
-    """Open the data of a run, and encode what is finite; reads_text: the text encoders do not change in it.
+    """Open the data of a run, and encode finite data; reads_text: text encoders do not change.
 
     check gets their digest before anything is encoded.  Raises ValueError, one line, for unusable options or data, and
-    what check raises; OSError.
+    the errors of check; OSError.
     """
 
     def opened(path: str | None) -> Dataset:
@@ -287,7 +287,7 @@ def open_all(
     digest = hashlib.sha256(repr(identities).encode()).hexdigest()[:32]
     check(digest)
     if options.held_out_fraction is not None and dataset.shards is not None:
-        divided(dataset, dataset, options.held_out_fraction, options.seed)  # too few are told before they are encoded
+        divided(dataset, dataset, options.held_out_fraction, options.seed)  # raises for too few before encoding
 
     train, validation = divided(*latents(dataset, "latents"), options.held_out_fraction, options.seed)
     prior = empty = None
@@ -303,7 +303,7 @@ def open_all(
 
 
 def identity(options: TrainOptions, dataset: Dataset, of_file: Callable[[Path], object]) -> list[object]:
-    """Return what tells data from others: what of_file says of each file, captions, the renderer.  Raises OSError."""
+    """Return what identifies data: what of_file says about each file, captions, the renderer.  Raises OSError."""
     if isinstance(dataset, Buckets):
         return [identity(options, part, of_file) for part in dataset.parts]
     if isinstance(dataset, EncodedDataset):
@@ -360,7 +360,7 @@ def open_scenes(options: TrainOptions, resolution: int) -> RenderedScenes:
 def encoded(options: TrainOptions, images: Dataset, vae: nn.Module, name: str = "latents") -> tuple[Dataset, Dataset]:
     """Encode finite data's latents into the run's folder, or use those there if data and autoencoder are the same.
 
-    Returns the latents, and the images that they are of: broken ones are named and left out, as are those with a broken
+    Returns the latents, and their images: broken ones are named and left out, as are those with a broken
     mask or hint, and tar members without a caption.  A shard is written beside its name and renamed, and a run that was
     stopped makes those that are missing.  Raises ValueError if more than a tenth of a shard is broken, or all; OSError.
     """
@@ -403,7 +403,7 @@ def encoded(options: TrainOptions, images: Dataset, vae: nn.Module, name: str = 
             errors = errors_of(number)
             if len(errors) > max(MOST_LEFT_OUT, len(shards[number]) / 10):
                 example = next(reversed(errors.values()))
-                raise ValueError(f"{len(errors)} images are broken, which is too many, such as {example}")
+                raise ValueError(f"{len(errors)} images are broken, which is too many, for example {example}")
             if batch is not None:
                 moments = torch.cat(moments_of(vae, batch.pixels, device), dim=1).cpu()
                 tensors = {name: getattr(batch, name) for name in _KINDS if name != "moments"}
@@ -425,7 +425,7 @@ def encoded(options: TrainOptions, images: Dataset, vae: nn.Module, name: str = 
     all_errors = {int(index): str(error) for of_shard in broken for index, error in of_shard.items()}
     if all_errors:
         example = next(iter(all_errors.values()))
-        log.warning("%d of %d images are left out, such as: %s", len(all_errors), count, example)
+        log.warning("%d of %d images are left out, for example: %s", len(all_errors), count, example)
     if isinstance(images, ImageFolder):  # with a mirrored image its original is left out too
         num_images = len(images.items)
         rows_left = {index % num_images for index in all_errors}
@@ -461,7 +461,7 @@ def check_encoded(options: TrainOptions, model: Pipeline, dataset: EncodedDatase
 
 
 def _no_caption(model: Pipeline, dataset: EncodedDataset) -> dict[str, Tensor]:
-    """Return what the network reads without a caption, as inference does: SDXL reads zeros, others the empty text."""
+    """Return the network's inputs for no caption, as in inference: SDXL reads zeros, others the empty text."""
     texts = {name: dataset.empty(name) for name in ("context", "y")}
     empty = {name: text[None].float() for name, text in texts.items() if text is not None}
     if dataset.about.get("y") is not None and not model.schedule.is_flow:

@@ -109,7 +109,7 @@ class Noised(NamedTuple):
 
 
 class Prior(NamedTuple):
-    """What a model should keep of what it knew: images of a class, or the base model's prediction for a caption."""
+    """What a model should not forget: images of a class, or the base model's prediction for a caption."""
 
     weight: float
     caption: str | None  # None: batches bring images of the class
@@ -233,7 +233,7 @@ class DiffusionLoss:
 
 
 TIMESTEPS = 50  # of the teacher's DDIM: every 20th of 1000, so its steps skip 20
-HUBER = 1e-3  # from squared to absolute errors
+HUBER = 1e-3  # where squared errors become absolute ones
 
 
 @dataclass
@@ -289,10 +289,10 @@ class ConsistencyLoss(DiffusionLoss):
 def read(
     model: Pipeline, batch: Batch, dropped: Tensor, empty: Mapping[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
-    """Return what the network reads of a batch's captions, with gradients; none of those that are dropped (B,).
+    """Return a batch's encoded captions, with gradients; `dropped` (B,) ones are empty.
 
-    With `empty`, that of no caption, the embeddings are the batch's own.  A network that reads the guidance scale is
-    given 1, as kohya does.
+    With `empty`, the embeddings of no caption, the batch brings its own embeddings.  A network that reads the guidance
+    scale is given 1, as kohya does.
     """
     device = model.device
     if empty is not None and batch.context is not None:
@@ -342,7 +342,7 @@ def moments_of(vae: AutoencoderKL, pixels: Tensor, device: torch.device) -> tupl
 # ---- validation -----------------------------------------------------------------------------------------------------
 
 LEVELS = 4  # noise levels of each example
-FIRST = 2**41  # number of the first example: its noise is no training example's
+FIRST = 2**41  # number of the first example, so that no training example has its noise
 GOLDEN = 0.618034  # fractions of its multiples are spread evenly
 
 

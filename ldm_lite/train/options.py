@@ -35,7 +35,7 @@ class DataOptions(CheckedOptions):
     bucket_no_upscale: bool = option(False, "an image smaller than its bucket gets a bucket of about its own size")
     flip: bool = option(False, "train on each image and its mirror image", "--flip_aug", "--random_flip")
     shuffle_caption: bool = option(False, "shuffle the parts of captions between commas, anew at each step")
-    keep_tokens: int = option(0, "parts of captions that stay at their beginning", within=(0, 1000))
+    keep_tokens: int = option(0, "number of parts that stay at the beginning of captions", within=(0, 1000))
     masked: bool = option(False, "train only on what masks show: NAME.mask.png beside an image, or its alpha")
     class_data: str | None = option(
         None,
@@ -109,7 +109,7 @@ class LearnedOptions(CheckedOptions):
         -1, "size of LoKr's first factor; -1: as near to a square as possible", within=(-1, 2**16)
     )
     lora_conv: int | None = option(
-        None, "a LoRA of this rank for 3x3 convolutions too, and one for the other layers beside them", within=(1, 4096)
+        None, "also a LoRA of this rank for 3x3 convolutions, and the LoRA in all residual blocks", within=(1, 4096)
     )
     lora_dropout: float = option(
         0.0, "fraction of a LoRA's inner values left out", "--network_dropout", within=(0, 0.99)
@@ -173,7 +173,7 @@ class OptimiserOptions(CheckedOptions):
         within=(1, MOST),
     )
     lr_by_time: bool = option(
-        False, "let the learning rate end with --minutes, which then count all of the run, if --steps take longer"
+        False, "end the learning rate schedule with --minutes, counted over the whole run, unless --steps end first"
     )
     optimizer: str = option(
         "adamw",
@@ -288,7 +288,7 @@ DEFAULTS = {
 
 
 def resolved(options: TrainOptions) -> TrainOptions:
-    """Return the options with the defaults of what is trained in place of None."""
+    """Return the options with defaults for the kind of training instead of None."""
     kind = "lcm" if options.lcm else "lora" if options.lora_rank is not None else options.stage
     steps, lr, decay = DEFAULTS[kind]
     defaults: dict[str, Any] = {
@@ -390,7 +390,7 @@ def check_here(options: TrainOptions) -> None:
 # ---- resuming -------------------------------------------------------------------------------------------------------
 
 _OF_A_CALL = ("out", "resume", "config", "debug")  # they do not change what a run computes
-# What a resumed run may have otherwise than before.
+# Options that may change when a run is resumed.
 MAY_CHANGE = {
     "steps", "epochs", "minutes", "lr", "lr_schedule", "lr_cycles", "lr_by_time", "warmup", "weight_decay",
     "max_grad_norm", "save_every", "keep", "sample_every", "samples", "validate_every", "data_workers",
@@ -400,7 +400,7 @@ _INPUTS = ("data", "class_data", "renderer")  # of which digests are compared, n
 
 
 def settings_of(options: TrainOptions) -> dict[str, Any]:
-    """Return what the state of a run records of its options: a batch may be divided otherwise (`accumulate`)."""
+    """Return the options that the state of a run records: a batch may be divided differently (`accumulate`)."""
     settings = {name: value for name, value in dataclasses.asdict(options).items() if name not in _OF_A_CALL + _INPUTS}
     settings["validation"] = options.held_out_fraction  # else a folder, of which there is a digest
     settings["batch_size"] = options.batch_size * settings.pop("accumulate")
@@ -438,7 +438,7 @@ def _toml(value: Any) -> str:
 def with_config(options: TrainOptions, load: LoadOptions) -> tuple[TrainOptions, LoadOptions]:
     """Return the options with those of the file `options.config`, if there is one, where none were given.
 
-    Raises ValueError, one line, for a file that is no config.toml, and for options that do not exist; OSError.
+    Raises ValueError, one line, for a file that is not a config.toml, and for options that do not exist; OSError.
     """
     if options.config is None:
         return options, load

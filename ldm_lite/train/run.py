@@ -1,4 +1,4 @@
-"""A training run, from its options to its files: the model, the data, the loss, the trainer, and what is saved."""
+"""A training run, from its options to its files: the model, the data, the loss, the trainer, and saving."""
 
 import contextlib
 import copy
@@ -95,13 +95,13 @@ def train(
         precision = precision_of(load, model.device)
         inputs = inputs_of(model, load, precision)
         if options.lora_weights is not None or options.stage == "embedding":
-            make_loss(options, model)  # a wrong file or word is told before data are encoded, which may take hours
+            make_loss(options, model)  # a wrong file or word is an error before data are encoded, which may take hours
         data = open_all(
             options, model, not changes_text(options, model),
             lambda digest: check_resumable(options, inputs | {"data": digest}),
         )  # fmt: skip
         options = with_steps(options, data)
-        # What is learned, by which loss.
+        # The trained networks, and the loss.
         stack.enter_context(room_for_steps(options, load, model, data))
         loss, attached = stack.enter_context(attached_loss(options, model, data))
         if options.stage == "embedding" and isinstance(loss, DiffusionLoss):
@@ -122,14 +122,14 @@ def train(
 
 
 def inputs_of(model: Pipeline, load: LoadOptions, precision: torch.dtype | None) -> dict[str, str]:
-    """Return what tells a run's model from others, and how it computes, by option: a resumed run must have the same."""
+    """Return what identifies a run's model, and how it computes, by option: a resumed run must have the same."""
     schedule = model.schedule.prediction, model.schedule.alpha_bar.tobytes(), model.family.scale_factor
     base = hashlib.sha256(repr((digest(*model.networks.values()), schedule)).encode()).hexdigest()[:32]
     return {"dtype": f"{short_name(model.dtype)}, {precision}", "storage": str(load.storage), "ckpt": base}
 
 
 def changes_text(options: TrainOptions, model: Pipeline) -> bool:
-    """Return whether what text encoders make of a caption changes in the run."""
+    """Return whether the text encoders' output for a caption changes in the run."""
     return "text_encoder" in trained_networks(options, model) or options.stage == "embedding"
 
 
@@ -145,7 +145,7 @@ def with_steps(options: TrainOptions, data: Data) -> TrainOptions:
 
 @contextlib.contextmanager
 def room_for_steps(options: TrainOptions, load: LoadOptions, model: Pipeline, data: Data) -> Iterator[None]:
-    """Within the block the device holds what steps use.
+    """Within the block the device holds everything that steps use.
 
     With an offloader the rest waits on the CPU, with `offload` also the text encoders for their turn.
     """
@@ -165,7 +165,7 @@ def room_for_steps(options: TrainOptions, load: LoadOptions, model: Pipeline, da
 def attached_loss(
     options: TrainOptions, model: Pipeline, data: Data
 ) -> Iterator[tuple[Loss, AttachedLoRA | None]]:  # fmt: skip
-    """Yield the loss, with what is trained; if that is a LoRA, it is attached to the model within the block."""
+    """Yield the loss, with the trained networks; a LoRA is attached to the model within the block."""
     loss, attached = make_loss(options, model, data.empty), None
     with contextlib.ExitStack() as stack:
         if isinstance(lora := loss.networks.get("lora"), LoRA):
@@ -177,7 +177,7 @@ def attached_loss(
 
 @contextlib.contextmanager
 def other_forwards(options: TrainOptions, load: LoadOptions, model: Pipeline, loss: Loss) -> Iterator[None]:
-    """Within the block networks are compiled, read weights block by block, and recompute activations, as is asked."""
+    """Within the block networks are compiled, read weights by block, and recompute activations, by the options."""
     if options.compile_network:
         is_whole = options.lora_rank is None and options.stage != "embedding"
         for network in loss.networks.values() if is_whole else [model.unet]:
@@ -196,7 +196,7 @@ def other_forwards(options: TrainOptions, load: LoadOptions, model: Pipeline, lo
 def run_folder(options: TrainOptions) -> Iterator[Path]:
     """Within the block no other run trains in the options' folder, which is made if it is missing.
 
-    Raises ValueError if one does, or if the folder holds a run that is not to be continued.
+    Raises ValueError if one does, or if the folder holds a run and `resume` is not set.
     """
     folder = Path(options.out)
     try:
@@ -216,9 +216,9 @@ def run_folder(options: TrainOptions) -> Iterator[Path]:
 def make_model(options: TrainOptions, load: LoadOptions) -> Pipeline:
     """Return the model to start from: frozen, and of the run's resolution.
 
-    What is trained is in float32; what is not, on a GPU by default in half precision, but for the autoencoder.  What no
-    step uses stays on the CPU, if the data are encoded already.  Raises ValueError, one line, if it cannot be trained
-    here, or its latents cannot have that resolution.
+    Trained networks are in float32, others on a GPU by default in half precision, except the autoencoder.  Networks
+    that no step uses stay on the CPU, if the data are encoded already.  Raises ValueError, one line, if it cannot be
+    trained here, or its latents cannot have that resolution.
     """
     device = torch.device(load.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     frozen = load.dtype or ("fp32" if device.type != "cuda" else "bf16" if has_fast_bf16(device) else "fp16")
@@ -241,7 +241,7 @@ def make_model(options: TrainOptions, load: LoadOptions) -> Pipeline:
 
 
 def precision_of(load: LoadOptions, device: torch.device) -> torch.dtype | None:
-    """Return what steps compute in where autocast does so; None: float32."""
+    """Return autocast's dtype in steps; None: float32."""
     if load.dtype is not None:
         precision: torch.dtype = getattr(torch, PRECISIONS[load.dtype])
         return None if precision == torch.float32 else precision
@@ -296,7 +296,7 @@ def trained_networks(options: TrainOptions, model: Pipeline) -> dict[str, nn.Mod
 
 
 def make_loss(options: TrainOptions, model: Pipeline, empty: Mapping[str, Tensor] | None = None) -> Loss:
-    """Return the loss with the networks to train: the diffusion model, or what is new.
+    """Return the loss with the networks to train: the diffusion model, or the new ones.
 
     `empty` holds the embeddings of no caption, if those of all captions are in the data.  A LoRA is not attached yet.
     """
@@ -335,7 +335,7 @@ def make_loss(options: TrainOptions, model: Pipeline, empty: Mapping[str, Tensor
 
 
 def _prior(options: TrainOptions, model: Pipeline, attached: AttachedLoRA | None) -> Prior | None:
-    """Return what the model should keep of what it knew, as the options say."""
+    """Return what the model should not forget, as the options say."""
     if options.class_data is None and options.class_prompt is None:
         return None
     caption = options.class_prompt if options.class_data is None else None
@@ -374,7 +374,7 @@ def make_trainer(
 
 
 class Saver:
-    """What a run writes after its state: the checkpoint, averages, the plot and samples.  All processes call it."""
+    """Write what follows the state: the checkpoint, averages, the plot and samples.  All processes call it."""
 
     def __init__(
         self, options: TrainOptions, model: Pipeline, trainer: Trainer, data: Data, whole: Mapping[str, nn.Module]
@@ -419,7 +419,7 @@ def checkpoint_path(options: TrainOptions) -> Path:
 
 
 def set_aside(folder: Path, checkpoint: Path) -> None:
-    """Move what a run that left no state has logged, drawn and averaged: a new one would go on with it, or keep it."""
+    """Move away the log, samples and averages of a run that left no state, so that a new one does not continue them."""
     kept = f"{checkpoint.stem}-*{checkpoint.suffix}"
     patterns = LOG, "samples-*.png", kept, AVERAGES, "tensorboard", "wandb.id"
     if left := [path for pattern in patterns for path in sorted(folder.glob(pattern))]:
@@ -457,9 +457,11 @@ def sample(
             images = model.txt2img([prompt for prompt in prompts for _ in range(SAMPLES)], **how)
         with replacing(samples_path(trainer)) as part:
             grid(images, columns=SAMPLES).save(part, format="PNG")
-    except Exception as error:  # of any kind: the run is worth more
+    except Exception as error:  # of any kind: the run matters more
         why = (str(error).splitlines() or [type(error).__name__])[0]
-        log.warning("step %d has no samples (%.200s): the run goes on; `sample_every=0` draws none", trainer.step, why)
+        log.warning(
+            "step %d has no samples (%.200s): the run continues; `sample_every=0` skips them", trainer.step, why
+        )
 
 
 def samples_path(trainer: Trainer) -> Path:

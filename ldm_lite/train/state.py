@@ -1,4 +1,4 @@
-"""The files that a run goes on from: its state and its log.
+"""The files that a run continues from: its state and its log.
 
 Whatever happens while they are written, the last good ones stay.
 """
@@ -42,7 +42,7 @@ LOG = "log.jsonl"
 
 
 def load_weights(network: nn.Module, weights: dict[str, Tensor]) -> None:
-    """Load a network's weights, divided among processes as it is.  Raises any exception for those of another one."""
+    """Load a network's weights, divided among processes as it is.  Raises any exception for another network's."""
     before = network.state_dict()
     for name, value in weights.items():
         if name in before and value.dtype != before[name].dtype:
@@ -52,7 +52,7 @@ def load_weights(network: nn.Module, weights: dict[str, Tensor]) -> None:
 
 @contextlib.contextmanager
 def opened_state(path: Path, whole: bool = True) -> Iterator[dict[str, Any]]:
-    """Yield the content of a state file, which stays on the disk: what is taken of it goes to its device, one by one.
+    """Yield the content of a state file, which stays on the disk: tensors go to their devices one by one when used.
 
     whole: look through its tensors, which reads all of it.  Any error of it in the block becomes a ValueError of one
     line; OSError.
@@ -83,10 +83,10 @@ def check_finite(state: object) -> None:
 
 
 def write_state(path: Path, state: Mapping[str, Any]) -> None:
-    """Write what torch.load reads; an earlier file stays as it is if that fails.  Raises OSError.
+    """Write a file for torch.load; an earlier file stays as it is if that fails.  Raises OSError.
 
-    If the disk is full, some versions of torch, such as 2.6, write what fits to a path and say nothing: it gets an open
-    file, and the end of what was written is looked for.
+    If the disk is full, some versions of torch, such as 2.6, write what fits to a path without an error: so it gets an
+    open file, and the end of the file is checked.
     """
     with replacing(path) as part, open(part, "wb") as file:
         try:
@@ -115,7 +115,7 @@ def write_divided(folder: Path, tensors: Mapping[str, Any]) -> None:
 def read_divided(folder: Path, tensors: dict[str, Any]) -> None:
     """Fill tensors in nested dicts, in each process its own parts, however many have written them.
 
-    All must call it.  Raises ValueError if they are others, damaged or not finite.
+    All must call it.  Raises ValueError if they are different ones, damaged or not finite.
     """
     try:
         with warnings.catch_warnings():
@@ -127,13 +127,13 @@ def read_divided(folder: Path, tensors: dict[str, Any]) -> None:
 
 
 def _cause(error: CheckpointException) -> str:
-    """The first line of what went wrong in one of the processes."""
+    """The first line of an error in one of the processes."""
     cause, _ = next(iter(error.failures.values()))
     return (str(cause).splitlines() or [type(cause).__name__])[0][:200]
 
 
 class _Reader(FileSystemReader):
-    """Torch's, but for the list of tensors: torch runs any code in that pickle, and in values that are bytes."""
+    """Torch's, except for the list of tensors: torch runs any code in that pickle, and in values that are bytes."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -144,7 +144,7 @@ class _Reader(FileSystemReader):
         return self._metadata
 
 
-NAMES = {  # what the list of tensors in a divided state is made of
+NAMES = {  # classes in the list of tensors of a divided state
     "torch.distributed.checkpoint.metadata": "ChunkStorageMetadata Metadata MetadataIndex StorageMeta "
     "TensorProperties TensorStorageMetadata _MEM_FORMAT_ENCODING",
     "torch.distributed.checkpoint.filesystem": "_StorageInfo",
@@ -190,7 +190,7 @@ Logger = Callable[[Mapping[str, float]], None]  # takes a row: "step", and value
 
 
 def open_logger(name: str, folder: Path, options: Mapping[str, Any], step: int) -> Logger:
-    """Open a log in a run's folder that goes on after a step: "tensorboard" or "wandb" (offline: WANDB_MODE=offline).
+    """Open a log in a run's folder that continues after a step: "tensorboard" or "wandb" (offline: WANDB_MODE=offline).
 
     Raises ValueError, one line, if its package is missing.
     """
@@ -226,7 +226,7 @@ def open_logger(name: str, folder: Path, options: Mapping[str, Any], step: int) 
 
 
 class Log:
-    """The log of a run: a line of JSON for each row.  Rows that find no room on the disk wait for the next."""
+    """The log of a run: a line of JSON for each row.  Rows that do not fit on the disk wait for the next."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / LOG
@@ -259,7 +259,7 @@ class Log:
 def read_log(path: Path) -> list[dict[str, float]]:
     """Return the rows of a run's log, with a warning if some lines cannot be read: a killed run may leave half a line.
 
-    Raises ValueError if it is no regular file; OSError.
+    Raises ValueError if it is not a regular file; OSError.
     """
     rows, lines = [], read_bytes(path, 2**30).decode("utf-8", errors="replace").splitlines()
     for line in lines:

@@ -74,7 +74,7 @@ class Trainer:
     ) -> None:
         """The networks of `loss` are trained in place: the parameters that require gradients, or all if none does.
 
-        precision: what autocast computes in, None for float32.  inputs: what tells the run's inputs, by option; a
+        precision: autocast's dtype, None for float32.  inputs: what identifies the run's inputs, by option; a
         resumed run must have the same.  Raises ValueError for more processes than images of a batch.
         """
         options = resolved(options)
@@ -129,7 +129,7 @@ class Trainer:
     # ---- state ------------------------------------------------------------------------------------------------------
 
     def save(self) -> None:
-        """Write the state to resume from, atomically: what is divided into a folder that the state's file names.
+        """Write the state to resume from, atomically: divided tensors in a folder that the state's file names.
 
         Raises OSError, in all processes.
         """
@@ -157,7 +157,7 @@ class Trainer:
         self.saved = self.step
 
     def _tensors(self) -> dict[str, Any]:
-        """Return the weights, and their EMA if there is one, by network: these themselves, divided as they are."""
+        """Return the weights, and their EMA if there is one, by network: not copies, and divided as they are."""
         kinds = {"networks": self.loss.networks} | ({"average": self.ema} if self.ema_decay else {})
         return {kind: {name: net.state_dict() for name, net in networks.items()} for kind, networks in kinds.items()}
 
@@ -195,7 +195,7 @@ class Trainer:
         if self.step > self.steps:
             raise ValueError(f"{path}: is of step {self.step}, beyond `steps={self.steps}`: give more steps")
         if changed:
-            log.info("the run goes on with other settings than before: %s", json.dumps(changed))
+            log.info("the run continues with changed settings: %s", json.dumps(changed))
         if distributed.rank() == 0:
             self.log.trim(self.step)
 
@@ -208,13 +208,13 @@ class Trainer:
         on_save: Callable[[int], None],
         prior: Dataset | None = None,
     ) -> None:
-        """Train to the last step of the options, or until its time is over; each batch brings one of `prior`, if given.
+        """Train to the last step of the options, or until its time is up; each batch brings one of `prior`, if given.
 
         on_step gets the number of steps done and, every CHECK_EVERY steps, their mean loss; on_save gets the number of
         steps done, after the state was written.  A save that fails is tried again later, the last one raises OSError.
         After SIGINT, SIGTERM or SIGHUP the step is finished and the state saved, then Stopped is raised; a second
         signal stops at once.  A step whose loss or gradient is not finite changes nothing.  Raises ValueError if there
-        were more than MOST_SKIPPED of them in a row when losses are shown: the weights before them are saved then, if
+        are more than MOST_SKIPPED of them in a row when losses are read: the weights before them are then saved, if
         their loss is finite; ChildProcessError if a worker or another process of the run dies.
         """
         options, start, earlier, unsaved = self.options, time.perf_counter(), self.seconds, False
@@ -283,7 +283,7 @@ class Trainer:
         failed = distributed.broadcast(failed)
         if failed is not None:
             log.warning(
-                "step %d is not saved (%s): the state of step %d is kept, the run goes on and saves every %d steps now",
+                "step %d is not saved (%s): the state of step %d is kept, the run continues and saves every %d steps",
                 self.step, failed, self.saved, CHECK_EVERY,
             )  # fmt: skip
         return failed is None
@@ -368,7 +368,7 @@ class Trainer:
         raise self._not_finite(f"{self._why_skipped}, as in the {self._skipped - 1} before")
 
     def _share_of_time(self) -> float:
-        """Return the share of the run's minutes that is over, if the learning rate follows them."""
+        """Return the fraction of the run's minutes that has passed, if the learning rate follows them."""
         if not self.options.lr_by_time:
             return 0.0
         return self.seconds / max(60 * (self.options.minutes or 0.0), 1e-9)
@@ -409,7 +409,7 @@ class Trainer:
 
 
 def changed_settings(state: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that are others than in the state of a run.  Raises ValueError for one that must not be."""
+    """Return the settings that differ from the state of a run.  Raises ValueError for one that must not differ."""
     before = dict(state["settings"])
     changed = {name: value for name, value in settings.items() if before.get(name, value) != value}
     if fixed := [name for name in changed if name not in MAY_CHANGE]:
@@ -418,9 +418,9 @@ def changed_settings(state: Mapping[str, Any], settings: Mapping[str, Any]) -> d
 
 
 def check_resumable(options: TrainOptions, inputs: Mapping[str, str]) -> None:
-    """Raise ValueError if the run that is to go on, in the options' folder, had other ones or other inputs.
+    """Raise ValueError if the run to continue, in the options' folder, had other options or inputs.
 
-    Trainer.resume looks at all of the state, but later: after data were encoded in place of the run's.
+    Trainer.resume checks all of the state, but later, when encoded data may already have replaced the run's.
     """
     path = Path(options.out) / STATE
     if options.resume and os.path.lexists(path):
@@ -429,7 +429,7 @@ def check_resumable(options: TrainOptions, inputs: Mapping[str, str]) -> None:
 
 
 def shuffle(caption: str, kept: int, seed: Sequence[int]) -> str:
-    """Return a caption with its parts, between commas, in a random order but for the first ones."""
+    """Return a caption with its parts, between commas, in a random order except for the first ones."""
     parts = [part.strip() for part in caption.split(",")]
     order = np.random.default_rng(seed).permutation(len(parts[kept:]))
     return ", ".join(parts[:kept] + [parts[kept:][i] for i in order])
@@ -440,8 +440,8 @@ def learning_rate(
 ) -> float:
     """Return the factor of the peak learning rate: linear warm-up, then 1, or down to 0 in a line or half cosines.
 
-    A warm-up below 1 is a share of all steps, and over when least_done is beyond it.  After the warm-up the schedule is
-    at least at the share least_done.
+    A warm-up below 1 is a fraction of all steps, and over when least_done is beyond it.  After the warm-up the schedule
+    is at least at the fraction least_done.
     """
     share, warmup = warmup, math.ceil(warmup * steps) if warmup < 1 else warmup
     if step < warmup and (share >= 1 or least_done < share):
@@ -464,7 +464,7 @@ def exponent(length: float) -> float:
 
 @torch.no_grad()
 def average(averages: Mapping[str, nn.Module], networks: Mapping[str, nn.Module], share: Tensor | float) -> None:
-    """Move averages towards the weights of networks by a share, which may be a number () on their device."""
+    """Move averages towards the weights of networks by a fraction, which may be a number () on their device."""
     for name, network in networks.items():
         old, new = list[Tensor](averages[name].parameters()), list[Tensor](network.parameters())
         shares: Any = [share] * len(old) if isinstance(share, Tensor) else share
@@ -557,10 +557,10 @@ def restore(optimizer: torch.optim.Optimizer, stored: dict[str, Any]) -> None:
             squares = squares.to_local() if isinstance(squares, DTensor) else squares
             if values[name].shape != parameters[index].shape or bool((squares < 0).any()):
                 raise ValueError(f"{name} of parameter {index} is another's")
-            # Fused kernels pair the values as they lie.
+            # Fused kernels pair the values in memory order.
             laid_out = torch.empty_like(parameters[index])
             values[name] = laid_out.copy_(distributed.shard_like(values[name], parameters[index]))
-    # The groups of prodigy hold what it has found.
+    # prodigy's groups hold the rate that it has found.
     settings = [{key: group[key] for key in ("weight_decay", "betas")} for group in ours]
     groups = ours if is_adamw else [group | mine for group, mine in zip(groups, settings, strict=True)]
     optimizer.load_state_dict({"state": stored["state"], "param_groups": groups})

@@ -1,7 +1,7 @@
-"""The families by name, and of which one a checkpoint is: by its networks' keys and shapes, never by its file name.
+"""The families by name, and the one of a checkpoint: by its networks' keys and shapes, never by its file name.
 
-Each file of families/ has the rows of some, and is imported when one of them is looked up.  A file without its module
-is left out: any of them can be deleted but sd1, from which the others are made.  What shapes cannot tell (head counts,
+Each file of families/ has the rows of some, and is imported when one of them is looked up.  Missing files are left
+out: any of them can be deleted except sd1, from which the others are derived.  What shapes do not show (head counts,
 prediction type, scale factor) comes from the row, or from the file's metadata if no row matches.
 """
 
@@ -31,14 +31,14 @@ log = logging.getLogger("ldm_lite")
 
 
 class Module(NamedTuple):
-    """A file of families/, and what leads to it: all that is known of its models outside of it and of models/."""
+    """A file of families/, and what identifies it: everything about its models outside of it and models/."""
 
     rows: tuple[str, ...]  # their names
-    contexts: tuple[int | None, ...] = ()  # widths of what their UNets read; None is nothing
-    key: str = ""  # a key of its network, where that is no UNet of latent diffusion
+    contexts: tuple[int | None, ...] = ()  # widths of their UNets' contexts; None: no context
+    key: str = ""  # a key of its network, if that is not a UNet of latent diffusion
     diffusers: str = ""  # the same of its files in the format of diffusers, if it has other keys there
-    vae: str = ""  # a key of its autoencoder, where that is no other's
-    pipelines: str = ""  # a pattern of how diffusers' pipelines of it are called, without what they do
+    vae: str = ""  # a key of its autoencoder, if no other family has it
+    pipelines: str = ""  # a pattern of the names of its diffusers pipelines, without their task
 
 
 # A file is of the first module that has a row with its networks, or whose key it has.
@@ -127,7 +127,7 @@ class Families(Mapping[str, FamilyRow]):
 
 
 FAMILY_ROWS = Families({name: module for name, module in MODULES.items() if find_spec(f"ldm_lite.families.{name}")})
-# A key of a network that is no LDMUNet of latent diffusion -> (its shapes, metadata) -> its row, with its sizes.
+# A key of a network other than LDMUNet -> (its shapes, metadata) -> its row, with its sizes.
 DENOISERS = {module.key: f"ldm_lite.families.{name}:row" for name, module in FAMILY_ROWS.modules.items() if module.key}
 
 
@@ -180,9 +180,9 @@ def _rows_with(unet: LDMUNetSpec) -> dict[str, FamilyRow]:
 
 
 def _guessed(rows: Mapping[str, FamilyRow], metadata: Mapping[str, str], sgm: bool) -> FamilyRow:
-    """Return the row, of several with the same UNet, that a file is of by its other signs, and log it if it is a guess.
+    """Return the row of a file, of several with the same UNet, by other signs, and log it if it is a guess.
 
-    A scheduler, which any pipeline may have, is no sign of a distilled model without its size or its name.
+    A scheduler, which any pipeline may have, is not a sign of a distilled model without its size or its name.
     """
     usual = next(iter(rows))
     name = next((name for name, row in rows.items() if row.sgm == sgm), usual)
@@ -196,7 +196,7 @@ def _guessed(rows: Mapping[str, FamilyRow], metadata: Mapping[str, str], sgm: bo
             else:
                 log.info("its scheduler is that of %s: if it is, add `metadata=family=%s`", like.title, hint.family)
     if name != usual:
-        log.info("taken for %s by %s: else add `metadata=family=%s`", rows[name].title, reason, usual)
+        log.info("taken for %s by %s; otherwise add `metadata=family=%s`", rows[name].title, reason, usual)
     return rows[name]
 
 
@@ -212,11 +212,11 @@ def _fit_open_clip(family: FamilyRow, text: Shapes) -> FamilyRow:
 
 
 def _as_inferred(spec: Spec) -> Spec:
-    """Return a row's spec without the number of heads, as inferred from shapes, which do not tell it."""
+    """Return a row's spec without the number of heads, as inferred from shapes, which do not show it."""
     return replace(spec, num_heads=None, head_dim=None) if type(spec) is LDMUNetSpec else spec
 
 
-MERGED: dict[str, Any] = {"steps": 4, "scale": 1.5}  # of a model into which a distilled one is merged
+MERGED: dict[str, Any] = {"steps": 4, "scale": 1.5}  # of a model with a distilled one merged into it
 
 
 def _retrained(family: FamilyRow, metadata: Mapping[str, str]) -> FamilyRow:
@@ -236,10 +236,10 @@ def _retrained(family: FamilyRow, metadata: Mapping[str, str]) -> FamilyRow:
 
 
 def _described(unet: LDMUNetSpec, shapes: Mapping[str, Shapes], metadata: Mapping[str, str]) -> FamilyRow:
-    """Return the family of networks that no row has, from which the metadata tell the rest.
+    """Return the family of networks that no row has; the metadata supply the rest.
 
     If the metadata name a row as "family", it supplies the missing values.  Raises ValueError naming the nearest UNet
-    if they tell too little.
+    if they are incomplete.
     """
     told = {*metadata, *(key for fact in METADATA_FACTS if fact.name in metadata for key in fact.gives)}
     told |= {"beta_start", "beta_end"} if metadata.get("beta_schedule") == COSINE else set()
@@ -316,7 +316,7 @@ def check_complete(roles: Collection[str], required: Iterable[str], row: FamilyR
     if missing := [role for role in required if role not in roles]:
         options = " and ".join(dict.fromkeys(f"`{re.sub('_[0-9]+$', '', role)}=FILE`" for role in missing))
         files = "" if row is None else imported("ldm_lite.checkpoint.transformers:suppliers")(row, missing)
-        raise ValueError(f"holds only {', '.join(roles)}: name what is missing with {options}{files}")
+        raise ValueError(f"holds only {', '.join(roles)}: give the missing networks with {options}{files}")
 
 
 # ---- variants of a family --------------------------------------------------------------------------------------------
@@ -330,7 +330,7 @@ def with_prediction(family: FamilyRow, name: str) -> FamilyRow:
     Raises ValueError for another name, and for a rectified flow, which has one.
     """
     if isinstance(family.noise, Flow):
-        raise ValueError(f"{family.title} is a rectified flow, whose prediction is its own: leave out `prediction`")
+        raise ValueError(f"{family.title} is a rectified flow, which has one prediction: leave out `prediction`")
     prediction: Any = PREDICTIONS.get(str(name))
     if prediction is None:
         raise ValueError(f"unknown prediction type {name!r}: expected eps, v or x0")
@@ -348,7 +348,7 @@ def with_vae(family: FamilyRow, vae: Spec, name: str) -> FamilyRow:
     if (vae.embed_dim, vae.factor) != (usual.embed_dim, usual.factor):
         raise ValueError(
             f"{name}: does not fit: its latents have {vae.embed_dim} channels at 1/{vae.factor} of the size, but "
-            f"{family.title} wants {usual.embed_dim} at 1/{usual.factor}"
+            f"{family.title} needs {usual.embed_dim} at 1/{usual.factor}"
         )
     if hasattr(usual, "quant") and hasattr(vae, "quant") and usual.quant != vae.quant:
         got, wanted = ("no", "one") if usual.quant else ("a", "none")
@@ -356,19 +356,19 @@ def with_vae(family: FamilyRow, vae: Spec, name: str) -> FamilyRow:
     return replace(family, vae=vae, **scale_of(vae))
 
 
-# ---- what metadata tell of a family ----------------------------------------------------------------------------------
+# ---- what metadata say about a family --------------------------------------------------------------------------------
 
 
 class Fact(NamedTuple):
-    """Something that metadata tell of a family: a file's, the user's, or the configuration of a diffusers folder."""
+    """Something that metadata say about a family: a file's, the user's, or the configuration of a diffusers folder."""
 
     name: str
     field: str = ""  # of Family, if it is the value of one
     kind: Callable[[str], object] = str
     of_unets: bool = False  # whether only a latent diffusion UNet has it
     required: bool = False  # of a UNet that no row has
-    gives: tuple[str, ...] = ()  # the required facts that it takes the place of
-    in_folders: bool = False  # whether only the configuration of a diffusers folder tells it
+    gives: tuple[str, ...] = ()  # the required facts that it replaces
+    in_folders: bool = False  # whether only the configuration of a diffusers folder has it
 
 
 METADATA_FACTS = (
@@ -377,7 +377,7 @@ METADATA_FACTS = (
     Fact("prediction", of_unets=True, required=True),
     Fact("modelspec.prediction_type", of_unets=True, gives=("prediction",)),
     Fact("scaling_factor", "scale_factor", float, gives=("scale_factor",), in_folders=True),
-    Fact("scale_factor", "scale_factor", float, required=True),  # after scaling_factor, which it overrules
+    Fact("scale_factor", "scale_factor", float, required=True),  # after scaling_factor, which it overrides
     Fact("shift_factor", "shift_factor", float),
     Fact("resolution", "resolution", int, required=True),
     Fact("sample_size", gives=("resolution",), in_folders=True),  # of the latents
@@ -415,8 +415,8 @@ def check_metadata(metadata: Mapping[str, str]) -> Mapping[str, str]:
 def stored_facts(metadata: Mapping[str, str]) -> dict[str, str]:
     """Return a file's metadata without names that are ours but were written by another program.
 
-    Ours have a prefix, which is removed.  Without it they count if the file tells a known family and what describe()
-    tells besides, as those that `train` and `export` write do.
+    Ours have a prefix, which is removed.  Without it they count if the file names a known family and has
+    describe()'s other entries, as files of `train` and `export` do.
     """
     ours = {name.removeprefix(PREFIX): text for name, text in metadata.items() if name.startswith(PREFIX)}
     signed = metadata.keys() >= {"title", "steps", "guidance"} and metadata.get("family") in FAMILY_ROWS
@@ -428,13 +428,13 @@ def stored_facts(metadata: Mapping[str, str]) -> dict[str, str]:
 
 
 def apply_user_metadata(family: FamilyRow, fitting: FamilyRow, told: Mapping[str, str]) -> FamilyRow:
-    """Return a family with what the user tells of it, even where the row of a known UNet has values of its own.
+    """Return a family with the user's metadata, even where the row of a known UNet has other values.
 
-    `fitting` is what the name of a family alone made of the file.  Raises ValueError if it made another one, and for
+    `fitting` is the file's family by the user's `family` alone.  Raises ValueError if that is another one, and for
     metadata that this family does not use.
     """
     if (name := told.get("family")) is not None and fitting.title != FAMILY_ROWS[name].title:
-        raise ValueError(f"got `metadata` family={name}, whose networks are others than this file's: leave it out")
+        raise ValueError(f"got `metadata` family={name}, whose networks differ from this file's: leave it out")
     is_unet = isinstance(family.unet, LDMUNetSpec)
     has_facts = is_unet or bool(family.text_encoders)
     general = {fact.name for fact in METADATA_FACTS if fact.field or fact.name == "family"}
@@ -450,7 +450,7 @@ def apply_user_metadata(family: FamilyRow, fitting: FamilyRow, told: Mapping[str
 
 
 def with_metadata(row: FamilyRow, metadata: Mapping[str, str]) -> FamilyRow:
-    """Return a row with what the metadata say.  Raises ValueError for nonsense."""
+    """Return a row with the values in metadata.  Raises ValueError for impossible ones."""
     try:
         values: dict[str, Any] = {
             fact.field: fact.kind(metadata[fact.name])
@@ -472,7 +472,7 @@ def with_metadata(row: FamilyRow, metadata: Mapping[str, str]) -> FamilyRow:
 
 
 def _text_from_metadata(role: str, spec: Any, metadata: Mapping[str, str]) -> Any:
-    """Return a text encoder's spec with the heads, and the activation or the layers left out, that metadata tell."""
+    """Return a text encoder's spec with the heads, and the activation or the layers left out, that metadata give."""
     if not hasattr(spec, "skip"):  # neither CLIP's nor OpenCLIP's
         return spec
     name = role.replace("_encoder", "")  # "text", "text_2", ...
@@ -485,7 +485,7 @@ def _text_from_metadata(role: str, spec: Any, metadata: Mapping[str, str]) -> An
 
 
 def _unet_from_metadata(unet: LDMUNetSpec, metadata: Mapping[str, str]) -> LDMUNetSpec:
-    """Return a UNet's spec with the number of heads, or else the width of one, that metadata tell."""
+    """Return a UNet's spec with the number of heads, or else the width of one, that metadata give."""
     if "unet_num_heads" in metadata:
         return replace(unet, num_heads=int(metadata["unet_num_heads"]), head_dim=None)
     if "unet_head_dim" in metadata:
@@ -494,7 +494,7 @@ def _unet_from_metadata(unet: LDMUNetSpec, metadata: Mapping[str, str]) -> LDMUN
 
 
 def _noise_from_metadata(noise: object, metadata: Mapping[str, str]) -> Preserving:
-    """Return the noise process that metadata tell, from the row's, or Stable Diffusion 1's, for what they leave out."""
+    """Return the noise process that metadata give; the row's, or Stable Diffusion 1's, for what they leave out."""
     sd1: Any = FAMILY_ROWS["sd1"].noise
     like = noise if isinstance(noise, Preserving) else sd1
     curve = metadata.get("beta_schedule", like.curve)
@@ -516,7 +516,7 @@ def _noise_from_metadata(noise: object, metadata: Mapping[str, str]) -> Preservi
 
 
 def _flow_from_metadata(flow: Flow, metadata: Mapping[str, str]) -> Flow:
-    """Return the rectified flow that a diffusers folder tells: one shift, or its logarithms at 256 and 4096 tokens."""
+    """Return the rectified flow of a diffusers folder: one shift, or its logarithms at 256 and 4096 tokens."""
     shifts, spacing = json.loads(metadata["flow_shifts"]), flow.spacing.partition(":")[0]
     if len(shifts) == 1:
         spacing = "flow" if spacing == "flow_by_steps" else spacing  # whose shift is by size and steps
@@ -602,7 +602,7 @@ def describe(family: FamilyRow) -> dict[str, str]:
             about[f"{name}_num_heads"] = spec.heads
         if hasattr(spec, "activation"):
             about[f"{name}_activation"] = spec.activation
-        elif getattr(spec, "skip", None) == 0:  # otherwise the number of layers tells
+        elif getattr(spec, "skip", None) == 0:  # otherwise the number of layers shows it
             about[f"{name}_skip"] = 0
     return {key: str(value) for key, value in about.items() if value not in (None, IN_THE_FILE)}
 

@@ -1,4 +1,4 @@
-"""What a family of checkpoints is: its networks, noise process and default settings.  families/ has the rows.
+"""A family of checkpoints: its networks, noise process and default settings.  families/ has the rows.
 
 build() makes the network of a spec, importing its module then.
 """
@@ -31,7 +31,7 @@ else:
     Autoencoder = Any
 Spec = Any  # a frozen dataclass of sizes, of one of these classes
 
-NETWORKS = {  # the class of a spec -> its network's, where that is not called as it is without "Spec", in its module
+NETWORKS = {  # the class of a spec -> its network's, unless that is its name without "Spec", in the same module
     "IFSpec": "ldm_lite.models.unet_if:UNetIF",
     "VAESpec": "ldm_lite.core.vae:AutoencoderKL",
     "VQSpec": "ldm_lite.models.vae_vq:VQModel",
@@ -57,7 +57,7 @@ def build_network(spec: Spec) -> nn.Module:
 
 
 def scale_of(vae: Spec) -> dict[str, Any]:
-    """Return the fields of Family that an autoencoder tells: the latents of TAESD are the network's as they are."""
+    """Return the fields of Family that an autoencoder determines: TAESD's latents are the network's as they are."""
     return {"scale_factor": 1.0, "shift_factor": 0.0} if type(vae).__name__ == "TAESDSpec" else {}
 
 
@@ -120,14 +120,14 @@ class SkipLayers:
 
 
 class Hint(NamedTuple):
-    """A family that weights do not tell from this one: said of a file whose name has a word, or lacks it."""
+    """A family with the same weights' shapes: a message about files whose name has a word, or lacks it."""
 
     word: str
     family: str
     lacks: bool = False
 
     def text(self, title: str) -> str:
-        """What is said of a file that was taken for the family of this title."""
+        """The message about a file that was taken for the family of this title."""
         why = f"lacks {self.word!r}" if self.lacks else f"suggests {self.word.title()}"
         return (
             f"taken for {title}, but its name {why}: weights of {self.family} have the same shapes; "
@@ -136,11 +136,11 @@ class Hint(NamedTuple):
 
 
 class Recipe(NamedTuple):
-    """How networks that were distilled or trained further run, which only the name of a file tells: defaults for it."""
+    """Defaults of networks that were distilled or trained further, which only a file's name shows."""
 
     word: str  # a pattern in the name of a checkpoint, in small letters
-    source: str  # who says so
-    steps: int | None = None  # where the name tells none, as "8steps" does
+    source: str  # the source
+    steps: int | None = None  # unless the name has them, as "8steps" does
     scale: float | None = None
     sampler: str | None = None
     prediction: AnyPrediction | None = None
@@ -159,11 +159,11 @@ class Recipe(NamedTuple):
         return replace(family, **{name: value for name, value in values.items() if value is not None})
 
     def text(self, name: str, family: FamilyRow) -> str:
-        """What is said of a file with such a name, of the family with these defaults."""
+        """The message about a file with such a name, of the family with these defaults."""
         steps = f"{family.steps} step{'s' * (family.steps != 1)} of {family.sampler} at scale {family.scale:g}"
         if self.steps is None:
-            return f"{name}: its name says {family.prediction} prediction, which is taken: `prediction` overrules that"
-        return f"{name}: by its name, as {self.source}: {steps}; `steps`, `sampler` and `scale` overrule that"
+            return f"{name}: its name says {family.prediction} prediction, which is used: `prediction` overrides that"
+        return f"{name}: by its name, as {self.source}: {steps}; `steps`, `sampler` and `scale` override that"
 
 
 def recipe_of(family: FamilyRow, name: str, is_lora: bool = False) -> Recipe | None:
@@ -173,15 +173,15 @@ def recipe_of(family: FamilyRow, name: str, is_lora: bool = False) -> Recipe | N
 
 
 class References(NamedTuple):
-    """How a family takes the images that its network reads beside the noised one."""
+    """How a family takes the images that its network reads besides the noised one."""
 
     fit: Callable[[Any, int], Any]  # (PIL image, multiple of its sides) -> the image of which latents are read
-    sized_by: int = 0  # which one's size is the default of a result
+    sized_by: int = 0  # the index of the image whose size is the default of a result
     most: int | None = None
 
 
 class Folder(NamedTuple):
-    """The configurations of a diffusers folder, which may tell what weights do not."""
+    """The configurations of a diffusers folder, which may say what weights do not show."""
 
     name: str  # of the pipeline's class
     pipeline: Mapping[str, Any]  # model_index.json
@@ -225,12 +225,12 @@ class FamilyRow:
     dtype: str | None = None  # on a GPU, if not float16, which some values exceed
     vae_file: str = "FILE"  # one with the autoencoder, on the hub, for a file that lacks it
     text_files: tuple[str, ...] = ()  # the same with each text encoder
-    scheduler: str | None = None  # in a diffusers folder, which tells it from others with the same networks
-    called: str = ""  # a pattern of what trainers and hubs call it, by which a LoRA's metadata name its base
-    base_version: str = ""  # what kohya's trainer calls it in a LoRA's metadata
+    scheduler: str | None = None  # in a diffusers folder, which distinguishes it from others with the same networks
+    called: str = ""  # a pattern of its names at trainers and hubs, by which a LoRA's metadata name its base
+    base_version: str = ""  # kohya's name for it in a LoRA's metadata
     # A pattern of a key that a network of its keys lacks.
     look_alikes: Mapping[str, str] = field(default_factory=dict, hash=False)
-    of_folder: Callable[[Folder], str | None] | None = None  # the name of the row that a diffusers folder tells
+    of_folder: Callable[[Folder], str | None] | None = None  # the name of the row of a diffusers folder
     hints: tuple[Hint, ...] = ()
     recipes: tuple[Recipe, ...] = ()  # the first whose word a file's name has gives its defaults
     predicts: Callable[[Tensors], tuple[AnyPrediction, str]] | None = None  # by a UNet's weights, with the reason
@@ -240,7 +240,7 @@ class FamilyRow:
 
     @property
     def distilled(self) -> bool:
-        """Whether the network reads the guidance scale, so that there is nothing to guide by."""
+        """Whether the network reads the guidance scale, so that there is no guidance by branches."""
         return self.unet.guidance_dim is not None or bool(getattr(self.unet, "guidance", False))
 
     @property
@@ -250,7 +250,7 @@ class FamilyRow:
 
     @property
     def is_small(self) -> bool:
-        """Whether its images are so small that it makes no other ones."""
+        """Whether its images are so small that other sizes are distorted."""
         return self.resolution < 256
 
     @property

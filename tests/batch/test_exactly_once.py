@@ -171,7 +171,7 @@ def test_processes_share_a_job_or_are_locked_out(
         batch(path, "--shard", "2/2", out="shared", status=2)
         batch(path, "--shard", "1/3", out="shared", status=2)
         errors = capsys.readouterr().err
-        assert errors.count("is writing to it: wait for its end, or share the work") == 3
+        assert errors.count("is writing to it: wait until it ends, or share the work") == 3
         assert "--shard 1/2" in errors
         assert len(batch(path, "--shard", "1/2", out="shared")) == 8
     assert contents(tmp_path / "out") == contents(tmp_path / "shared")

@@ -169,7 +169,7 @@ def test_what_is_wrong_is_one_line(tmp_path: Path) -> None:
     refused("is a folder without weights, expected a checkpoint, or a diffusers folder", tmp_path / "empty")
     refused("holds no unet, only vae", folder, unet=folder / "vae", metadata=about)
     refused("holds no unet, only text_encoder", folder, unet=folder / "text_encoder", metadata=about)
-    refused("holds only unet: name what is missing with `vae=FILE` and `text_encoder=FILE`", unet, metadata=about)
+    refused("holds only unet: give the missing networks with `vae=FILE` and `text_encoder=FILE`", unet, metadata=about)
 
     values = weights_of("lcm.unet")
     for name, changed, message in (
@@ -196,7 +196,7 @@ def test_what_is_wrong_is_one_line(tmp_path: Path) -> None:
         (
             "if",
             {**values, "down_blocks.0.downsamplers.1.conv1.weight": torch.zeros(2, 2)},
-            r"is a UNet in the format of diffusers, of a kind that is not read",
+            r"is an unsupported kind of UNet in diffusers' format",
         ),
     ):
         save_file(changed, tmp_path / f"{name}.safetensors")

@@ -218,7 +218,7 @@ def test_a_lora_that_compiled_code_would_not_see(tmp_path: Path) -> None:
     in_blocks, _ = whole_file(tmp_path / "f", source)
     path = save(tmp_path / "a.safetensors", adapters({"lora_unet_": build_network(family.unet)}, "lora"))
     pipe = ldm_lite.load(in_blocks, lora=[path], compile="step", device="cpu", t5_vocab=SPIECE)
-    with pytest.raises(ValueError, match=r"compiled code does not see .* name the LoRA when that is loaded"):
+    with pytest.raises(ValueError, match=r"compiled code does not see .* give the LoRA when loading"):
         pipe.lora(path)
     with pytest.raises(ValueError, match="cannot have LoRAs on the weights of a GGUF file: leave out `lora`"):
         aot.export(pipe.unet, [()], tmp_path / "a.pt2")
@@ -420,7 +420,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "alignment": (struct.pack("<IQQ", 3, 0, 1) + pair("general.alignment", 3), "expected a power of 2"),
     "format": (
         struct.pack("<IQQ", 3, 1, 0) + text("a") + struct.pack("<IQIQ", 1, 32, 99, 0),
-        "the format 99, which is not read",
+        "the format 99, which is not supported",
     ),
     "known format": (struct.pack("<IQQ", 3, 1, 0) + text("a") + struct.pack("<IQIQ", 1, 32, 18, 0), "format IQ3_XXS"),
     "dimensions": (struct.pack("<IQQ", 3, 1, 0) + text("a") + struct.pack("<I", 2**30), "dimensions"),

@@ -119,7 +119,7 @@ def test_bare_files_and_other_files_networks(tmp_path: Path, small_path: Path, r
         reference,
     )
     with pytest.raises(
-        ValueError, match="holds only unet: name what is missing with `vae=FILE` and `text_encoder=FILE`"
+        ValueError, match="holds only unet: give the missing networks with `vae=FILE` and `text_encoder=FILE`"
     ):
         ldm_lite.load(tmp_path / "unet", device="cpu")
     with pytest.raises(ValueError, match="holds no vae, only unet"):

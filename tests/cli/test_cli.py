@@ -116,8 +116,8 @@ def test_an_unknown_flag_names_the_nearest(flag: str, wanted: str, capsys: pytes
     [
         (["--steps", "x"], "got --steps 'x', expected a whole number"),
         (["--scale={0}"], "got --scale '{0}', expected a number"),
-        (["--steps"], "--steps has no value behind it: give one"),
-        (["--skip-save=1"], "--skip-save takes no value: leave out what is behind it"),
+        (["--steps"], "--steps has no value: give one"),
+        (["--skip-save=1"], "--skip-save takes no value: leave out what follows it"),
         (["--ema", "maybe"], "got --ema 'maybe', expected one of auto, yes, no, original"),
         (["--precision", "half"], "--precision is full or autocast"),
         (["--C", "four"], "got --C 'four', expected a whole number"),
@@ -246,14 +246,14 @@ def test_texts_of_options_are_limited(group: type[CheckedOptions]) -> None:
 
 def test_errors_and_log_records_of_a_command_name_flags(capsys: pytest.CaptureFixture[str]) -> None:
     def body() -> None:
-        logging.getLogger("ldm_lite").info("loaded; `prediction` overrules that")
+        logging.getLogger("ldm_lite").info("loaded; `prediction` overrides that")
         logging.getLogger("ldm_lite").warning("add `metadata=family=%s`", "sd1")
         logging.getLogger("ldm_lite").warning("add `metadata=family=%s`", "sd1")
         raise ValueError("no mask: give one with `mask=FILE`, or `extend=left=128`")
 
     assert console.run(body) == 2
     assert capsys.readouterr().err.splitlines() == [
-        "loaded; --prediction overrules that",
+        "loaded; --prediction overrides that",
         "warning: add --metadata family=sd1",
         "error: no mask: give one with --mask FILE, or --extend left=128",
     ]

@@ -237,7 +237,7 @@ def test_files_that_are_damaged_or_of_another_kind_are_named(pipe: Pipeline, fol
         return {key: value for key, value in whole.items() if part not in key}
 
     refused(pipe, folder, without("mid_block.resnets.1.conv2"), r"the control does not fit: 2 tensors missing")
-    refused(pipe, folder, without("down_blocks.1.resnets.0"), "is a UNet in the format of diffusers, of a kind that")
+    refused(pipe, folder, without("down_blocks.1.resnets.0"), "is an unsupported kind of UNet in diffusers' format")
     for part, missing in (("time_emb_proj", "input_blocks.1.0.emb_layers.1.weight"), ("down_blocks.0.res", "")):
         refused(pipe, folder, without(part), f"a tensor that every such network has is missing: {missing}")
     six = {**whole, "controlnet_cond_embedding.conv_in.weight": torch.zeros(16, 6, 3, 3)}
@@ -251,7 +251,7 @@ def test_files_that_are_damaged_or_of_another_kind_are_named(pipe: Pipeline, fol
     for key, message in (
         ("control_model.enc_zero_convs_out.0.0.weight", "is a ControlNet-XS"),
         ("ip_adapter.0.to_q_lora.down.weight", "is an IP-Adapter FaceID"),
-        ("image_proj.proj.weight", "is an IP-Adapter that is not read"),
+        ("image_proj.proj.weight", "is an unsupported kind of IP-Adapter"),
         ("lllite_unet_input_blocks_4_1_transformer_blocks_0_attn1_to_k.down.0.weight", "is a ControlNet-LLLite"),
         ("controlnet_blocks.0.weight", "is a ControlNet for a diffusion transformer"),
         ("controlnet_cond_embedding.conv_in.weight", "is a ControlNet in the format of diffusers, of a kind"),

@@ -226,7 +226,7 @@ def test_norms_have_the_originals_eps() -> None:
 
 def test_heads_are_required_since_weights_do_not_tell_them() -> None:
     for network, spec in ((UNet, UNET), (CLIPTextEncoder, CLIP)):
-        with pytest.raises(ValueError, match=r"do not tell its heads: give replace\(spec, heads=\.\.\.\)"):
+        with pytest.raises(ValueError, match=r"do not show its heads: give replace\(spec, heads=\.\.\.\)"):
             network(replace(spec, heads=None))  # type: ignore[type-var]
 
 

@@ -237,7 +237,7 @@ def test_a_folder_of_diffusers_is_the_same(pipe: Pipeline, tmp_path: Path, caplo
     assert np.array_equal(pixels(loaded.txt2img("a cat", **SIZE)), pixels(pipe.txt2img("a cat", **SIZE)))
     index = folder / "model_index.json"
     index.write_text(index.read_text().replace("QwenImagePipeline", "QwenImageLayeredPipeline"))
-    with pytest.raises(ValueError, match="is of QwenImageLayeredPipeline, which is not here: use Qwen-Image"):
+    with pytest.raises(ValueError, match="is of QwenImageLayeredPipeline, which is not supported: use Qwen-Image"):
         ldm_lite.load(folder, device="cpu")
 
 
@@ -273,7 +273,7 @@ def test_what_does_not_fit_is_named(files: dict[str, Any], tmp_path: Path) -> No
     narrow["conv2.weight"] = vae["conv2.weight"][:8, :8]
     narrow["decoder.conv1.weight"] = vae["decoder.conv1.weight"][:, :8]
     for changes, message in (
-        ({"ckpt": save(tmp_path / "layered.safetensors", layered)}, "Qwen-Image-Layered, which is not read"),
+        ({"ckpt": save(tmp_path / "layered.safetensors", layered)}, "Qwen-Image-Layered, which is not supported"),
         (
             {"text_encoder": ()},
             "reads text with Qwen2.5-VL 7B: name the file of Qwen2.5-VL 7B with `text_encoder=FILE`",

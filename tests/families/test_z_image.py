@@ -180,7 +180,7 @@ def test_negative_prompts_count_if_there_is_guidance(pipe: Pipeline, caplog: pyt
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"prompt": "a (cat)", "prompt_syntax": "a1111"}, "no weights: got 'cat' with the weight 1.1"),
+        ({"prompt": "a (cat)", "prompt_syntax": "a1111"}, "cannot weight parts: got 'cat' with the weight 1.1"),
         ({"clip_skip": 2}, "has no CLIP"),
         ({"height": 40}, "multiples of 16"),
         ({"sampler": "plms"}, "PLMS is not defined for rectified flow"),

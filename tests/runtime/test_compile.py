@@ -495,7 +495,7 @@ def test_break_even_is_reported(tiny: nn.Module, caplog: pytest.LogCaptureFixtur
     with caplog.at_level(logging.INFO, "ldm_lite"):
         CompiledStep("step", tiny, "eager")(tiny, *arguments(0, 2, 8, 8))
     assert "compiled in " in caplog.text
-    assert tiers._verdict(60, 0.020, 0.012).endswith("12.0 ms in place of 20.0 ms, which pays from 7,500 steps on")
+    assert tiers._verdict(60, 0.020, 0.012).endswith("12.0 ms in place of 20.0 ms, which pays off from 7,500 steps on")
     assert "does not pay" in tiers._verdict(60, 0.020, 0.021)
 
 

@@ -181,7 +181,7 @@ def test_networks_alone(small_path: Path) -> None:
     stored = ldm_lite.load(small_path, device="cpu", storage="int8")
     for carry in CARRIERS.values():
         with (
-            pytest.raises(RuntimeError, match="no scales of its weights in 8 bits: copy the pipeline"),
+            pytest.raises(RuntimeError, match="lacks the scales of its 8-bit weights: copy the pipeline"),
             torch.no_grad(),
         ):
             carry(stored.unet)(x, t, context)

@@ -215,7 +215,7 @@ def test_the_clients_with_rectified_flow(flow_path: Path, small_path: Path, tmp_
         assert again.image.size == (48, 32)
         status, message = server.refused(TXT2IMG, {**asked, "prompt": "a (cat:1.2)"})
         assert status == 422
-        assert "has no weights: got 'cat' with the weight 1.2" in message
+        assert "cannot weight parts: got 'cat' with the weight 1.2" in message
         assert server.ask(TXT2IMG, {**asked, "override_settings": {"sd_model_checkpoint": "other"}})[0] == 200
         assert server.ask(TXT2IMG, asked)[0] == 200
         assert server.engine.totals["swaps"] == 2

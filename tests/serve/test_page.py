@@ -363,7 +363,7 @@ def test_inpaint_repaints_what_was_painted(visit: Open, tmp_path: Path) -> None:
     choose_task(page, "inpaint")
     drop(page, ".drop[data-name=init_img]", picture(tmp_path))
     page.wait_for_selector(".drop.full canvas")
-    assert make(page) == "give a mask: paint over what is to be repainted"
+    assert make(page) == "give a mask: paint over what to repaint"
     assert page.text_content("#e-mask") != ""
     paint(page)
     make(page)

@@ -310,7 +310,7 @@ def test_a_thread_is_its_clients_until_it_ends(running: Running, monkeypatch: py
 
 
 def test_what_nobody_waits_for_any_more_is_not_read(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A flood of requests that were given up at once was read, and kept everybody else waiting."""
+    """A flood of requests that were cancelled at once was read, and kept everybody else waiting."""
     read, go, first = list[int](), threading.Event(), threading.Event()
 
     def submit(*args: Any) -> Any:

@@ -247,7 +247,7 @@ def test_limits_of_a_request(library: Any, wrong: dict[str, Any], message: str) 
 def test_the_queue_has_a_limit(library: Any) -> None:
     engine = engine_of(library, max_queue=5)
     submit(engine, "txt2img", options(batch_size=4))
-    with pytest.raises(Full, match="the queue is full: 1 requests wait, at most 5 images may"):
+    with pytest.raises(Full, match="the queue is full: 1 requests are waiting, at most 5 images may"):
         submit(engine, "txt2img", options(batch_size=2))
     assert submit(engine, "txt2img", options()).position == 4
 

@@ -90,7 +90,7 @@ def test_a_second_pass_is_that_of_python(
     ("asked", "message"),
     [
         ({"hr_upscaler": "R-ESRGAN 4x+"}, "unknown hr_upscaler 'R-ESRGAN 4x+': expected one of Latent"),
-        ({"hr_resize_x": 64, "hr_resize_y": 48}, "64x48, have not the shape of 32x32: give only one"),
+        ({"hr_resize_x": 64, "hr_resize_y": 48}, "64x48, do not have the shape of 32x32: give only one"),
         ({"hr_scale": 8}, "got 256 x 256 pixels, expected at most 16384"),
         ({"hr_second_pass_steps": 21}, "got steps of a later pass: 21, expected at most 20"),
         ({"hr_checkpoint_name": "another"}, "hr_checkpoint_name is not supported"),

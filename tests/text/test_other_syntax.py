@@ -13,7 +13,7 @@ AND, BREAK = "`prompt_syntax=a1111` reads prompts joined by AND", "`prompt_synta
 CHOICE, LINES = "`dynamic=random` chooses one of them", "`wildcards=DIR` has its lines"
 LORA, NAME = "leave it out, and give `lora=FILE:WEIGHT`", "give `embedding=FILE`, and write its name alone"
 COMPEL = "compel's weights are (cat:1.3) with `prompt_syntax=a1111`"
-BESIDE = "options stand beside the prompt: `width`, `height`, `seed`, `negative_prompt`"
+BESIDE = "options are given beside the prompt: `width`, `height`, `seed`, `negative_prompt`"
 FOREIGN = [
     ("(a cat:1.5) on a mat", "(a cat:1.5)", WEIGHTS),
     ("photo, (best quality:1.2), (8k:.9)", "(best quality:1.2)", WEIGHTS),
@@ -65,7 +65,7 @@ def test_what_is_read_is_not_named() -> None:
     for prompt, _, advice in FOREIGN:
         assert (list(signs_in(prompt, "a1111")) == []) == (advice in (WEIGHTS, CHANGES, AND, BREAK))
     [line] = signs_in("(a cat:1.5)", has_weights=False)
-    assert line == "(a cat:1.5) in the prompt is read as words: this model's text encoder has no weights"
+    assert line == "(a cat:1.5) in the prompt is read as words: this model's text encoder cannot weight parts"
 
 
 def test_a_long_prompt_is_quoted_in_part() -> None:

@@ -530,7 +530,7 @@ def test_what_is_broken_is_left_out_of_a_run(
     caplog.clear()
     again = options(data, out, steps=2, sample_every=0, resume=True, **more)
     train(again, load_options(small_path))
-    assert "images are left out, such as: " in caplog.text, "a resumed run says it too, and reads none again"
+    assert "images are left out, for example: " in caplog.text, "a resumed run says it too, and reads none again"
     assert "warning: left out" not in caplog.text
 
 
@@ -571,5 +571,5 @@ def test_too_many_broken_images_end_a_run(tmp_path: Path, folder: Path, small_pa
     for i in range(6, 12):
         (data / f"{i}.png").write_bytes(b"")
         (data / f"{i}.txt").write_text("a")
-    with pytest.raises(ValueError, match=r"12 images are broken, which is too many, such as .*\.png: is "):
+    with pytest.raises(ValueError, match=r"12 images are broken, which is too many, for example .*\.png: is "):
         train(options(data, tmp_path / "run", steps=1, lora_rank=1), load_options(small_path))

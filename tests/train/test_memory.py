@@ -114,7 +114,7 @@ def test_samples_that_cannot_be_drawn_do_not_end_the_run(
     arguments = {"lora_rank": 2, "steps": 2, "save_every": 1}
     train(options(folder, tmp_path / "run", **arguments), load_options(small_path))
     assert len(drawn) == 2
-    assert "step 2 has no samples (CUDA out of memory.): the run goes on; `sample_every=0` draws none" in caplog.text
+    assert "step 2 has no samples (CUDA out of memory.): the run continues; `sample_every=0` skips them" in caplog.text
     assert not list(tmp_path.rglob("samples*"))
     assert (tmp_path / "run" / "lora.safetensors").is_file()
     monkeypatch.undo()

@@ -190,13 +190,13 @@ def test_what_a_unet_lacks_is_named_with_its_file(name: str, autoencoder: str, t
         (family.specs.keys() - {"vae"}, files[:1]),
     ):
         named = " and ".join(missing) + (" fit" if len(missing) > 1 else " fits")
-        with pytest.raises(ValueError, match=rf"name what is missing with .*: {named}$"):
+        with pytest.raises(ValueError, match=rf"give the missing networks with .*: {named}$"):
             check_complete(has, family.specs, family)
 
 
 def test_a_file_that_nobody_has_is_not_named() -> None:
     family = FAMILY_ROWS["ldm_text2img_large"]
-    with pytest.raises(ValueError, match=r"name what is missing with `vae=FILE` and `text_encoder=FILE`$"):
+    with pytest.raises(ValueError, match=r"give the missing networks with `vae=FILE` and `text_encoder=FILE`$"):
         check_complete({"unet"}, family.specs, family)
 
 
@@ -312,15 +312,15 @@ LOOK_ALIKES: dict[str, tuple[dict[str, tuple[int, ...]], str]] = {
         "Qwen-Image-Layered",
     ),
     "redux": ({"redux_up.weight": (12288, 1152), "redux_down.weight": (4096, 12288)}, "is FLUX.1 Redux, to be used"),
-    "hunyuan": ({"double_blocks.0.img_attn_qkv.weight": (9216, 3072)}, "another diffusion transformer"),
-    "pixart": ({"transformer_blocks.0.attn1.to_q.weight": (1152, 1152)}, "another diffusion transformer"),
-    "lumina": ({"cap_embedder.1.weight": (2304, 2304), "layers.0.x": (1,)}, "Lumina, which is not read"),
+    "hunyuan": ({"double_blocks.0.img_attn_qkv.weight": (9216, 3072)}, "a diffusion transformer that"),
+    "pixart": ({"transformer_blocks.0.attn1.to_q.weight": (1152, 1152)}, "a diffusion transformer that"),
+    "lumina": ({"cap_embedder.1.weight": (2304, 2304), "layers.0.x": (1,)}, r"Lumina \(not supported\)"),
     "z-image omni": ({"siglip_embedder.0.weight": (1152,), "cap_pad_token": (1, 3840)}, "Z-Image Omni or Edit"),
     "animatediff": ({"down_blocks.0.motion_modules.0.temporal_transformer.norm.weight": (320,)}, "AnimateDiff"),
     "lora": ({"lora_unet_mid_block_attentions_0_proj_in.lora_down.weight": (4, 1280)}, "a LoRA"),
     "loha": ({"lora_unet_mid_block_attentions_0_proj_in.hada_w1_a": (1280, 4)}, "a LyCORIS adapter"),
     "inversion": ({"emb_params": (3, 768)}, "a textual inversion embedding"),
-    "diffusers": ({"down_blocks.0.resnets.0.conv1.weight": (320, 320, 3, 3)}, "a UNet in the format of diffusers"),
+    "diffusers": ({"down_blocks.0.resnets.0.conv1.weight": (320, 320, 3, 3)}, "an unsupported kind of UNet"),
     "gumbel": (under("", "vae_kl_f8_sd") | {"quantize.embed.weight": (8192, 256)}, "a Gumbel VQ autoencoder"),
     "unknown": ({"layers.0.weight": (3, 3)}, "holds no known UNet"),
     "another UNet": (

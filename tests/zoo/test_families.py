@@ -240,7 +240,9 @@ def test_turbo_is_detected_by_layout_or_two_signs(caplog: pytest.LogCaptureFixtu
         assert detect_family(shapes, ancestral | sign, sgm=True) == FAMILY_ROWS["sdxl_turbo"]
         family = detect_family(shapes, ancestral | sign | {"family": "sdxl_base"}, sgm=True)
         assert replace(family, resolution=1024) == SDXL
-    assert "taken for SDXL-Turbo by its scheduler and its size: else add `metadata=family=sdxl_base`" in caplog.text
+    assert (
+        "taken for SDXL-Turbo by its scheduler and its size; otherwise add `metadata=family=sdxl_base`" in caplog.text
+    )
     for sign in (ancestral, small, named, euler | named):  # Euler: as of SDXL-Lightning
         assert replace(detect_family(shapes, sign, sgm=True), resolution=1024) == SDXL
     assert detect_family(shapes, {"scheduler": "EulerAncestralDiscreteScheduler, leading"} | named, sgm=True) == SDXL

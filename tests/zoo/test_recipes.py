@@ -69,7 +69,7 @@ def test_a_distilled_file_runs_as_its_makers_say(
             [line] = caplog.messages
             assert line.startswith(f"{name}: by its name, as ")
             assert f"{expected[0]} step" in line
-            assert line.endswith("`steps`, `sampler` and `scale` overrule that")
+            assert line.endswith("`steps`, `sampler` and `scale` override that")
 
 
 def test_words_that_look_alike_change_nothing(caplog: pytest.LogCaptureFixture) -> None:
@@ -103,7 +103,7 @@ def test_what_is_told_comes_first(caplog: pytest.LogCaptureFixture) -> None:
     assert settings(family) == (4, 1, FAMILY_ROWS["sdxl_base"].sampler)  # that of a folder's scheduler
     v_pred = [("noobaiXL_vPred10.safetensors", False)]
     assert with_recipe(FAMILY_ROWS["sdxl_base"], v_pred, ()).prediction == "v"
-    assert "its name says v prediction, which is taken: `prediction` overrules that" in caplog.text
+    assert "its name says v prediction, which is used: `prediction` overrides that" in caplog.text
     for told in ({"prediction"}, {"modelspec.prediction_type"}):
         assert with_recipe(FAMILY_ROWS["sdxl_base"], v_pred, told).prediction == "eps"
     v = replace(FAMILY_ROWS["sdxl_base"], prediction="v")

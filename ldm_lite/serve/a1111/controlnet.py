@@ -77,7 +77,7 @@ def controls(
     init: Image.Image | None,
     init_mask: Image.Image | None,
 ) -> tuple[Control, ...]:
-    """The ControlNets of a request; one without an image of its own follows the request's.  Raises ValueError.
+    """The ControlNets of a request; one without an image follows the request's.  Raises ValueError.
 
     size: width and height that the request names.
     """
@@ -113,7 +113,7 @@ def controls(
 
 
 def _detected(engine: Engine, asked: DetectRequest) -> list[str]:
-    """What a ControlNet sees of images.  Raises ValueError."""
+    """Images as a ControlNet sees them.  Raises ValueError."""
     way = _preprocess(asked.controlnet_module, asked.controlnet_threshold_a, asked.controlnet_threshold_b)
     pictures = asked.controlnet_input_images or asked.controlnet_images
     if not 1 <= len(pictures) <= engine.limits.max_images:
@@ -134,7 +134,7 @@ def router(engine: Engine) -> APIRouter:
 
     @routes.get("/version")
     def version() -> dict[str, Any]:
-        """Whose names and defaults these are."""
+        """The version of the extension whose names and defaults these are."""
         return {"version": 3}
 
     @routes.get("/settings")
@@ -152,7 +152,7 @@ def router(engine: Engine) -> APIRouter:
 
     @routes.get("/control_types")
     def control_types() -> dict[str, Any]:
-        """The modules and ControlNets that go together, as their names tell."""
+        """The modules and ControlNets that go together, by their names."""
         types, names = dict[str, Any](), titles()
         for kind, modules in CONTROL_TYPES.items():
             models = [name for name in names if kind == "All" or kind.lower() in name.lower()]
@@ -162,14 +162,14 @@ def router(engine: Engine) -> APIRouter:
 
     @routes.get("/module_list")
     def module_list() -> dict[str, Any]:
-        """What makes a ControlNet's image."""
+        """The modules, which make a ControlNet's image."""
         sliders = [{"name": name, "value": THRESHOLDS[name], "min": 0, "max": 1020} for name in THRESHOLDS]
         details = {name: {"model_free": False, "sliders": sliders if name == "canny" else []} for name in MODULES}
         return {"module_list": list(MODULES), "module_detail": details}
 
     @routes.post("/detect", openapi_extra=DetectRequest.docs())
     async def detect(request: Request) -> dict[str, Any]:
-        """What a ControlNet sees of images."""
+        """Images as a ControlNet sees them."""
         asked = await read_json(request, DetectRequest)
         return {"images": await reading(request, _detected, engine, asked), "info": "Success"}
 

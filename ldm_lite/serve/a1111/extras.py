@@ -48,7 +48,7 @@ class SeveralRequest(ExtrasRequest):
 def submit(engine: Engine, asked: ExtrasRequest, pictures: list[str]) -> tuple[Ticket, list[str | None]]:
     """Queue pictures in base64 to be enlarged; also return their texts.
 
-    Raises ValueError, and Refused for what restores faces.
+    Raises ValueError, and Refused for restoring faces.
     """
     for name in FACES:
         if (asked.model_extra or {}).get(name):

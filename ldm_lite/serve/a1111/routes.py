@@ -1,4 +1,4 @@
-"""The routes of AUTOMATIC1111's API, and its answers.  Settings, progress and interrupt are each client's own."""
+"""The routes of AUTOMATIC1111's API, and its answers.  Each client has its own settings, progress and interrupt."""
 
 import contextlib
 import json
@@ -43,7 +43,7 @@ EMPTY = (
     "prompt-styles",
     "script-info",
 )
-NOT_HERE: dict[str, object] = {  # what A1111 tells of an image that is made without it
+NOT_HERE: dict[str, object] = {  # what A1111 says about an image made without it
     "restore_faces": False,
     "face_restoration_model": None,
     "sd_vae_name": None,
@@ -58,7 +58,7 @@ MOST_CLIENTS = 1000  # whose settings are kept
 
 
 class Interface:
-    """What A1111's clients have on the server, each its own: settings, and requests that run."""
+    """What the server keeps for each of A1111's clients: settings, and running requests."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -143,7 +143,7 @@ def router(engine: Engine) -> APIRouter:
     @routes.post("/interrupt")
     @routes.post("/skip")
     def interrupt() -> dict[str, Any]:
-        """Stop the client's oldest request after its step; its answer holds what is there."""
+        """Stop the client's oldest request after its step; its answer holds the images so far."""
         for ticket in state.running[:1]:
             ticket.interrupt()
         return {}
@@ -182,7 +182,7 @@ def router(engine: Engine) -> APIRouter:
 
     @routes.post("/interrogate", openapi_extra=PictureRequest.docs())
     async def interrogate(request: Request) -> None:
-        """Captions need a model that is not here."""
+        """Refuse: captions need a model that ldm_lite does not have."""
         raise Refused(501, "captions of images (interrogate) are not supported: there is no model for them here")
 
     @routes.get("/memory")
@@ -228,7 +228,7 @@ def router(engine: Engine) -> APIRouter:
             for name in ("None", *PIXEL_UPSCALERS, *library.files("upscalers"))
         ],
         "latent-upscale-modes": lambda: [{"name": name} for name in LATENT_UPSCALERS],
-        # of these there is none here, but clients ask for them when they start
+        # empty here, but clients ask for them when they start
         "scripts": lambda: {"txt2img": [], "img2img": []},
         "extensions": lambda: [controlnet.EXTENSION],
         "embeddings": lambda: {"loaded": embeddings(), "skipped": {}},
@@ -284,7 +284,7 @@ def _timestamp(ticket: Ticket) -> str:
 
 
 def _info(state: Interface, ticket: Ticket, sent: dict[str, Any]) -> dict[str, Any]:
-    """What A1111 tells of images: all fields of its Processed.js."""
+    """What A1111 says about images: all fields of its Processed.js."""
     results, options, model = ticket.results, ticket.options, ticket.model or ""
     width, height = results[0].image.size
     settings = results[0].settings

@@ -32,8 +32,8 @@ LATENT_UPSCALERS = [  # of latents
     for name in row.metadata["choices"]
     if name not in PIXEL_UPSCALERS
 ]
-VERSION = {"Version": "v1.10.0"}  # whose names and defaults these are
-NEUTRAL: dict[str, tuple[object, ...]] = {  # field that would change the image -> values at which it does nothing
+VERSION = {"Version": "v1.10.0"}  # the version whose names and defaults these are
+NEUTRAL: dict[str, tuple[object, ...]] = {  # field that would change the image -> values with which it does nothing
     "enable_hr": (False,),  # of img2img
     "hr_checkpoint_name": ("Use same checkpoint", "", "None"),
     "hr_additional_modules": ([], ["Use same choices"]),
@@ -100,7 +100,7 @@ _LORA = re.compile(r"<(?:lora|lyco):([^<>:]{1,200}+):?+([^<>]{0,400}+)>")
 
 
 class NullableFields(Body):
-    """A field that is null is as good as missing."""
+    """A null field counts as missing."""
 
     @model_validator(mode="before")
     @classmethod
@@ -134,12 +134,12 @@ class WebuiSettings(NullableFields):
 
     @property
     def changed(self) -> dict[str, Any]:
-        """Those that have an effect and are given."""
+        """The settings that have an effect and are given."""
         return self.model_dump(include=self.model_fields_set & {*WebuiSettings.model_fields})
 
 
 class ImagesRequest(NullableFields):
-    """What both tasks have; the defaults are the model's own."""
+    """The fields of both tasks; the defaults are the model's own."""
 
     prompt: str = ""
     negative_prompt: str = ""
@@ -149,7 +149,7 @@ class ImagesRequest(NullableFields):
     scheduler: str | None = None
     steps: int | None = None
     cfg_scale: float | None = None
-    distilled_cfg_scale: float | None = Field(None, description="Forge's: the scale that networks as FLUX.1's read")
+    distilled_cfg_scale: float | None = Field(None, description="Forge's: the scale that networks like FLUX.1's read")
     width: int | None = None
     height: int | None = None
     batch_size: int = Field(1, ge=1)
@@ -180,7 +180,7 @@ class Txt2imgRequest(ImagesRequest):
 
 
 class Img2imgRequest(ImagesRequest):
-    """What to start from."""
+    """The image to start from."""
 
     init_images: list[str] = Field([], description="one image in base64")
     mask: str | None = Field(None, description="white is repainted")
@@ -206,7 +206,7 @@ def _ignored(asked: Body, neutral: Mapping[str, tuple[object, ...]]) -> list[str
 
 
 def submit(engine: Engine, kept: WebuiSettings, asked: ImagesRequest) -> tuple[Ticket, list[str]]:
-    """Queue a request of a client that has kept settings; also return what of it is ignored.
+    """Queue a request of a client with stored settings; also return what is ignored.
 
     Raises ValueError, and Refused for a field that would change the image and is not ours.
     """
@@ -268,7 +268,7 @@ def submit(engine: Engine, kept: WebuiSettings, asked: ImagesRequest) -> tuple[T
 
 
 def _neutral(asked: ImagesRequest, reads_scale: bool) -> dict[str, tuple[object, ...]]:
-    """NEUTRAL for a request: without a second pass its fields mean nothing; with one it has the first one's scale."""
+    """NEUTRAL for a request: without a second pass, its fields mean nothing; with one, its scale is the first's."""
     if not getattr(asked, "enable_hr", False):
         return {name: values for name, values in NEUTRAL.items() if not name.startswith("hr_")}
     distilled = 3.5 if asked.distilled_cfg_scale is None else asked.distilled_cfg_scale
@@ -332,7 +332,7 @@ def _second_pass(asked: Txt2imgRequest, library: Library) -> dict[str, Any]:
     wanted = [(asked.hr_resize_x, width), (asked.hr_resize_y, height)]
     if ratios := [resized / side for resized, side in wanted if resized]:
         if max(ratios) - min(ratios) > 1e-6:
-            size = f"{asked.hr_resize_x}x{asked.hr_resize_y}, have not the shape of {width}x{height}"
+            size = f"{asked.hr_resize_x}x{asked.hr_resize_y}, do not have the shape of {width}x{height}"
             raise ValueError(f"hr_resize_x and hr_resize_y, {size}: give only one")
         times = ratios[0] * (1 + 1e-12)  # a product with the side is rounded down
     options: dict[str, Any] = {"hires": times, "hires_strength": 0.75 if strength is None else strength}
