@@ -17,6 +17,7 @@ from torch import Tensor
 from ldm_lite.checkpoint.model import CheckpointModel
 from ldm_lite.cli.task_options import ConditioningOptions
 from ldm_lite.core.denoise import Conditioning as Parts
+from ldm_lite.core.denoise import to_device
 from ldm_lite.core.files import imported
 from ldm_lite.core.words import unknown_words
 from ldm_lite.diffusion.guidance import Guidance, classifier_free
@@ -185,7 +186,7 @@ def hidden(
     BERT is read the same way.  None is an empty prompt.
     """
     parts = chunks(tokenizer, [prompt or "" for prompt in prompts], options.syntax, options.num_chunks)
-    ids, pooled = parts.ids.to(model.device), None
+    ids, pooled = to_device(parts.ids, model.device), None
     settings = (
         () if isinstance(encoder, BERTTextEncoder) else (options.clip_skip, model.learned.get(encoder.spec.width))
     )

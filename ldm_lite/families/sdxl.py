@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ldm_lite.checkpoint.model import CheckpointModel
 from ldm_lite.conditioning.prompts import Conditioner, PromptOptions, Prompts, hidden, image_size
-from ldm_lite.core.denoise import Conditioning
+from ldm_lite.core.denoise import Conditioning, to_device
 from ldm_lite.core.layers import sinusoids
 from ldm_lite.families.sd1 import CLIP_L_FILE, RECIPES, SD1
 from ldm_lite.models.clip import CLIP_L
@@ -131,7 +131,7 @@ def _cut(model: CheckpointModel, options: PromptOptions) -> tuple[int, int, int,
 
 def with_numbers(pooled: Tensor, numbers: Tensor) -> Tensor:
     """Append the sinusoids of N numbers, (N,) or (B,N), 256 each, to pooled outputs (B,D): y (B, D + 256 * N)."""
-    embedded = sinusoids(numbers.flatten().to(pooled.device), 256).view(*numbers.shape[:-1], -1)
+    embedded = sinusoids(to_device(numbers.flatten(), pooled.device), 256).view(*numbers.shape[:-1], -1)
     return torch.cat([pooled, embedded.to(pooled.dtype).expand(len(pooled), -1)], dim=1)
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ldm_lite import Pipeline
+from ldm_lite.core.denoise import to_device
 from ldm_lite.models.clip import num_known
 from ldm_lite.models.controlnet import ControlNet
 from ldm_lite.models.open_clip import OpenCLIPTextSpec
@@ -225,7 +226,7 @@ class LoRA(nn.Module):
     def at_step(self, draws: Draws) -> None:
         """Let dropout depend on these examples of a run only, however they are divided into batches."""
         if self.dropout:
-            keys = draws.keys("dropout").to(next(self.parameters()).device)
+            keys = to_device(draws.keys("dropout"), next(self.parameters()).device)
             for name, change in self.named_children():
                 change.keys = keys + seed_of(draws.seed, name)
 

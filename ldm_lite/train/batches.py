@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.utils import data as torch_data
 
 from ldm_lite.cli.signals import ignore_signals, uninterrupted
+from ldm_lite.core.denoise import to_device
 from ldm_lite.train.data import Buckets, Dataset, Example
 
 log = logging.getLogger("ldm_lite")
@@ -83,7 +84,7 @@ class Draws:
 
     def normal(self, purpose: str, shape: Sequence[int] = (), device: torch.device | str = "cpu") -> Tensor:
         """Return normal numbers (B,*shape) float32 on a device.  Box and Muller 1958."""
-        bits = bits_of(self.keys(purpose).to(device), math.prod(shape))
+        bits = bits_of(to_device(self.keys(purpose), torch.device(device)), math.prod(shape))
         radius = (-2 * fraction(bits >> 32).log()).sqrt()
         return (radius * (2 * math.pi * fraction(bits)).cos()).view(-1, *shape)
 

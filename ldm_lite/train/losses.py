@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from ldm_lite import Pipeline
+from ldm_lite.core.denoise import to_device
 from ldm_lite.core.vae import AutoencoderKL
 from ldm_lite.models.controlnet import ControlNet
 from ldm_lite.networks import blocks, encode_captions, network_inputs
@@ -200,11 +201,11 @@ class DiffusionLoss:
             else:
                 levels = [sized.at_noise(float(s)) for s in shift * places / (1 + (shift - 1) * places)]
             times = torch.tensor([[level.t, 1 - level.s, level.s] for level in levels], dtype=torch.float32)
-            t, a, s = times.to(self._device).unbind(1)
+            t, a, s = to_device(times, self._device).unbind(1)
         else:
             first, num = round(low * len(self._a)), round((high - low) * len(self._a))
             t = draws.integers("timesteps", num) if quantiles is None else (quantiles * num).long().clamp(max=num - 1)
-            t = (first + t).to(self._device)
+            t = to_device(first + t, self._device)
             a, s = self._a[t], self._s[t]
         snr, a, s = (a / s).square(), a[:, None, None, None], s[:, None, None, None]
         targets = {"eps": lambda: noise, "v": lambda: a * noise - s * x0, "x0": lambda: x0}
@@ -213,12 +214,12 @@ class DiffusionLoss:
 
     def _run(self, model: Pipeline, noised: Noised, text: Mapping[str, Tensor], hint: Tensor | None) -> Tensor:
         """Return the network's prediction."""
-        inputs: dict[str, Any] = {name: value.to(self._device) for name, value in text.items()}
+        inputs: dict[str, Any] = {name: to_device(value, self._device) for name, value in text.items()}
         if "context" in inputs:
             inputs["context"] = inputs["context"].to(model.dtype)
         if self.control is not None:
             assert hint is not None
-            embedded = self.control.embed_hint(hint.to(self._device).float() / 255)
+            embedded = self.control.embed_hint(to_device(hint, self._device).float() / 255)
             inputs["residuals"] = self.control(noised.x, noised.t, inputs["context"], embedded, inputs.get("y"))
         return model.unet(noised.x.to(model.dtype), noised.t, **inputs)
 
@@ -227,7 +228,7 @@ class DiffusionLoss:
         squares = (out.to(torch.promote_types(out.dtype, torch.float32)) - target).square()
         if mask is not None:
             squares = squares * F.adaptive_avg_pool2d(
-                mask.to(self._device).float() / 255, (squares.shape[2], squares.shape[3])
+                to_device(mask, self._device).float() / 255, (squares.shape[2], squares.shape[3])
             )
         return squares.mean(dim=(1, 2, 3))
 
@@ -294,11 +295,10 @@ def read(
     With `empty`, the embeddings of no caption, the batch brings its own embeddings.  A network that reads the guidance
     scale is given 1, as kohya does.
     """
-    device = model.device
     if empty is not None and batch.context is not None:
         encoded = {"context": batch.context, "y": batch.y}
         text = {
-            name: torch.where(dropped.view(-1, *[1] * (values.ndim - 1)), empty[name], values.float()).to(device)
+            name: torch.where(dropped.view(-1, *[1] * (values.ndim - 1)), empty[name], values.float())
             for name, values in encoded.items()
             if name in empty and values is not None
         }
@@ -335,7 +335,7 @@ def moments_of(vae: AutoencoderKL, pixels: Tensor, device: torch.device) -> tupl
     """Return mean and log variance (B,C,h,w) of the latents, from a batch's pixels or moments."""
     if pixels.dtype == torch.uint8:
         return moments(vae, to_float(pixels, device))
-    mean, logvar = pixels.to(device).float().chunk(2, dim=1)
+    mean, logvar = to_device(pixels, device).float().chunk(2, dim=1)
     return mean, logvar
 
 

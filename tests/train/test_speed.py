@@ -1,14 +1,21 @@
-"""What makes a training step fast changes no result."""
+"""What makes a training step fast changes no result, and a step on a GPU does not wait for it."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import toy
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from training import load_options, options, train
 
-from ldm_lite.train import run
+from ldm_lite import Pipeline
+from ldm_lite.conditioning import prompts
+from ldm_lite.models.controlnet import ControlNet
+from ldm_lite.train import additions, batches, data, losses, run
+from ldm_lite.train.additions import LoRA
 from ldm_lite.train.batches import Batch, Draws
 from ldm_lite.train.losses import DiffusionLoss
 from ldm_lite.train.trainer import make_optimizer, restore
@@ -59,3 +66,56 @@ def test_attention_is_plain_only_where_that_is_faster(
     assert seen[0]
     assert not seen[-2]
     assert torch.backends.cuda.flash_sdp_enabled()
+
+
+class Waiting(TorchDispatchMode):
+    """Counts the copies to a device of no values, the meta device, that Python waits for; reading from it is an error.
+
+    PyTorch waits for all that a CUDA GPU has to do before it copies from memory that is not pinned.
+    """
+
+    copies = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._to_copy.default and args[0].device.type == "cpu":
+            self.copies += torch.device(kwargs.get("device") or "cpu").type == "meta" and not kwargs.get("non_blocking")
+        return func(*args, **kwargs)
+
+
+@pytest.fixture
+def on_gpu(small: Pipeline, monkeypatch: pytest.MonkeyPatch) -> Pipeline:
+    """The model on the meta device, which to_device takes for a GPU."""
+    for module in (additions, batches, data, losses, prompts):
+        monkeypatch.setattr(module, "to_device", lambda tensor, device: tensor.to(device, non_blocking=True))
+    return small.with_networks(**{role: network.to("meta") for role, network in small.networks.items()})
+
+
+PIXELS = torch.zeros(2, 3, 64, 64, dtype=torch.uint8)
+MOMENTS = torch.zeros(2, 8, 8, 8)
+TEXT = torch.zeros(2, 77, 64)
+BATCHES: dict[str, Mapping[str, Any]] = {
+    "images": {"pixels": PIXELS, "context": None, "mask": PIXELS[:, :1]},
+    "encoded": {"pixels": MOMENTS, "context": TEXT},
+    "control": {"pixels": MOMENTS, "context": TEXT, "hint": PIXELS},
+    "lora": {"pixels": MOMENTS, "context": TEXT},
+}
+
+
+@pytest.mark.parametrize("kind", BATCHES)
+def test_a_step_on_a_gpu_is_queued_without_waiting_for_the_one_before(kind: str, on_gpu: Pipeline) -> None:
+    networks: dict[str, nn.Module] = {"unet": on_gpu.unet.requires_grad_(True)}
+    control = None
+    if kind == "control":
+        networks = {"control": (control := ControlNet(on_gpu.family.unet).to("meta"))}
+    elif kind == "lora":
+        networks = {"lora": (lora := LoRA(networks, 2, dropout=0.1).to("meta"))}
+        lora.attach({"unet": on_gpu.unet})
+    empty = None if kind == "images" else {"context": torch.zeros(1, 77, 64)}
+    loss = losses.DiffusionLoss(on_gpu, networks, caption_dropout=0.5, empty=empty, control=control)
+    with Waiting() as waiting:
+        value = loss(Batch(captions=["a", "b"], numbers=(0, 1), **BATCHES[kind]), Draws(0, (0, 1)))
+        value.backward()  # type: ignore[no-untyped-call]
+    assert value.is_meta
+    assert all(parameter.grad is not None for network in networks.values() for parameter in network.parameters())
+    assert waiting.copies == 0
