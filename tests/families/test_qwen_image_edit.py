@@ -15,6 +15,7 @@ import toy_qwen_image
 from PIL import Image
 from runs import run_latents
 from safetensors.torch import load_file
+from toy_families import pixels
 from toy_flow import save, under
 
 import ldm_lite
@@ -43,10 +44,6 @@ def shown(kind: str) -> list[Image.Image]:
 def load(files: dict[str, Any], kind: str, **changes: Any) -> Pipeline:
     options = {**files, "metadata": {"family": KINDS[kind]}, **changes}
     return ldm_lite.load(options.pop("ckpt"), **options)
-
-
-def pixels(images: list[Image.Image]) -> np.ndarray[Any, Any]:
-    return np.stack([np.asarray(image, dtype=np.float64) for image in images])
 
 
 @pytest.fixture(scope="module")
