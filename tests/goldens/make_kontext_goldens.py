@@ -10,39 +10,16 @@ edited are given, those of the result are stored.
 import diffusers
 import numpy as np
 import torch
-import toy
 import toy_flow
 from diffusers.pipelines.flux.pipeline_flux_kontext import PREFERRED_KONTEXT_RESOLUTIONS
-from make_transformer_goldens import AXES, pack, unpack
+from make_transformer_goldens import flux_pipeline, pack, unpack
 from making import DATA, made_with, write
-
-CHANNELS = (32, 32, 32, 32)
 
 
 def main() -> None:
     """Run the pipeline."""
     spec = toy_flow.FLUX
-    network = diffusers.FluxTransformer2DModel(
-        in_channels=4 * spec.in_channels,
-        num_layers=spec.depth,
-        num_single_layers=spec.single_depth,
-        attention_head_dim=spec.width // spec.heads,
-        num_attention_heads=spec.heads,
-        joint_attention_dim=spec.context_dim,
-        pooled_projection_dim=spec.vector_dim,
-        guidance_embeds=spec.guidance,
-        axes_dims_rope=AXES,
-    )
-    blocks = {"down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("UpDecoderBlock2D",) * 4}
-    pipe = diffusers.FluxKontextPipeline(
-        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True),
-        vae=diffusers.AutoencoderKL(latent_channels=4, block_out_channels=CHANNELS, **blocks),
-        text_encoder=None,
-        tokenizer=None,
-        text_encoder_2=None,
-        tokenizer_2=None,
-        transformer=toy.fill(network),
-    )
+    pipe = flux_pipeline(diffusers.FluxKontextPipeline, spec)
     x, _, context, y = toy_flow.run_inputs(spec)
     with torch.no_grad():
         out = pipe(

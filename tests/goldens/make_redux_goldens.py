@@ -13,7 +13,7 @@ import torch
 import toy
 import toy_flow
 import transformers
-from make_transformer_goldens import AXES, pack, unpack
+from make_transformer_goldens import flux_pipeline, pack, unpack
 from making import DATA, made_with, write
 from PIL import Image
 from torch import Tensor
@@ -48,27 +48,7 @@ def tokens() -> Tensor:
 def run(image: Tensor) -> Tensor:
     """The last latents (2,4,6,10) of a run of FLUX.1 dev that reads the tokens after the text."""
     spec = toy_flow.FLUX
-    network = diffusers.FluxTransformer2DModel(
-        in_channels=4 * spec.in_channels,
-        num_layers=spec.depth,
-        num_single_layers=spec.single_depth,
-        attention_head_dim=spec.width // spec.heads,
-        num_attention_heads=spec.heads,
-        joint_attention_dim=spec.context_dim,
-        pooled_projection_dim=spec.vector_dim,
-        guidance_embeds=spec.guidance,
-        axes_dims_rope=AXES,
-    )
-    blocks = {"down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("UpDecoderBlock2D",) * 4}
-    pipe = diffusers.FluxPipeline(
-        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True),
-        vae=diffusers.AutoencoderKL(latent_channels=4, block_out_channels=(32, 32, 32, 32), **blocks),
-        text_encoder=None,
-        tokenizer=None,
-        text_encoder_2=None,
-        tokenizer_2=None,
-        transformer=toy.fill(network),
-    )
+    pipe = flux_pipeline(diffusers.FluxPipeline, spec)
     pipe.set_progress_bar_config(disable=True)
     x, _, context, y = toy_flow.run_inputs(spec)
     latents = pipe(

@@ -138,23 +138,40 @@ def sd3(originals: Path) -> Arrays:
     return arrays
 
 
+def flux_of(spec: FluxSpec) -> Any:
+    """diffusers' network."""
+    return diffusers.FluxTransformer2DModel(
+        in_channels=4 * spec.in_channels,
+        out_channels=4 * spec.out_channels,
+        num_layers=spec.depth,
+        num_single_layers=spec.single_depth,
+        attention_head_dim=spec.width // spec.heads,
+        num_attention_heads=spec.heads,
+        joint_attention_dim=spec.context_dim,
+        pooled_projection_dim=spec.vector_dim,
+        guidance_embeds=spec.guidance,
+        axes_dims_rope=AXES,
+    )
+
+
+def flux_pipeline(kind: Any, spec: FluxSpec) -> Any:
+    """A pipeline of diffusers' without text encoders, which is given what they would make."""
+    blocks = {"down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("UpDecoderBlock2D",) * 4}
+    texts = dict.fromkeys(("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"))
+    return kind(
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True),
+        vae=diffusers.AutoencoderKL(latent_channels=4, block_out_channels=(32,) * 4, **blocks),
+        transformer=toy.fill(flux_of(spec)),
+        **texts,
+    )
+
+
 def of_diffusers() -> tuple[Arrays, dict[str, Any]]:
     """The same networks of diffusers, filled by diffusers' keys; and the shapes by these keys."""
     arrays: Arrays = {}
     shapes = {}
     for name, spec in FLUX.items():
-        network = diffusers.FluxTransformer2DModel(
-            in_channels=4 * spec.in_channels,
-            out_channels=4 * spec.out_channels,
-            num_layers=spec.depth,
-            num_single_layers=spec.single_depth,
-            attention_head_dim=spec.width // spec.heads,
-            num_attention_heads=spec.heads,
-            joint_attention_dim=spec.context_dim,
-            pooled_projection_dim=spec.vector_dim,
-            guidance_embeds=spec.guidance,
-            axes_dims_rope=AXES,
-        )
+        network = flux_of(spec)
         x, t, context, y = toy_flow.inputs(spec)
         image_ids, text_ids = ids(x, context)
         arguments = {"img_ids": image_ids, "txt_ids": text_ids, "timestep": t, **toy_flow.more(spec)}
