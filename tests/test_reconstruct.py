@@ -29,6 +29,11 @@ def weights(spec: Any) -> dict[str, Tensor]:
     return dict(toy.network(spec).state_dict())
 
 
+def half(values: dict[str, Tensor], part: str) -> dict[str, Tensor]:
+    """The encoder's or the decoder's weights, as a file of their own has them."""
+    return {key.removeprefix(f"{part}."): value for key, value in values.items() if key.startswith(part)}
+
+
 def diffusers_names(values: dict[str, Tensor]) -> dict[str, Tensor]:
     """TAESD's names as diffusers writes them, whose decoder begins one layer later."""
 
@@ -66,7 +71,7 @@ def test_taesd_is_loaded_under_all_its_names(tmp_path: Path) -> None:
     assert all(torch.equal(value, state[key]) for key, value in network.state_dict().items())
     for part in ("encoder", "decoder"):
         path = tmp_path / f"{part}.pth"
-        torch.save({key.removeprefix(f"{part}."): v for key, v in state.items() if key.startswith(part)}, path)
+        torch.save(half(state, part), path)
         network = load_autoencoder(path, device="cpu")
         assert network.spec == replace(toy.TINY, encoder=part == "encoder", decoder=part == "decoder")
         assert all(torch.equal(value, state[key]) for key, value in network.state_dict().items())
@@ -81,8 +86,7 @@ def test_taesds_two_files_are_found_beside_each_other(
     caplog.set_level("INFO", "ldm_lite")
     state = weights(toy.TINY)
     for part in ("encoder", "decoder"):
-        half = {key.removeprefix(f"{part}."): v for key, v in state.items() if key.startswith(part)}
-        torch.save(half, tmp_path / f"taesd_{part}.pth")
+        torch.save(half(state, part), tmp_path / f"taesd_{part}.pth")
     network = load_autoencoder(tmp_path / named, device="cpu")
     assert network.spec == toy.TINY
     assert all(torch.equal(value, state[key]) for key, value in network.state_dict().items())
@@ -171,8 +175,7 @@ def test_bad_input_is_one_line(
 
 def test_taesd_takes_the_unets_latents_as_they_are(small_path: Path, tmp_path: Path) -> None:
     """Trap 26: no scale factor, and images in [0,1] inside."""
-    state = weights(replace(toy.TINY, encoder=False))
-    save_file({key.removeprefix("decoder."): value for key, value in state.items()}, tmp_path / "decoder.safetensors")
+    save_file(half(weights(toy.TINY), "decoder"), tmp_path / "decoder.safetensors")
     pipe = ldm_lite.load(small_path, device="cpu", vae=tmp_path / "decoder.safetensors")
     assert pipe.vae.spec == replace(toy.TINY, encoder=False)
     latents = toy.normal(8, 1, 4, 4, 6)
@@ -200,8 +203,7 @@ def test_img2img_wants_taesds_encoder_too(
 ) -> None:
     state = weights(toy.TINY)
     for part in ("decoder", "encoder"):
-        half = {key.removeprefix(f"{part}."): v for key, v in state.items() if key.startswith(part)}
-        torch.save(half, tmp_path / f"taesd_{part}.pth")
+        torch.save(half(state, part), tmp_path / f"taesd_{part}.pth")
         picture.save(tmp_path / "in.png")
         arguments = ["an apple", "--init-img", str(tmp_path / "in.png"), "--ckpt", str(small_path), "--steps", "2"]
         arguments += ["--vae", str(tmp_path / "taesd_decoder.pth"), "--device", "cpu", "--outdir", str(tmp_path)]

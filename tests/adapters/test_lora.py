@@ -179,25 +179,6 @@ def test_alpha_of_pefts_metadata(tmp_path: Path, small: Pipeline) -> None:
     assert [changes["weight"].scale for changes in lora.modules.values()] == [9 / 2]
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
-        "unet.down_blocks.0.attentions.0.transformer_blocks.0.attn2.processor.to_out_lora.{}.weight",
-        "unet.down_blocks.0.attentions.0.transformer_blocks.0.attn2.to_out.0.lora.{}.weight",
-        "down_blocks.0.attentions.0.transformer_blocks.0.attn2.to_out.0.lora.{}.weight",
-        "lora_unet_down_blocks_0_attentions_0_transformer_blocks_0_attn2_to_out_0.lora_{}.weight",
-        "lora_unet_input_blocks_1_1_transformer_blocks_0_attn2_to_out_0.lora_{}.weight",  # the original's names
-    ],
-)
-def test_other_spellings(tmp_path: Path, small: Pipeline, module: str) -> None:
-    down, up = toy.normal(0, 2, 32), toy.normal(1, 32, 2)
-    weight = small.unet.get_parameter("input_blocks.1.1.transformer_blocks.0.attn2.to_out.0.weight")
-    before = weight.clone()
-    lora = write(tmp_path / "a.safetensors", {module.format("down"): down, module.format("up"): up})
-    small.lora(lora, 1.0)
-    assert torch.allclose(weight - before, up @ down, atol=1e-5)
-
-
 def test_every_module_of_stable_diffusion_by_kohyas_names() -> None:
     with on_meta():
         unet, text = LDMUNet(SD1.unet), CLIPTextModel(SD1.text)
@@ -233,19 +214,6 @@ def test_several_loras_add_up(tmp_path: Path, small: Pipeline) -> None:
     small.lora(lora, 1.0)
     small.lora(lora, -1.0)
     assert torch.allclose(weight, before, atol=1e-6)
-
-
-def test_tucker(tmp_path: Path, small: Pipeline) -> None:
-    """Convolutions of 1x1, 3x3 and 1x1 in a row equal one with the merged weight."""
-    down, mid, up = toy.normal(0, 2, 32, 1, 1), toy.normal(1, 2, 2, 3, 3), toy.normal(2, 32, 2, 1, 1)
-    name = "lora_unet_down_blocks_0_resnets_0_conv1.lora_{}.weight"
-    tensors = {name.format("down"): down, name.format("mid"): mid, name.format("up"): up}
-    layer = small.unet.input_blocks[1][0].in_layers[2]
-    x = toy.normal(3, 1, 32, 6, 6)
-    conv = torch.nn.functional.conv2d
-    wanted = layer(x) + 0.3 * conv(conv(conv(x, down), mid, padding=1), up)
-    small.lora(write(tmp_path / "a.safetensors", tensors), 0.3)
-    assert toy.relative_error(layer(x), wanted.numpy()) < 1e-5
 
 
 def test_alphas_that_mean_the_rank(tmp_path: Path, small: Pipeline) -> None:

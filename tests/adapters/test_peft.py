@@ -266,6 +266,8 @@ def test_a_module_by_two_names(tmp_path: Path, small: Pipeline) -> None:
 # ---- spellings ------------------------------------------------------------------------------------------------------
 
 
+TO_OUT = "down_blocks.0.attentions.0.transformer_blocks.0.attn2"
+OUT = "unet.input_blocks.1.1.transformer_blocks.0.attn2.to_out.0.weight"
 ATTENTION, OURS = "text_model.encoder.layers.0.self_attn", "text_encoder.encoder.layers.0.self_attn"
 
 
@@ -280,6 +282,10 @@ ATTENTION, OURS = "text_model.encoder.layers.0.self_attn", "text_encoder.encoder
         ("lora_unet_input_blocks_0_0.lora_down.weight", "unet.input_blocks.0.0.weight"),
         ("lora_unet_out_2.lora_down.weight", "unet.out.2.weight"),
         ("unet.conv_out.lora_A.weight", "unet.out.2.weight"),
+        (f"unet.{TO_OUT}.processor.to_out_lora.down.weight", OUT),
+        (f"unet.{TO_OUT}.to_out.0.lora.down.weight", OUT),
+        (f"{TO_OUT}.to_out.0.lora.down.weight", OUT),
+        ("lora_unet_input_blocks_1_1_transformer_blocks_0_attn2_to_out_0.lora_down.weight", OUT),
         ("unet.time_embedding.linear_1.lora_A.weight", "unet.time_embed.0.weight"),
         ("lora_unet_time_embed_2.lora_down.weight", "unet.time_embed.2.weight"),
         (f"text_encoders.clip_l.transformer.{FC1}.lora_A.weight", "text_encoder.encoder.layers.0.mlp.fc1.weight"),

@@ -8,17 +8,14 @@ import pytest
 import torch
 import toy
 import toy_flow
-from flow_files import SPIECE, of_diffusers, same
+from flow_files import SPIECE, of_diffusers
 from random_checkpoint import metadata, random_tensor
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from toy_flow import all_in_one, save, under, weights
 
 import ldm_lite
 from ldm_lite.adapters.lora import merge_lora
 from ldm_lite.checkpoint.reader import load_weights, on_meta, open_checkpoint, parts_of
-from ldm_lite.models.mmdit import MMDiT
-from ldm_lite.models.t5 import T5Encoder
 from ldm_lite.zoo.families import FAMILY_ROWS
 from ldm_lite.zoo.family import build_network
 
@@ -87,49 +84,6 @@ def pairs(network: nn.Module, prefix: str, rank: int = 2) -> dict[str, Tensor]:
             by_name[f"{key}.lora_up.weight"] = toy.normal(len(by_name), module.out_features, rank)
             by_name[f"{key}.alpha"] = torch.tensor(rank / 2)
     return by_name
-
-
-@BOTH
-@pytest.mark.thin(2)
-def test_kohyas_names_of_all_networks(name: str, tmp_path: Path) -> None:
-    """W + weight * alpha / rank * up @ down, in the transformer and in T5: lora_te3_ in both families."""
-    family = toy_flow.small(name)
-    whole = save(tmp_path / "f.safetensors", all_in_one(family, weights(family)), metadata(family))
-    pipe = ldm_lite.load(whole, device="cpu", t5_vocab=SPIECE)
-    t5 = next(encoder for encoder in pipe.text_encoders if isinstance(encoder, T5Encoder))
-    lora = pairs(pipe.unet, "lora_unet_") | pairs(t5, "lora_te3_") | pairs(pipe.text_encoder, "lora_te1_text_model_")
-    path = save(tmp_path / "l.safetensors", lora)
-    key = "joint_blocks.0.x_block.attn.qkv" if isinstance(pipe.unet, MMDiT) else "single_blocks.0.linear1"
-    flat = "lora_unet_" + key.replace(".", "_")
-    wanted = pipe.unet.state_dict()[f"{key}.weight"] + 0.7 * 0.5 * (
-        lora[f"{flat}.lora_up.weight"] @ lora[f"{flat}.lora_down.weight"]
-    )
-    with pipe.lora(path, 0.7) as merged:
-        torch.testing.assert_close(pipe.unet.state_dict()[f"{key}.weight"], wanted)
-        assert len(merged._before) == len(lora) // 3
-    same(ldm_lite.load(whole, device="cpu", t5_vocab=SPIECE), weights(family))
-
-
-@BOTH
-@pytest.mark.thin(2)
-def test_other_prefixes(name: str, tmp_path: Path) -> None:
-    """ComfyUI's and the original's names change the same weights as kohya's."""
-    spec = toy_flow.TRANSFORMERS[name]
-    results = []
-    plain = pairs(build_network(spec), "")
-    named = {name.replace(".", "_"): name for name, _ in build_network(spec).named_modules()}
-    for prefix in ("lora_unet_", "diffusion_model.", ""):
-        lora = {}
-        for key, value in plain.items():
-            module, _, rest = key.partition(".")
-            lora[f"{prefix}{module if prefix == 'lora_unet_' else named[module]}.{rest}"] = value
-        network = toy.network(spec)
-        path = tmp_path / "l.safetensors"
-        save_file(lora, path)
-        merge_lora({"unet": network}, [(ldm_lite.open_lora(path), 1.0)])
-        results.append(network.state_dict())
-    for result in results[1:]:
-        assert all(torch.equal(value, results[0][key]) for key, value in result.items())
 
 
 def test_one_for_another_model_is_refused(tmp_path: Path) -> None:

@@ -340,16 +340,6 @@ def command(tmp_path: Path, path: Path, *arguments: str) -> int:
     return txt2img.main([PROMPT, "--ckpt", str(path), "--out", str(tmp_path / "out.png"), *common, *arguments])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["sd2", "sd_turbo", "sdxl_base", "sdxl_refiner"])
-def test_the_command_makes_an_image(
-    files: Callable[[str], Path], tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert command(tmp_path, files(name), "--negative_prompt", NEGATIVE) == 0
-    assert texts.load(tmp_path / "out.png").size == (64, 64)
-    assert small(name).title in capsys.readouterr().err
-
-
 def test_latents_have_the_published_scale() -> None:
     scales = {"sd1": 0.18215, "sd2": 0.18215, "sdxl_base": 0.13025, "flux_dev": 0.3611, "sd3_medium": 1.5305}
     assert {name: FAMILY_ROWS[name].scale_factor for name in scales} == scales

@@ -54,15 +54,6 @@ def load(path_of: Callable[[str], Path]) -> Load:
     return functools.cache(lambda name: ldm_lite.load(path_of(name), device="cpu"))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", toy_zoo.SMALL)
-def test_a_file_is_loaded_as_its_family(name: str, load: Load) -> None:
-    wanted, got = toy_zoo.small(name), load(name).family
-    assert got.specs == wanted.specs
-    assert got.title == wanted.title
-    assert (got.task, got.conditioner, got.prediction) == (wanted.task, wanted.conditioner, wanted.prediction)
-
-
 def prompt_of_run(name: str, folder: Path) -> str:
     """The prompt of a run, which may be a file."""
     if name in ("ldm_text2img_large", "ldm_text2img256"):
