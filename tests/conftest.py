@@ -20,6 +20,7 @@ os.environ.update(threads.settings())
 import machine
 import pytest
 import random_checkpoint
+import torch
 import toy
 import toy_flow
 import toy_z_image
@@ -102,6 +103,21 @@ def _plain_kernels() -> Iterator[None]:
 def own_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Networks that this test loads run with our kernels, as a user's do."""
     monkeypatch.setattr(setup, "BY_DEFAULT", OWN_KERNELS)
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """No compiled code before or after."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def compiles_once(fresh_compiler: None) -> Iterator[None]:
+    """And an error where something would be compiled again."""
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -3,8 +3,8 @@
 import contextlib
 import gc
 import resource
-import threading
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,6 +15,7 @@ from PIL import Image
 from random_checkpoint import SMALL, write
 from runs import SAMPLERS, run_latents
 from torch import Tensor, nn
+from waiting import at_once
 
 import ldm_lite
 from ldm_lite import Pipeline
@@ -49,19 +50,8 @@ def test_a_batch_equals_single_runs(bundled: Pipeline, sampler: str) -> None:
 
 
 def test_two_threads_equal_serial_runs(bundled: Pipeline) -> None:
-    jobs = {"euler_a": ["a red apple"], "plms": ["rocket"]}
-    serial = {name: run(bundled, name, prompts, [3]) for name, prompts in jobs.items()}
-    parallel: dict[str, Tensor] = {}
-
-    def work(name: str) -> None:
-        parallel[name] = run(bundled, name, jobs[name], [3])
-
-    threads = [threading.Thread(target=work, args=(name,)) for name in jobs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert all(torch.equal(serial[name], parallel[name]) for name in jobs)
+    jobs = [partial(run, bundled, name, [text], [3]) for name, text in (("euler_a", "a red apple"), ("plms", "rocket"))]
+    assert all(map(torch.equal, at_once(*jobs), [job() for job in jobs]))
 
 
 @pytest.mark.parametrize("sampler", [name for name in SAMPLERS if name != "dpm_adaptive"])

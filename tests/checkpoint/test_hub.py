@@ -26,7 +26,6 @@ from ldm_lite.checkpoint.reader import open_source
 
 DATA = Path(__file__).parents[1] / "data"
 CONTENT = os.urandom(20_000)
-ETAG = hashlib.sha256(CONTENT).hexdigest()
 CONNECT, GETADDRINFO = socket.socket.connect, socket.getaddrinfo  # before the tests' fixture forbids them
 ERRORS = {  # by repository
     "owner/gated": (403, {"X-Error-Code": "GatedRepo"}),

@@ -266,25 +266,23 @@ def test_img2img_and_inpaint_are_steered_too(picture_pipes: dict[str, Pipeline],
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("fresh_compiler")
 def test_a_whole_job_is_two_graphs(pipe: Pipeline, folder: Path) -> None:
     """Two nets and an adapter, each with steps of its own, are one, and the UNet alone is the other."""
-    torch._dynamo.reset()
     counter = CompileCounter()
     compiled = replace(pipe, run_row=CompiledStep("step", pipe.unet, counter))  # type: ignore[arg-type]
     nets = [spec(folder, ":0.8:0.2-0.6:guess"), spec(folder, ":0.4-0.8"), spec(folder, ":0-0.5", "adapter.safetensors")]
     torch.testing.assert_close(run(compiled, nets), run(pipe, nets), rtol=1e-3, atol=1e-3)
     assert counter.frame_count == 2
-    torch._dynamo.reset()
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.needs("C++ compiler")
 def test_inductor_compiles_a_step_with_controls(pipe: Pipeline, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    torch._dynamo.reset()
     compiled = replace(pipe, run_row=CompiledStep("step", pipe.unet, "inductor"))
     torch.testing.assert_close(run(compiled, [spec(folder)]), run(pipe, [spec(folder)]), rtol=1e-3, atol=1e-3)
     assert "failed" not in caplog.text
-    torch._dynamo.reset()
 
 
 # ---- what does not fit ----------------------------------------------------------------------------------------------

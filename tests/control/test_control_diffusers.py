@@ -1,7 +1,6 @@
 """ControlNets in the format of diffusers, SDXL's among them: their files, whole runs, and what does not fit."""
 
 import json
-import threading
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from steps import controlled_output
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from toy import NEGATIVE, NOISE, PROMPT
+from waiting import at_once
 
 import ldm_lite
 from ldm_lite import Pipeline
@@ -152,14 +152,13 @@ def test_a_net_reads_its_part_of_a_longer_vector() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("fresh_compiler")
 def test_a_whole_job_of_sdxl_is_one_graph(pipe: Pipeline, folder: Path) -> None:
-    torch._dynamo.reset()
     counter = CompileCounter()
     compiled = replace(pipe, run_row=CompiledStep("step", pipe.unet, counter))  # type: ignore[arg-type]
     last = run(compiled, asked(folder, "one"))
     assert toy.relative_error(last, GOLDEN["steered.one"]) < 1e-5
     assert counter.frame_count == 1
-    torch._dynamo.reset()
 
 
 def test_commands_steer_sdxl_too(pipe: Pipeline, folder: Path, tmp_path: Path) -> None:
@@ -180,16 +179,11 @@ def test_commands_steer_sdxl_too(pipe: Pipeline, folder: Path, tmp_path: Path) -
 
 
 def test_two_threads(pipe: Pipeline, folder: Path) -> None:
-    def made() -> list[np.ndarray]:
-        return pipe.txt2img("a cat", steps=2, control=[spec(folder, "sdxl", ":0.7")], output="numpy")
+    def made() -> np.ndarray:
+        return pipe.txt2img("a cat", steps=2, control=[spec(folder, "sdxl", ":0.7")], output="numpy")[0]
 
-    [wanted], results = made(), []
-    threads = [threading.Thread(target=lambda: results.extend(made())) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [np.array_equal(result, wanted) for result in results] == [True, True]
+    wanted = made()
+    assert all(np.array_equal(result, wanted) for result in at_once(made, made))
 
 
 # ---- what does not fit ----------------------------------------------------------------------------------------------

@@ -17,7 +17,9 @@ from ldm_lite.core.schedule import (
     CLEAN,
     Schedule,
     ancestral,
+    karras,
     levels_of,
+    linspace,
     scaled_linear_betas,
 )
 
@@ -105,11 +107,13 @@ def test_levels_fall_from_the_noisiest_to_the_end(name: str, steps: int) -> None
 def test_spacings_are_those_of_their_sources() -> None:
     assert [level.t for level in levels_of("leading", SD, 4)] == [751, 501, 251, 1, 0]
     assert [level.t for level in levels_of("trailing", SD, 4)] == [999, 749, 499, 249, 0]
-    assert [level.t for level in levels_of("linspace", SD, 4)] == pytest.approx([999, 666, 333, 0, 0])
+    for levels in (levels_of("linspace", SD, 4), linspace(SD, 4)):  # the whole package has its own under the name
+        assert [level.t for level in levels] == pytest.approx([999, 666, 333, 0, 0])
     # Karras et al. 2022, eq. 5, with rho 7
     low, high = SD.sigmas[0] ** (1 / 7), SD.sigmas[-1] ** (1 / 7)
     wanted = [(high + i / 3 * (low - high)) ** 7 for i in range(4)]
-    assert [level.sigma for level in levels_of("karras", SD, 4)] == pytest.approx([*wanted, 0], rel=1e-9)
+    for levels in (levels_of("karras", SD, 4), karras(SD, 4)):
+        assert [level.sigma for level in levels] == pytest.approx([*wanted, 0], rel=1e-9)
 
 
 def test_an_unknown_spacing_is_one_line() -> None:

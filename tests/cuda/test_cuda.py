@@ -12,6 +12,7 @@ import os
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from random_checkpoint import SMALL
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.utils import cpp_extension
+from waiting import at_once
 
 import ldm_lite
 from ldm_lite import Pipeline
@@ -386,23 +388,17 @@ def test_a_lora_in_place_reaches_compiled_code(small_path: Path, device: torch.d
 
 
 def test_two_threads_on_streams_of_their_own(pipe: Pipeline, device: torch.device) -> None:
-    fast, results = compiled(pipe, "step"), dict[int, list[Tensor]]()
+    fast = compiled(pipe, "step")
     wanted = {seed: images(pipe, seed=seed, steps=6) for seed in (1, 2)}
     images(fast, steps=1)  # compiled once
 
-    def work(seed: int) -> None:
+    def work(seed: int) -> list[Tensor]:
         stream = torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else contextlib.nullcontext()
         with stream:
-            results[seed] = [images(fast, seed=seed, steps=6) for _ in range(4)]
+            return [images(fast, seed=seed, steps=6) for _ in range(4)]
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in wanted]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for seed, value in results.items():
-        assert len(value) == 4
-        for image in value:
+    for seed, values in zip(wanted, at_once(*(partial(work, seed) for seed in wanted)), strict=True):
+        for image in values:
             assert_close(image, wanted[seed], "fp32")
 
 
@@ -458,14 +454,8 @@ def test_offloaded_weights_are_not_on_the_device(small_path: Path, device: torch
 
 def test_two_threads_on_an_offloaded_pipeline(small_path: Path, device: torch.device) -> None:
     pipe = ldm_lite.load(small_path, device=device, dtype="fp32", offload="sequential")
-    wanted, results = images(pipe), list[Tensor]()
-    threads = [threading.Thread(target=lambda: results.append(images(pipe))) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(results) == 2
-    for result in results:
+    wanted = images(pipe)
+    for result in at_once(*[lambda: images(pipe)] * 2):
         assert_close(result, wanted, "fp32")
 
 

@@ -46,11 +46,9 @@ def pipe(request: pytest.FixtureRequest) -> Any:
 
 
 @pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
+def _no_grad(fresh_compiler: None) -> Iterator[None]:
     with torch.no_grad():
         yield
-    torch._dynamo.reset()
 
 
 def inputs(pipe: Any, seed: int, batch: int, h: int, w: int) -> tuple[Tensor, Tensor, Tensor]:

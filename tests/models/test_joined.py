@@ -160,10 +160,10 @@ def test_what_cannot_be_joined_is_left_alone() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("fresh_compiler")
 @torch.no_grad()
 def test_compiled_steps_notice_replaced_weights() -> None:
     """Compiled code cannot see addresses, so the step looks before it runs."""
-    torch._dynamo.reset()
     block, plain = (toy.fill(BasicTransformerBlock(32, 24, 4)) for _ in range(2))
     inputs = (X, toy.normal(2, 2, 5, 24))
     layer, step = block.get_submodule("attn1"), CompiledStep("regional", block, "eager")
@@ -178,7 +178,6 @@ def test_compiled_steps_notice_replaced_weights() -> None:
     step._check_joined(block)
     assert joined.memory_of(layer) is None
     torch.testing.assert_close(compiled(*inputs), plain(*inputs), rtol=1e-5, atol=1e-5)
-    torch._dynamo.reset()
 
 
 # ---- linears of several layers --------------------------------------------------------------------------------------
@@ -327,9 +326,8 @@ def test_copies_share_with_nothing_and_twins_with_the_network(unets: Any) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("fresh_compiler")
 @torch.no_grad()
 def test_shared_linears_compile(unets: Any) -> None:
-    torch._dynamo.reset()
     compiled = torch.compile(unets[0], backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(*INPUTS, TEXT), unets[1](*INPUTS, TEXT), rtol=1e-4, atol=1e-5)
-    torch._dynamo.reset()

@@ -1,6 +1,5 @@
 """The UNet against the originals' and diffusers' (the goldens), and its contract."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -147,15 +146,6 @@ def test_reads_no_value_back_from_the_device(name: str) -> None:
     assert network(inputs[0], toy.T.to("meta"), *inputs[1:]).shape == (2, spec.out_channels, 8, 12)
 
 
-@pytest.fixture
-def _fresh_compiler() -> Iterator[None]:
-    """No compiled code before or after, and an error where something would be compiled again."""
-    torch._dynamo.reset()
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        yield
-    torch._dynamo.reset()
-
-
 COMPILED = {
     "small": replace(  # with everything: SDXL's vector and a guidance scale
         toy.DIFFUSERS_UNETS["lcm_sdxl"],
@@ -180,7 +170,7 @@ COMPILED = {
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("_fresh_compiler")
+@pytest.mark.usefixtures("compiles_once")
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiles_to_one_graph_for_all_steps(name: str) -> None:
     spec = COMPILED[name]
@@ -195,7 +185,7 @@ def test_compiles_to_one_graph_for_all_steps(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("_fresh_compiler")
+@pytest.mark.usefixtures("compiles_once")
 def test_compiles_through_autograd() -> None:
     spec = replace(SMALL.unet, transformer_depth=(0, 0))  # a transformer in the middle
     network = toy.network(spec)

@@ -31,17 +31,15 @@ def test_works_at_any_size(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("compiles_once")
 def test_compiles_to_one_graph_for_all_steps() -> None:
-    torch._dynamo.reset()
     spec = replace(toy.IF_STAGES["if_II"], channel_mult=(1, 2), num_res_blocks=(1, 1), transformer_depth=(0, 1))
     network, counter = toy.network(spec), CompileCounter()
     compiled = torch.compile(network, fullgraph=True, backend=counter)
     x, context, y = toy.if_inputs(spec)
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        for t in (toy.T, toy.T_FRACTIONAL):
-            torch.testing.assert_close(compiled(x, t, context, y), network(x, t, context, y))
+    for t in (toy.T, toy.T_FRACTIONAL):
+        torch.testing.assert_close(compiled(x, t, context, y), network(x, t, context, y))
     assert counter.frame_count == 1
-    torch._dynamo.reset()
 
 
 def test_the_text_and_the_noise_of_the_small_image_matter() -> None:

@@ -5,7 +5,6 @@ import functools
 import itertools
 import logging
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -249,16 +248,8 @@ def test_gradients_flow(name: str, pipe: Pipeline) -> None:
     assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in network.parameters())
 
 
-@pytest.fixture
-def _fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        yield
-    torch._dynamo.reset()
-
-
 @pytest.mark.slow
-@pytest.mark.usefixtures("_fresh_compiler")
+@pytest.mark.usefixtures("compiles_once")
 @pytest.mark.parametrize("name", ["math", "flash", "vanilla", "sliced", "mha"])
 def test_each_compiles_to_one_graph(name: str) -> None:
     spec = replace(SMALL.unet, transformer_depth=(0, 0))  # a transformer in the middle

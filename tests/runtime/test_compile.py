@@ -58,11 +58,9 @@ SCHEDULE = NoiseSchedule.from_betas(scaled_linear_betas(0.00085, 0.012), "eps")
 
 
 @pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
+def _no_grad(fresh_compiler: None) -> Iterator[None]:
     with torch.no_grad():
         yield
-    torch._dynamo.reset()
 
 
 class Part(nn.Module):

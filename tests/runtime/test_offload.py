@@ -8,6 +8,7 @@ import copy
 import gc
 import threading
 import weakref
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from PIL import Image
 from random_checkpoint import SMALL
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from waiting import at_once
 
 import ldm_lite
 from ldm_lite import Pipeline
@@ -325,13 +327,8 @@ def test_controls_come_block_by_block_too(small_path: Path, device: Device, tmp_
     assert all(sum(map(size, _blocks(net))) == size(net) for net in nets), "a weight is outside of all blocks"
     assert device.now == 0
     assert device.peak == max(size(block) for net in (*pipe.networks.values(), *nets) for block in _blocks(net))
-    results: list[Tensor] = []
-    threads = [threading.Thread(target=lambda: results.extend(pipe.txt2img("a red apple", **options))) for _ in "ab"]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [torch.equal(threaded, result) for threaded in results] == [True, True]
+    for [threaded] in at_once(*[lambda: pipe.txt2img("a red apple", **options)] * 2):
+        assert torch.equal(threaded, result)
     storages = [weakref.ref(value.untyped_storage()) for net in nets for value in net.state_dict().values()]
     del nets
     gc.collect()
@@ -378,16 +375,10 @@ def test_the_error_of_a_weight_is_that_of_its_type(name: str, steps: int) -> Non
 def test_two_threads(small_path: Path, device: Device) -> None:
     wanted = image(load(small_path))
     for tuning in ({"offload": "model"}, {"offload": "sequential"}, {"storage": "int8", "offload": "model"}):
-        pipe, results = load(small_path, **tuning), []
+        pipe = load(small_path, **tuning)
         if "storage" in tuning:
             wanted = image(pipe)
-        threads = [threading.Thread(target=lambda p=pipe, r=results: r.append(image(p))) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert len(results) == 2
-        assert all(torch.equal(result, wanted) for result in results)
+        assert all(torch.equal(result, wanted) for result in at_once(*[partial(image, pipe)] * 2))
         assert device.now == 0
 
 

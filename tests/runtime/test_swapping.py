@@ -1,6 +1,5 @@
 """LoRAs that are swapped on a compiled pipeline: weights change in place, so that nothing is compiled again."""
 
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -13,14 +12,8 @@ import ldm_lite
 from ldm_lite.runtime import setup
 
 
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 @pytest.mark.slow
+@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("tier", ["step", "regional"])
 def test_ten_loras_are_swapped_with_one_compilation(
     tier: str, small_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -5,13 +5,13 @@ import contextlib
 import http.client
 import io
 import json
-import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from PIL import Image
-from waiting import free_port
+from waiting import at_once, free_port
 
 import ldm_lite
 from ldm_lite.cli.options import LoadOptions
@@ -51,19 +51,13 @@ def test_replicas_answer_with_the_images_of_one_process_and_are_healthy(
 
         assert ask("/healthz", None)[0] == 200
         assert ask("/v1/images/generations", {"prompt": "x", "size": "1x"})[0] == 422
-        answers: dict[int, bytes] = {}
 
-        def make(seed: int) -> None:
+        def make(seed: int) -> bytes:
             arguments = {"prompt": "an apple", "size": "32x32", "steps": 3, "seed": seed}
-            answers[seed] = ask("/v1/images/generations", arguments)[1]
+            return ask("/v1/images/generations", arguments)[1]
 
-        threads = [threading.Thread(target=make, args=(seed,)) for seed in range(6)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
         pipe = ldm_lite.load(small_path, device="cpu")
-        for seed, answer in answers.items():
+        for seed, answer in enumerate(at_once(*(partial(make, seed) for seed in range(6)))):
             [wanted] = pipe.txt2img("an apple", width=32, height=32, steps=3, seed=seed)
             content = base64.b64decode(json.loads(answer)["data"][0]["b64_json"])
             assert Image.open(io.BytesIO(content)).tobytes() == wanted.tobytes()
