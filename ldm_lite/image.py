@@ -84,7 +84,7 @@ def read_image(path: str | os.PathLike[str], convert: Callable[[Image.Image], T]
 
 
 def decode_image(file: BinaryIO, name: str | os.PathLike[str], convert: Callable[[Image.Image], T], most: int = 0) -> T:
-    """Decode an open image file as read_image does; `most` is a lower limit of its pixels.  Raises ValueError."""
+    """Decode an open image file as read_image does; `most` is a smaller limit on its pixels.  Raises ValueError."""
     with _readable(name):
         check_image(file)
         image = Image.open(file, formats=_formats())

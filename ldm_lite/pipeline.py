@@ -197,7 +197,7 @@ class Pipeline(CheckpointModel):
     def stream(self, prompt: t.Prompt = None, **options: Unpack[t.Txt2img]) -> Iterator[State]:
         """Run txt2img step by step: yield the state after each step, with its latents and the predicted x0.
 
-        decode() turns either into images; nothing else is decoded.  Leaving the loop stops the job.
+        decode() turns either into images; nothing is decoded otherwise.  Leaving the loop stops the job.
         """
         task, on_step = _prepared(txt2img, self, Txt2imgOptions, "stream", {"prompt": prompt, **options})
 
@@ -430,7 +430,7 @@ def _prepared(
 ) -> tuple[Task, Callable[[State], object] | None]:
     """Make a task from keyword arguments, and the functions to call after every step: `on_step`, and a bar's update.
 
-    Some arguments may be those of features of the core's register_feature.
+    Arguments may include options of features from the core's register_feature.
     """
     option_rows(kind)  # which refuses names that clash
     names = {field.name for field in dataclasses.fields(kind)}

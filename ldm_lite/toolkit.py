@@ -240,8 +240,8 @@ class PreparedRow(NamedTuple):
 def prepare_rows(model: Pipeline, options: Txt2imgOptions, rows: Sequence[PreparedRow]) -> "Iterator[Sample]":
     """Return one image for each row, all with the same options except those in the row.
 
-    The texts of the rows must have one text_length; only a single row may have a text without one, or regions.  Those
-    of txt2img are encoded now, many at a time, those of the other tasks with the batches.  Images of one `size` can be
+    The texts of the rows must have one text_length; only a single row may have a text without one, or regions.
+    txt2img's texts are encoded now, many at a time, other tasks' with the batches.  Images of one `size` can be
     denoised together, and only those; an image that starts from a file reads it when it is asked for its size.  Raises
     as prepare does.
     """
@@ -277,7 +277,7 @@ class _Rows:
     def texts(self, job: TaskJob, rows: Sequence[PreparedRow]) -> PromptEncoder:
         """Return the input source of some rows' texts, encoded for images of the job's size.
 
-        A text without a length is encoded later: it is alone.
+        A text without a length is encoded later, alone.
         """
         negative = [row.negative_prompt for row in rows]
         said = next((text for text in negative if text), negative[0])

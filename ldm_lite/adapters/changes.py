@@ -2,7 +2,7 @@
 
 Each is made from its parts in a file, as float32 matrices, and knows the shape of the weight that it changes, as far as
 its parts show it: -1 is any size, and the sizes of a convolution's kernel may be part of the second.  LyCORIS's OFT and
-BOFT rotate the rows of a weight, PEFT's the columns, which are those of (out, in * k * k) in a convolution.
+BOFT rotate the rows of a weight, PEFT's the columns, in a convolution of (out, in * k * k).
 
 Shape letters: r rank, n in * k * k (in for a linear), b size of a block.
 Source: kohya-ss/sd-scripts networks/lora.py; LyCORIS modules/locon.py, loha.py, lokr.py, glora.py, diag_oft.py,

@@ -182,8 +182,8 @@ def read_changes(parts: Mapping[str, str], read: Callable[[str], Tensor], settin
 def fits(change: tuple[int, ...], shape: Sequence[int]) -> bool:
     """Whether a change of this shape fits a parameter.
 
-    A negative size is any multiple of it.  Sizes of 1 at the end may be missing or in excess, since files of linears
-    may have those of a 1x1 convolution and the reverse, and a kernel may be part of the second size.
+    A negative size is any multiple of it.  Sizes of 1 at the end may be missing or in excess, since files may store
+    linears as 1x1 convolutions and the reverse, and a kernel may be part of the second size.
     """
     wanted, plain = (tuple(sizes[:2] if set(sizes[2:]) <= {1} else sizes) for sizes in (change, shape))
     flat = (*plain[:1], math.prod(plain[1:]))

@@ -29,8 +29,8 @@ NAMES = {
 def named(file: Tensors) -> Tensors:
     """Return a file with diffusers' names in place of numbers; any other file as it is.
 
-    Its embeddings get the names that kohya gives to bundled ones.  Raises ValueError, one line, for other layers than
-    those of attention and feed-forwards in Stable Diffusion 1.x.
+    Its embeddings get the names that kohya gives to bundled ones.  Raises ValueError, one line, unless they are the
+    attention and feed-forward layers of Stable Diffusion 1.x.
     """
     layers = {key: match for key in file.shapes if (match := LAYER.fullmatch(key))}
     if not layers:

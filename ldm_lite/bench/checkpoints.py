@@ -22,8 +22,8 @@ from ldm_lite.zoo.family import FamilyRow, build_network
 def open_model(size: str, ckpt: str | None, device: str = "cpu", ahead: bool = True) -> Tensors:
     """Open the checkpoint to measure: the file `ckpt` if given, otherwise "bundled" or a name of FAMILY_ROWS.
 
-    device: where it will run; random weights are drawn there if that is CUDA.  ahead: else threads draw them before
-    they are read, which takes memory.  Raises ValueError for another name.
+    device: where it will run; random weights are drawn there if that is CUDA.  ahead: otherwise threads draw them
+    before they are read, which takes memory.  Raises ValueError for another name.
     """
     if ckpt is not None or size == "bundled":
         return open_source(ckpt)

@@ -82,7 +82,7 @@ def make_image(options: BenchOptions, mode: str) -> MemoryResult:
 
 
 def table(options: BenchOptions, modes: tuple[str, ...] | None = None) -> Iterator[str]:
-    """Measure the modes, those of the options if none are given, and yield a table in Markdown line by line."""
+    """Measure the modes (default: the options'), and yield a table in Markdown line by line."""
     if modes is None:
         kinds = {"plain": MODES[:1], "lowest": MODES[-1:], "others": MODES[1:-1]}
         modes = tuple(mode for kind in options.modes for mode in kinds[kind])

@@ -75,7 +75,7 @@ def title(path: Path) -> str:
 
 
 def files(repository: str) -> list[str]:
-    """Return the file names of a repository; without a network, of its files in the cache.
+    """Return the file names of a repository; without a network, those in the cache.
 
     Raises FileNotFoundError with what to do.
     """

@@ -105,7 +105,7 @@ def option_rows(kind: type) -> dict[str, tuple[Field[Any], type]]:
 
 
 def registered() -> dict[str, Any]:
-    """Return the user's own features by their options: those of core.features, which is not imported for them."""
+    """Return the user's own features by their options, from core.features if that is imported already."""
     features = sys.modules.get("ldm_lite.core.features")
     return {} if features is None else features.FEATURES
 

@@ -26,7 +26,7 @@ class Saver:
     """Writes images under the next free name: DIR/samples/00000.png as the originals do, or NAME.png, NAME-1.png."""
 
     def __init__(self, options: SaveOptions, command: str) -> None:
-        """Raises ValueError for a folder that cannot be written to, and another format; creates nothing yet."""
+        """Raises ValueError for a folder that cannot be written to, and formats other than PNG; creates nothing."""
         self.options = options
         self.out = Path(f"outputs/{command}-samples" if options.out is None else os.path.expanduser(options.out))
         self.single = self.out.suffix.lower() == ".png"

@@ -72,6 +72,6 @@ def _handled(
 
 
 def ignore_signals(worker: int = 0) -> None:
-    """Leave SIGNALS to the main process: for workers, which get those of the terminal too, and end with it."""
+    """Leave SIGNALS to the main process: for workers, which also get the terminal's signals, and end with it."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)

@@ -34,7 +34,7 @@ class StraightLevel(Level):
 class FlowSchedule(NoiseSchedule):
     """A rectified flow: timestep t in [-1,999] has s = shifted((t + 1) / 1000); its levels' t is what `clock` says.
 
-    alpha_bar is that of the variance-preserving levels with the same signal-to-noise ratios.
+    alpha_bar belongs to the variance-preserving levels with the same signal-to-noise ratios.
     """
 
     shift: float = 1.0  # above 1: more of the steps at high noise

@@ -22,7 +22,7 @@ from ldm_lite.diffusion.plan import LearnedVariancePlan
 
 
 def with_learned_variance(stretch: float) -> Callable[..., Tensor]:
-    """Return the step of a network whose second half of channels is the variance, that of the last branch.
+    """Return the step of a network whose second half of channels is the variance, read from the last branch.
 
     -1 is the plan's variance, 1 the plan's stretched: `stretch` is the logarithm of that factor of the noise.
     """

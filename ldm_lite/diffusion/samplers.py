@@ -165,7 +165,7 @@ def restart(schedule: Schedule, steps: int, spacing: str | Spacing = "karras") -
     """Heun's method that goes back from sigma 0.1 to 2, by adding noise, and down again.  Xu et al. 2023, alg. 1.
 
     As in A1111: below 20 steps it is Heun's method; from 20 on, 9 of the steps are the second descent; from 36 on, two
-    descents take a quarter each.  Levels are then those of "karras", between the spacing's first and last but one.
+    descents take a quarter each.  The levels are then "karras", from the spacing's first to its last but one.
     """
     only_preserving(schedule, "Restart")
     rows, levels = Rows(schedule, h="x0"), finite_levels(schedule, steps, spacing)
@@ -284,7 +284,7 @@ def deis(schedule: Schedule, steps: int, spacing: str | Spacing = "linspace") ->
 def lcm(schedule: Schedule, steps: int, spacing: str | Spacing = "lcm") -> Plan:
     """Latent consistency: jump to x0, then add noise up to the next level.  Luo et al. 2023, alg. 3.
 
-    The network's own x0 of a variance-preserving process is mixed with x, more at low noise; that of a flow is not.
+    For a variance-preserving process x0 is mixed with x, more at low noise; for a flow it is not.
     """
     rows, levels = Rows(schedule, h="x0"), spaced_levels(spacing, schedule, steps)
     for i, (now, after) in enumerate(pairwise(levels)):

@@ -210,13 +210,13 @@ def sgm_uniform(
 def normal(
     schedule: Schedule, steps: int, sigma_min: float | None = None, sigma_max: float | None = None
 ) -> list[Level]:
-    """Fractional timesteps evenly from that of sigma_max to that of sigma_min, then clean: ComfyUI's "normal"."""
+    """Even fractional timesteps from sigma_max's to sigma_min's, then clean: ComfyUI's "normal"."""
     timesteps = _timesteps(schedule, steps, sigma_min, sigma_max)
     return at_timesteps(schedule, timesteps, torch.linspace(timesteps[0], timesteps[-1], steps))
 
 
 def _timesteps(schedule: Schedule, count: int, sigma_min: float | None, sigma_max: float | None) -> Array:
-    """Even fractional timesteps (count,) from that of the largest sigma to that of the least."""
+    """Even fractional timesteps (count,) from the largest sigma's to the least's."""
     sigmas = sigma_range(schedule, sigma_min, sigma_max)
     if isinstance(schedule, FlowSchedule):
         low, high = map(schedule.timestep, sigmas)
@@ -434,7 +434,7 @@ def flow_by_steps(
 ) -> list[Level]:
     """The same, shifted by the image's size and, up to 4300 tokens, more for fewer steps.
 
-    The schedule's own shift is that of 200 steps; between it and that of 10 its logarithm is linear in the steps.
+    The schedule's own shift is for 200 steps; from 10 to 200 its logarithm is linear in the steps.
     Black Forest Labs 2025, sampling.py, compute_empirical_mu.
     """
     many = math.log(_with_shift(schedule, shift).shift)

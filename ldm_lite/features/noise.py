@@ -121,10 +121,10 @@ def draws(
     variations: Sequence[int],
     shape: tuple[int, int, int],
 ) -> Draw:
-    """Return the function that draws first the initial noise (B,C,h,w) of a batch, then that of later calls.
+    """Return a function that draws the initial noise (B,C,h,w) of a batch first, then later calls' noise.
 
-    delta is added to the seeds after the first noise, AUTOMATIC1111's "eta noise seed delta"; strength is that of the
-    variation seeds, 0 to 1.
+    delta is added to the seeds after the first noise, AUTOMATIC1111's "eta noise seed delta"; strength is the
+    variation seeds' weight, 0 to 1.
     """
     if program == "diffusers":  # one generator for the batch, on the CPU
         return DiffusersNoise(torch.Generator("cpu").manual_seed(seeds[0]), len(seeds), shape)

@@ -102,7 +102,7 @@ def _box(text: str) -> Box:
 def shares(boxes: Sequence[Box], weights: Sequence[float], size: tuple[int, int]) -> Tensor:
     """Return the share (P,1,h,w) of each part at each position of a latent image of this size; they add up to 1.
 
-    weights are those of the parts, above 0.  A position belongs to a box that holds its centre.  Raises ValueError for
+    weights are the parts' weights, above 0.  A position belongs to a box that holds its centre.  Raises ValueError for
     other weights, and for a box or a position that is in none.
     """
     if min(weights) <= 0:

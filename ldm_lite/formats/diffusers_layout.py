@@ -129,7 +129,7 @@ PREFIXES = ("", "model.diffusion_model.", "diffusion_model.")
 
 
 def stored_keys(shapes: Shapes) -> dict[str, tuple[tuple[str, ...], bool]] | None:
-    """Map the keys of the originals to those of a file of diffusers, and whether halves are swapped.
+    """Map the originals' keys to the keys in a file of diffusers, and whether halves are swapped.
 
     None if the file is of another network.  Unknown keys keep their names.
     """

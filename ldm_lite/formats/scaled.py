@@ -23,8 +23,8 @@ QUANTIZATION = "_quantization_metadata"
 def unscaled(tensors: Tensors) -> Tensors | None:
     """Return a view without the scales, with tensors multiplied by them, in float32.  None if nothing is scaled.
 
-    Raises ValueError for another format than fp8, for a scale that does not fit its weight, and for a marked file with
-    weights in fp8 and no scales.
+    Raises ValueError for a format other than fp8, for a scale that does not fit its weight, and for a file marked as
+    scaled without scales.
     """
     shapes, read = tensors.shapes, tensors.read
     scales = {f"{match[1]}weight": key for key in shapes if (match := SCALE.match(key))}
@@ -61,7 +61,7 @@ def _fits(scale: tuple[int, ...], weight: tuple[int, ...]) -> bool:
 
 
 def _check_formats(tensors: Tensors) -> None:
-    """Raise ValueError if the file says that a weight is in another format than fp8."""
+    """Raise ValueError if the file says that a weight is in a format other than fp8."""
     layers: list[Any] = []
     try:
         if QUANTIZATION in tensors.metadata:

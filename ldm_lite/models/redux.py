@@ -1,4 +1,4 @@
-"""FLUX.1 Redux: an image as tokens beside the prompt's, by SigLIP's image encoder and two linears.
+"""FLUX.1 Redux: an image as tokens after the prompt's, by SigLIP's image encoder and two linears.
 
 Shape letters: B batch, S pixels per side, N patches, D width, C width of the context.
 Source: Zhai et al. 2023; transformers SiglipVisionModel; black-forest-labs/flux image_embedders.py.

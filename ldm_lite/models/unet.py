@@ -1,7 +1,7 @@
 """The UNets of latent diffusion: every one of CompVis and Stability, from a frozen spec.
 
 They extend the core's UNet, with other kinds of layers where the spec says so: Stable Diffusion 2 and XL project by
-linears, XL and unCLIP read a vector, the x4 upscaler classes; unconditional models have those of adm.py.
+linears, XL and unCLIP read a vector, the x4 upscaler classes; unconditional models use adm.py's layers.
 Attribute names are the checkpoint's keys, so an original file loads strictly with no renaming.
 
 Shape letters: B batch, C channels, h w latent size, N = h*w tokens, T text tokens, D context channels, E embedding.

@@ -68,7 +68,7 @@ def _cudnn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def _flash3_op(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Compute it by FlashAttention 3, for Hopper, if its package is installed.
 
-    An operator of our own: torch's `activate_flash_attention_impl("FA3")` calls the same package, but in place of flash
+    An operator of our own: torch's `activate_flash_attention_impl("FA3")` calls the same package, but replaces flash
     attention in the whole process.
     """
     function = importlib.import_module("flash_attn_interface").flash_attn_func
@@ -108,7 +108,7 @@ def is_stateless(function: AttentionFn) -> bool:
 
 
 def name_of(function: AttentionFn) -> str:
-    """Return the name of an attention, "sliced" for "sliced:4"; for one without a name, that of its code."""
+    """Return the name of an attention, "sliced" for "sliced:4"; for an unnamed one, its function's name."""
     inner = getattr(function, "func", function)
     names = (name for name, known in _FUNCTIONS.items() if known is inner)
     return next(names, getattr(inner, "__name__", type(inner).__name__))
@@ -302,7 +302,7 @@ def use_like(network: nn.Module, template: nn.Module) -> None:
 
 
 def in_float32(network: AnyNetwork, device: torch.device) -> AnyNetwork:
-    """Return a copy of a network in float32 on a device, where attention for half precision alone becomes PyTorch's."""
+    """Return a copy of a network in float32 on a device; attention for half precision only becomes PyTorch's."""
     whole = copy.deepcopy(network).to(device, torch.float32)
     for layer in layers(whole).values():
         if is_stateless(layer.attention) and not _runs(layer.attention, device, torch.float32, head_dim(layer)):

@@ -190,7 +190,7 @@ class CompiledStep:
                 self._joined.pop(model, None)
 
     def _plain_after(self, error: Exception, model: Any, *args: Any) -> Any:
-        """Run a plain step after an error, and no others from now on.
+        """Run a plain step after an error, and only plain steps from now on.
 
         If that fails too, the call was the cause: its error is raised, and compiled code stays for other calls.
         """

@@ -46,7 +46,7 @@ HALF = (torch.bfloat16,) if torch.cpu._is_amx_tile_supported() or torch.cpu._is_
 
 
 def use(network: nn.Module, owns_weights: bool = False, attends: bool = True) -> None:
-    """Give the layers of a network on a CPU these kernels, that of attention if `attends`.
+    """Give the layers of a network on a CPU these kernels, including attention's if `attends`.
 
     owns_weights says that nothing else moves weights: those of 3x3 convolutions become channels last at first use, in
     new memory.
@@ -214,7 +214,7 @@ def _geglu(layer: GEGLU, x: Tensor) -> Tensor:
 def gated(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """GEGLU of x (...,C), weight (2K,C) and bias (2K,): (...,K).
 
-    Two products: that of the gate ends with the GELU, that of the values with their multiplication by the gate.
+    Two products: the gate's ends with the GELU, the values' with their multiplication by the gate.
     """
     (of_value, of_gate), (bias_of_value, bias_of_gate) = weight.chunk(2), bias.chunk(2)
     gate = _ONEDNN(x, of_gate, bias_of_gate, "gelu", [], "none")  # by the error function
@@ -324,7 +324,7 @@ def _transforms(points: tuple[float, ...]) -> tuple[Tensor, Tensor, Tensor]:
 def filtered(x: Tensor, weight: Tensor, bias: Tensor | None, m: int, of_input: bool = False) -> Tensor:
     """Convolve x (B,C,h,w) with weight (K,C,3,3), padding 1, in tiles of m by m (2 or 4): (B,K,h,w), channels last.
 
-    of_input turns the weights around: from the gradient (B,K,h,w) of the output, that of the input (B,C,h,w).
+    of_input flips the weights: from the gradient (B,K,h,w) of the output to the gradient (B,C,h,w) of the input.
     """
     (batch, channels, h, w), num_out, n = x.shape, weight.shape[1 if of_input else 0], m + 2
     to_input, to_weight, to_output = _transforms(POINTS[m])
@@ -363,7 +363,7 @@ def filtered(x: Tensor, weight: Tensor, bias: Tensor | None, m: int, of_input: b
 
 
 class _Filtered(torch.autograd.Function):
-    """Winograd's filtering, with gradients; that of the weight is PyTorch's."""
+    """Winograd's filtering, with gradients; the weight's is PyTorch's."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, m: int) -> Tensor:
@@ -427,11 +427,11 @@ def blocked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     exponentials come from the second product, as a column of ones beside the values.  In bfloat16 scores are float32
     and exponentials bfloat16, as in PyTorch's kernel.
 
-    A bound of the scores takes the place of their maximum.  With keys k - mean(k), which leave the softmax as it is,
+    A bound of the scores replaces their maximum.  With keys k - mean(k), which leave the softmax as it is,
     the scores of a query have the mean 0, so their maximum is in [0, b], b = |q| max|k| / sqrt(D).  Exponents are
     shifted by max(0, b - LIMIT): with b up to 2 LIMIT the largest term is within 2^-LIMIT and 2^LIMIT, and everything
     that counts is a normal number.  Larger b take PyTorch's kernel, and so does everything except inference on a CPU.
-    Exponents are of 2, which PyTorch computes faster than those of e on some CPUs.
+    Exponentials use base 2, which PyTorch computes faster than base e on some CPUs.
     """
     if not _suits(q, *HALF):
         return sdpa(q, k, v)

@@ -73,7 +73,7 @@ class Graphs:
         return graphs
 
     def clear(self) -> None:
-        """Delete all graphs, those of other steps that share the memory too."""
+        """Delete all graphs, also of other steps that share the memory."""
         with self._lock:
             self._graphs.clear()
 

@@ -15,14 +15,14 @@ class MappedPages:
     """Gives back the memory of tensors in memory-mapped files.
 
     For tensors that were cast, copied or moved: a mapping lives as long as any tensor in it, and keeps the pages that
-    were read.  Reading such a tensor again reads the file.  The mappings are those of the process at the
-    first release.  On Linux only: other systems take such memory back when they need it.
+    were read.  Reading such a tensor again reads the file.  The mappings are read once, at the first
+    release.  On Linux only: other systems take such memory back when they need it.
     """
 
     _mappings: list[tuple[int, int]] | None = None  # addresses (begin, end)
 
     def release(self, tensor: Tensor) -> None:
-        """Give back the whole pages of a tensor if it lies in a mapped file; else do nothing."""
+        """Give back the whole pages of a tensor in a mapped file; do nothing for others."""
         if sys.platform != "linux":
             return
         if self._mappings is None:
@@ -55,7 +55,7 @@ def trim_heap() -> None:
 
 
 def weights_channels_last(network: nn.Module) -> None:
-    """Lay out the weights of a network's 2-D convolutions with channels last; those of 3-D ones stay as they are."""
+    """Make the weights of a network's 2-D convolutions channels last; 3-D ones stay as they are."""
     for parameter in network.parameters():
         if parameter.ndim == 4:
             parameter.data = channels_last(parameter.data)

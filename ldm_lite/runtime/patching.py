@@ -86,7 +86,7 @@ def twin(network: nn.Module) -> Any:
 
 
 def patch_like(network: nn.Module, template: nn.Module) -> None:
-    """Patch the modules of a network by the kernels that another network's modules of the same names have."""
+    """Patch the modules of a network with the kernels of another network's modules of the same names."""
     theirs = {name: patch_of(module) for name, module in template.named_modules()}
     for name, module in network.named_modules():
         if (function := theirs.get(name)) is not None and is_kernel(function):

@@ -3,8 +3,8 @@
 - DeepCache (Ma et al. 2024): the deep blocks run only in every n-th call; between, their last output is used again.
   They also run where a text changes, a branch of guidance begins again, the noise rises again (Restart), or T-GATE
   records.
-- T-GATE (Zhang et al. 2024): from a step on, the result of cross-attention is that of the step before, the mean over
-  the branches of guidance; only the conditional branch runs then: diffusion.guidance.gated.  Regions have one branch
+- T-GATE (Zhang et al. 2024): from a step on, cross-attention reuses the previous step's result, the mean over the
+  branches of guidance; only the conditional branch runs then: diffusion.guidance.gated.  Regions have one branch
   each, which continues, with the mean of its own result and the unconditional one.
 - FreeU (Si et al. 2024) saves nothing but changes the image: features that come up are amplified, and the low
   frequencies of the skips weakened.
@@ -77,8 +77,8 @@ class ShortenedUNet(nn.Module):
         """Run as UNet.forward.
 
         kept, if not 0, is how many of the first input blocks and of the last output blocks always run.  deep is the
-        input of the first of the latter: with it, only these run.  Without it all run, and it is returned beside the
-        prediction.  free (4,) are b1, b2, s1, s2 of FreeU.
+        input of the first of the latter: with it, only these run.  Without it all run, and it is returned along with
+        the prediction.  free (4,) are b1, b2, s1, s2 of FreeU.
         """
         unet = self.unet
         emb = unet.embed(t, y)  # (B, E)
@@ -139,7 +139,7 @@ class Run:
     """Shortcuts in one run of a UNet: `wrapped` gives its inputs."""
 
     def __init__(self, unet: nn.Module, shortcuts: Shortcuts, plan: Plan | None = None) -> None:
-        """Raises ValueError for another network than a UNet, a branch that it does not have, and an adaptive plan."""
+        """Raises ValueError for a network other than a UNet, a branch that it lacks, and an adaptive plan."""
         if type(unet) is not LDMUNet:
             raise ValueError(f"DeepCache, T-GATE and FreeU are for UNets, not for {type(unet).__name__}")
         if isinstance(plan, AdaptivePlan):
@@ -258,7 +258,8 @@ class Run:
     def _mean(self, results: Tensor) -> Tensor:
         """Return stored results of cross-attention (K*B,N,C) for the branches that run now.
 
-        One branch uses the mean over all; several, each the mean of its own and the unconditional one, the branch 0.
+        A single branch uses the mean over all; each of several uses the mean of its own result and branch 0's, the
+        unconditional one.
         """
         then, now = self._crossed_branches, self.now.used
         if then == now:

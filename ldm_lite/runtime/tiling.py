@@ -146,7 +146,7 @@ class Strips:
     ) -> Tensor:
         """Compute layer(rows) for all strips, each with the `before` rows above it and the `after` rows below.
 
-        The strips, of about STRIP numbers, are those of x enlarged `times` in both directions; the output may be
+        The strips, of about STRIP numbers, are of x enlarged `times` in both directions; the output may be
         smaller.  `result` is the output tensor, which may be one that the layer reads.
         """
         batch, channels, height, width = x.shape
@@ -172,11 +172,11 @@ class Strips:
 
 
 def normalised(norm: Any, x: Tensor, device: torch.device) -> Callable[[slice], Tensor]:
-    """Return a function of rows of a map x (B,C,H,W): norm(x) of these, on the device, by the statistics of all.
+    """Return a function of rows of a map x (B,C,H,W): their norm, on the device, by the whole map's statistics.
 
     PyTorch's kernel on a CPU sums each group of a map with channels last in one float32 accumulator: at 512 x 512
-    positions the relative error is 1e-5, a hundred times that of other layers, and it grows with the map.  Here
-    statistics are combined from those of strips.
+    positions the relative error is 1e-5, a hundred times that of other layers, and it grows with the map.  Here the
+    statistics of strips are combined.
     """
     if not isinstance(norm, nn.GroupNorm):  # each position is normalised alone
         return lambda rows: norm(x[:, :, rows].to(device))

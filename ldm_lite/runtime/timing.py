@@ -48,7 +48,7 @@ def fastest(
 
 
 def _time(label: str, size: str, candidates: Mapping[str, Callable[[], object]], device: torch.device) -> str:
-    """Time the candidates, and return the choice; that of a CPU goes to the file."""
+    """Time the candidates, and return the choice; a CPU's is written to the file."""
     if not _CHOICES:
         log.info("timing kernels for this %s (once)", "CPU" if device.type == "cpu" else "GPU")
     on_cpu, seconds, default = device.type == "cpu", dict.fromkeys(candidates, math.inf), next(iter(candidates))
@@ -144,7 +144,7 @@ def _kept(size: str, candidates: Collection[str]) -> str | None:
 
 
 def _remember(size: str, name: str, candidates: Collection[str]) -> str:
-    """Add a choice to the file, and return it; if another process was first, return its choice if it is a way."""
+    """Add a choice to the file, and return it; if another process was first, return its choice if it is a candidate."""
     path = choices_file()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

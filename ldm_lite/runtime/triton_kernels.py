@@ -5,7 +5,7 @@ Group norm of large maps is two of them: statistics of rows of the map, by as ma
 multiprocessors, and the result, which joins them.  On a small map a program holds a group of an image.  The normalised
 values may be a sum, of the map and numbers for each image or channel, and SiLU may follow.
 Kernels are compiled for each number of channels, in a second or more each, and kept by Triton on the disk.  Imported
-where they run (fused.py, which tells what they compute): Triton comes with builds of torch for CUDA alone.
+where they run (fused.py, which tells what they compute): Triton only comes with torch's builds for CUDA.
 
 Letters: B images, P positions, C channels, G groups of R channels, S parts of the positions.
 """

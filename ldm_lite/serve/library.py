@@ -124,7 +124,7 @@ class Library:
 
     @staticmethod
     def plain(name: str, names: Iterable[str]) -> str:
-        """Return a name without the suffix and the hash of its title, if there is no file of the whole name."""
+        """Return a name without suffix and hash, as in A1111's titles, unless a file has the whole name."""
         if name in names:
             return name
         head, bracket, digest = name.rpartition(" [")

@@ -182,7 +182,7 @@ def share(steps: int, strength: float, exact: bool) -> tuple[int, int]:
 
 
 def _begin_as_the_original(model: CheckpointModel, options: ImageOptions, strength: float) -> Start:
-    """Start like the original, which adds noise one level above that of its first step, and fails if there is none.
+    """Start like the original, which adds noise of the level above its first step's, and fails if there is none.
 
     CompVis scripts/img2img.py: stochastic_encode and decode with the same t_enc.
     """

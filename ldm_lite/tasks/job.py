@@ -125,7 +125,7 @@ class Task:
         settings: Mapping[str, Any] | None = None,
         **slots: Any,
     ) -> TaskJob:
-        """Return the job of images of a latent shape (C,h,w), changed by the features but one; others may be slots."""
+        """Return the job of images of a latent shape (C,h,w), changed by all features but one; `others` are slots."""
         self.warn_of_size(shape)
         texts = texts or self.texts
         job = TaskJob(
@@ -205,7 +205,7 @@ class TaskJob(Job):
 def run(task: Task, existing: Any = None, decoding: bool = True) -> Iterator[State | Result]:
     """Yield the states after every step and, with `decoding`, each result as soon as it is decoded.
 
-    Images that are `existing`, of existing.Existing, are left out; the others are the same as with them.
+    Images that are `existing`, of existing.Existing, are left out; the others do not change.
     """
     for part in task.parts:
         items, keys = part.items, dict[int, str]()

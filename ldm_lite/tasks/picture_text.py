@@ -1,7 +1,7 @@
 """The text of a picture: settings by A1111's names where it has them, written from a task and read into options.
 
-An option's row (core/declare.py) has its key in the text, and how it is written and read; here are the keys of several
-options, or of none.
+An option's row (core/declare.py) has its key, and how it is written and read; here are the keys of several options, or
+of none.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def options_of(text: Parameters, explicit: set[str]) -> tuple[dict[str, Any], li
 def _rows(keys: set[str]) -> dict[str, tuple[OptionRow, Any]]:
     """Return the options that the keys of a text name, each with its class.
 
-    Features are imported for those of theirs that the text has.
+    Features are imported if the text has their options.
     """
     rows = option_rows(Txt2imgOptions)
     for known in declared():

@@ -80,7 +80,7 @@ def _character(entity: str) -> str:
 
 
 def _may_be_misread(text: str) -> bool:
-    """Whether letters are UTF-8 once encoded: a part of them in Latin-1 or Windows-1252, all of them in others."""
+    """Whether letters are UTF-8 when encoded again: some in Latin-1 or Windows-1252, all in other encodings."""
 
     def is_utf8(letters: str, encoding: str) -> bool:
         if encoding in _ENCODINGS[:2]:

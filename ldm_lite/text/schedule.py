@@ -1,9 +1,9 @@
 """Prompts that change while the image is made, and prompts of several parts, in AUTOMATIC1111's syntax.
 
-`[from:to:0.5]` becomes another text after half of the steps, `[to:10]` comes after 10 steps and `[from::10]` goes then;
-`[cow|horse]` takes turns; `a AND b :0.5` is two prompts, whose predictions are added (Liu et al. 2022).  A backslash
-makes the next character an ordinary one.  Everything else is ordinary text, and so is a whole prompt with a | outside
-of brackets.  Equal to `prompt_parser.py` of version 1.10, whose grammar this reads in one pass.
+`[from:to:0.5]` becomes another text after half of the steps, `[to:10]` appears after 10 steps and `[from::10]`
+disappears then; `[cow|horse]` takes turns; `a AND b :0.5` is two prompts, whose predictions are added (Liu et al.
+2022).  A backslash makes the next character an ordinary one.  Everything else is ordinary text, and so is a whole
+prompt with a | outside of brackets.  Equal to `prompt_parser.py` of version 1.10, whose grammar this reads in one pass.
 """
 
 import re
@@ -59,8 +59,9 @@ def split_at_ands(prompt: str) -> list[Part]:
 def schedule(prompt: str, calls: Calls) -> list[Until]:
     """Return the texts of a prompt in the order of their use; the last is used until the end.
 
-    Whole numbers count calls, others shares of all of them.  In a run after another one, whole numbers count on from
-    that, and 1.5 is half of this one.  Raises ValueError for brackets deeper than MOST_DEPTH, and for too much text.
+    Whole numbers count calls, others are fractions of all calls.  In a second run, whole numbers continue the first's
+    count, and 1.5 is half of the second run.  Raises ValueError for brackets deeper than MOST_DEPTH, and for too much
+    text.
     """
     ends = {calls.total}
     parsed = _parse(prompt, calls, ends)

@@ -142,7 +142,7 @@ class TextTokenizer:
     def _pieces(self, text: str) -> Iterator[tuple[int, int, tuple[int, ...]]]:
         """Yield (begin, end, tokens) of each piece of a text, without tokens unless it is the name of an embedding.
 
-        The longest name counts, and none inside another word.
+        The longest name wins; names inside other words do not count.
         """
         longest, at = sorted(self.added, key=lambda pair: -len(pair[0])), 0
         edges = ((r"(?<!\w)" * name[0].isalnum(), name, r"(?!\w)" * name[-1].isalnum()) for name, _ in longest)
@@ -167,7 +167,7 @@ class FixingCLIPTokenizer(TextTokenizer):
     _fix = staticmethod(fix_as_ftfy)
 
     def encode(self, text: str) -> list[int]:
-        """Return only a text's tokens; those of short texts are remembered: training reads captions again and again."""
+        """Return only a text's tokens; tokens of short texts are cached, since training rereads captions."""
         if isinstance(text, str) and len(text) <= SHORT and text.isascii() and not self.added:
             return _encoded(self, text).tolist()
         return super().encode(text)

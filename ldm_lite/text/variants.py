@@ -187,7 +187,7 @@ class Prompts:
     def _size(self, template: Template, depth: int) -> tuple[int, int]:
         """How many prompts a template makes, and their characters in all.  Raises OverflowError if these are too many.
 
-        None of its parts has more than the whole: each is used in one prompt or more.
+        No part makes more than the whole: each is used in at least one prompt.
         """
         prompts, characters = 1, 0
         for part in template:

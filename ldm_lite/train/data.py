@@ -481,7 +481,7 @@ def _read(file: BinaryIO, place: _Place, where: str) -> bytes:
 def open_data(path: Path, resolution: int, counts: Path | None = None) -> ImageFolder | TarShards:
     """Open captioned images: a folder (see open_folder), or WebDataset shards, a .tar file or a folder of them.
 
-    `counts` is a file in which the numbers of images of the tars are kept, so that one process alone counts.  Raises
+    `counts` is a file with the tars' numbers of images, so that only one process counts.  Raises
     ValueError, one line, if there are none, or a caption is missing; OSError.
     """
     paths = sorted(path.glob("*.tar")) if path.is_dir() else [path] * (path.suffix == ".tar")

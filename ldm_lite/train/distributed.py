@@ -44,7 +44,7 @@ def rank() -> int:
 
 
 def parallel(module: nn.Module) -> nn.Module:
-    """Return a module whose backward pass leaves the mean of all processes' gradients in each; alone, the module."""
+    """Return a module whose backward pass averages gradients over processes; in a single process, the module."""
     if world_size() == 1 or any(isinstance(part, FSDPModule) for part in module.modules()):
         return module
     return DistributedDataParallel(module, broadcast_buffers=False, gradient_as_bucket_view=True)
@@ -70,7 +70,7 @@ def gather(tensor: Tensor) -> Tensor:
 
 
 def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return a tensor divided among processes as another one, if that is."""
+    """Return a tensor, divided among processes if another one is, in the same way."""
     if not isinstance(like, DTensor) or isinstance(tensor, DTensor):
         return tensor
     return distribute_tensor(tensor, like.device_mesh, like.placements)

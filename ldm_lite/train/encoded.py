@@ -361,8 +361,8 @@ def encoded(options: TrainOptions, images: Dataset, vae: nn.Module, name: str = 
     """Encode finite data's latents into the run's folder, or use those there if data and autoencoder are the same.
 
     Returns the latents, and their images: broken ones are named and left out, as are those with a broken
-    mask or hint, and tar members without a caption.  A shard is written beside its name and renamed, and a run that was
-    stopped makes those that are missing.  Raises ValueError if more than a tenth of a shard is broken, or all; OSError.
+    mask or hint, and tar members without a caption.  A shard is written beside its name and renamed, and a resumed run
+    makes the missing ones.  Raises ValueError if more than a tenth of a shard is broken, or all; OSError.
     """
     if isinstance(images, Buckets):
         names = [f"{name}/{'x'.join(map(str, part.size))}" for part in images.parts if isinstance(part, ImageFolder)]

@@ -177,7 +177,7 @@ class DiffusionLoss:
         return loss
 
     def _noised(self, batch: Batch, draws: Draws, quantiles: Tensor | None = None) -> Noised:
-        """Add noise of random levels to a batch's latents, or that of given quantiles of these."""
+        """Add noise to a batch's latents, at random levels or at given quantiles of them."""
         is_encoded = batch.pixels.dtype != torch.uint8
         with contextlib.nullcontext() if is_encoded else self.model.phase("vae"):
             mean, logvar = moments_of(self._vae, batch.pixels, self._device)
@@ -359,7 +359,7 @@ class Validation:
     def __call__(self) -> float:
         """Return the mean of the squared errors, unweighted, of all examples at LEVELS noise levels each.
 
-        The levels of an example are one in each quarter of those that training draws.  Raises ValueError, OSError.
+        Each example has one level in each quarter of the training distribution.  Raises ValueError, OSError.
         """
         sums, rank, size = torch.zeros(2, dtype=torch.float64), distributed.rank(), distributed.world_size()
         parts = self.dataset.parts if isinstance(self.dataset, Buckets) else (self.dataset,)

@@ -436,7 +436,7 @@ def _toml(value: Any) -> str:
 
 
 def with_config(options: TrainOptions, load: LoadOptions) -> tuple[TrainOptions, LoadOptions]:
-    """Return the options with those of the file `options.config`, if there is one, where none were given.
+    """Return the options, with those that were not given from the file `options.config`, if there is one.
 
     Raises ValueError, one line, for a file that is not a config.toml, and for options that do not exist; OSError.
     """

@@ -298,7 +298,7 @@ def trained_networks(options: TrainOptions, model: Pipeline) -> dict[str, nn.Mod
 def make_loss(options: TrainOptions, model: Pipeline, empty: Mapping[str, Tensor] | None = None) -> Loss:
     """Return the loss with the networks to train: the diffusion model, or the new ones.
 
-    `empty` holds the embeddings of no caption, if those of all captions are in the data.  A LoRA is not attached yet.
+    `empty` holds the embeddings of no caption, if the data hold all captions' embeddings.  A LoRA is not attached yet.
     """
     if options.tokens is not None:
         assert model.tokenizer is not None

@@ -505,7 +505,7 @@ class PowerAverages:
 @contextlib.contextmanager
 @torch.no_grad()  # not in the block itself
 def using(networks: Mapping[str, nn.Module], averages: Mapping[str, nn.Module]) -> Iterator[None]:
-    """Within the block networks hold the parameters of others of the same kind, such as their averages."""
+    """Within the block networks hold other networks' parameters, such as their averages."""
     if averages is networks:
         yield
         return

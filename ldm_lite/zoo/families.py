@@ -167,9 +167,9 @@ def detect_family(shapes: Mapping[str, Shapes], metadata: Mapping[str, str], sgm
 
 
 def _rows_with(unet: LDMUNetSpec) -> dict[str, FamilyRow]:
-    """Return the rows with this UNet by name: those of the first module that has some.
+    """Return the rows with this UNet by name, of the first module that has some.
 
-    Modules whose UNets read another context are not imported.
+    Modules whose UNets read a context of another width are not imported.
     """
     for name, module in FAMILY_ROWS.modules.items():
         if unet.context_dim in module.contexts:
@@ -220,7 +220,7 @@ MERGED: dict[str, Any] = {"steps": 4, "scale": 1.5}  # of a model with a distill
 
 
 def _retrained(family: FamilyRow, metadata: Mapping[str, str]) -> FamilyRow:
-    """Return the family for which these networks were trained further: another prediction, resolution or scheduler."""
+    """Return the family of networks that were trained further: for another prediction, resolution or scheduler."""
     stated = family.resolution if "resolution" in metadata else None
     if (prediction := metadata.get("prediction", metadata.get("modelspec.prediction_type"))) is not None:
         family = with_prediction(family, prediction)
@@ -413,7 +413,7 @@ def check_metadata(metadata: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def stored_facts(metadata: Mapping[str, str]) -> dict[str, str]:
-    """Return a file's metadata without names that are ours but were written by another program.
+    """Return a file's metadata without entries under our names from other programs.
 
     Ours have a prefix, which is removed.  Without it they count if the file names a known family and has
     describe()'s other entries, as files of `train` and `export` do.
