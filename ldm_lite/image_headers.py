@@ -33,7 +33,7 @@ def check_image(file: BinaryIO) -> None:
     size = file.seek(0, io.SEEK_END)
     file.seek(0)
     head = file.read(12)
-    with contextlib.suppress(struct.error):  # it ends early
+    with contextlib.suppress(struct.error):  # a file that ends early
         if head[:3] == b"\xff\xd8\xff":
             _check_jpeg(file)
         elif head[:8] == b"\x89PNG\r\n\x1a\n":

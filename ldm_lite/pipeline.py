@@ -432,7 +432,7 @@ def _prepared(
 
     Arguments may include options of features from the core's register_feature.
     """
-    option_rows(kind)  # which refuses names that clash
+    option_rows(kind)  # refuses names that clash
     names = {field.name for field in dataclasses.fields(kind)}
     theirs = {name: value for name, value in arguments.items() if name in features.FEATURES and name not in names}
     rest = {name: value for name, value in arguments.items() if name not in theirs}

@@ -180,7 +180,7 @@ class ImageWorker:
     def _groups(self, items: Sequence[RowItem]) -> Iterator[Iterator[Prepared] | Failed]:
         """Items with their samples, prepared together; one by one if some of them cannot be in any."""
         try:
-            if cost_of(items[0].options).passes:  # whose second pass has texts of its own
+            if cost_of(items[0].options).passes:  # a second pass has other texts
                 samples = iter([sample for item in items for sample in prepare(self.model, item.complete_options)])
             else:
                 rows = [PreparedRow(item.prompt, item.negative_prompt, item.seed, item.files) for item in items]
@@ -206,7 +206,7 @@ class ImageWorker:
                 continue
             batch = sizes.setdefault(size, [])
             batch.append((item, sample))
-            alone = item.options.noise in ("diffusers", "comfy")  # which draw the noise of a batch from one seed
+            alone = item.options.noise in ("diffusers", "comfy")  # these draw the noise of a batch from one seed
             if alone or len(batch) == self.task.options.batch_size:
                 yield sizes.pop(size)
         yield from sizes.values()

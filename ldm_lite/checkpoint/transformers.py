@@ -11,7 +11,7 @@ from ldm_lite.models.qwen3 import VISION
 from ldm_lite.zoo.families import DENOISERS, infer_vae
 from ldm_lite.zoo.family import FamilyRow, scale_of
 
-CLIPS = ("CLIPTextSpec", "OpenCLIPTextSpec")  # whose pooled outputs are the network's vector
+CLIPS = ("CLIPTextSpec", "OpenCLIPTextSpec")  # encoders whose pooled outputs form the network's vector
 TITLES = {  # of released text encoders, by the class of their spec
     "CLIPTextSpec": "CLIP-L",
     "OpenCLIPTextSpec": "OpenCLIP bigG",

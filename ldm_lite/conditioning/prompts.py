@@ -58,7 +58,7 @@ class Conditioner:
     encode: Callable[[CheckpointModel, Prompts, PromptOptions], Parts]
     tokenizer: Callable[[CheckpointModel], TextTokenizer | None] = lambda model: (
         model.tokenizer
-    )  # that reads most of a prompt
+    )  # the one that reads most of a prompt
     reads: str = "text"  # what a prompt is: "text", "files" (the name of one), or "none"
     has_weights: bool = True  # False: its text encoders, T5 and Qwen3, read plain text
     without_clip_skip: str = ""  # why clip_skip has no layers to choose from

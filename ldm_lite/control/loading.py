@@ -127,7 +127,7 @@ def _with_image(
     network: ControlNetwork, vision: ImageEncoder | None, control: Control
 ) -> ControlNet | T2IAdapter | Tensor | ImagePrompt:
     """Encode the image of a style adapter, an IP-Adapter or Redux, times its weight, once per job."""
-    if isinstance(network, Redux):  # whose image is stretched to a square
+    if isinstance(network, Redux):  # its image is stretched to a square
         assert isinstance(vision, SiglipVisionEncoder)
         width, side = network.spec.width, vision.spec.size
         if vision.spec.width != width:
@@ -187,7 +187,7 @@ def _read_once(model: CheckpointModel, sources: Sequence[str | os.PathLike[str]]
     for source in sources:
         version = _version(model, source)
         if version in before:
-            prepare_like(before[version][0], model.unet, model.device)  # whose attention may be another by now
+            prepare_like(before[version][0], model.unet, model.device)  # the UNet's attention may have changed since
         network, pools, is_whole = (*before[version], True) if version in before else _read(model, source)
         networks.append((network, pools))
         if isinstance(network, ControlNet) and is_whole and version is not None:

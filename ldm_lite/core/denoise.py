@@ -42,7 +42,7 @@ class Call(NamedTuple):
     """A call of the network."""
 
     number: int  # from 0
-    step: int  # that it belongs to, from 0
+    step: int  # the step of the call, from 0
     num_steps: int
 
 

@@ -45,7 +45,7 @@ class Family:
     resolution: int  # pixels per side
     steps: int
     scale: float  # of classifier-free guidance
-    words: str = ""  # that the text encoder was trained on, if not on all: see words.py
+    words: str = ""  # words of the text encoder's training, unless all: see words.py
 
     @property
     def schedule(self) -> Schedule:

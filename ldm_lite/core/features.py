@@ -47,7 +47,7 @@ class Feature:
     part_of: ClassVar[tuple[str, str]] = ("", "")  # the option without which the others mean nothing, and why
     # For packages around this one: nothing here sets these, or reads them, except `tasks` in check_together.
     topic: ClassVar[str] = ""  # of --help, where its options stand; its own name if empty
-    tasks: ClassVar[tuple[str, ...]] = ()  # whose options they are; all tasks' if empty
+    tasks: ClassVar[tuple[str, ...]] = ()  # tasks that have these options; all if empty
     uses: ClassVar[tuple[str, ...]] = ()  # options of every task that bring it, too
     brought_by: ClassVar[tuple[str, ...]] = ()  # what a family has that brings it: "NAME", not None, or "NAME=VALUE"
     loads: ClassVar[bool] = False  # it loads networks, so it cannot be tried before weights are read

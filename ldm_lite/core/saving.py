@@ -96,7 +96,7 @@ def write_file(
     part = path.with_name(path.name + ".part")
     try:
         save_file(dict(tensors), part, dict(metadata))
-        part.chmod(0o644)  # it is written for its owner alone
+        part.chmod(0o644)  # a temporary file is only for its owner
         check(open_tensors(part))
         os.replace(part, path)
     finally:

@@ -16,7 +16,7 @@ from typing import IO, Any, BinaryIO
 import torch
 
 MOST_PICKLE = 64 * 2**20  # bytes
-MOST_OPERATIONS = 1_000_000  # which take seconds; a Stable Diffusion with its EMA copy has 60,000
+MOST_OPERATIONS = 1_000_000  # these take seconds; a Stable Diffusion with its EMA copy has 60,000
 _lock = threading.Lock()  # PyTorch's list of allowed classes belongs to the process
 
 

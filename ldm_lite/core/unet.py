@@ -296,7 +296,7 @@ class UNet(nn.Module):
 
     def embed(self, t: Tensor) -> Tensor:
         """Embed the timestep t (B,): (B,E) in the weights' dtype, after the SiLU that starts every residual block."""
-        dtype: Any = self.time_embed[0].bias.dtype  # which the network computes in
+        dtype: Any = self.time_embed[0].bias.dtype  # the dtype that the network computes in
         return F.silu(self.time_embed(sinusoids(t, self.spec.model_channels).to(dtype)))
 
     def forward(self, x: Tensor, t: Tensor, context: Tensor, residuals: Sequence[Tensor] | None = None) -> Tensor:

@@ -119,7 +119,7 @@ def to_webui(key: str, spacing: str) -> tuple[str, dict[str, str]] | None:
     base, *settings = spacing.split(":")
     discard, numbers = "discard" in settings, dict(text.split("=", 1) for text in settings if "=" in text)
     keys = {setting: name for name, (setting, _) in SETTINGS.items()}
-    if "quantised" in settings:  # which its texts do not show
+    if "quantised" in settings:  # A1111's texts do not show this
         return None
     for name, offered in OFFERED.items():
         if offered.key != key or (offered.discards and not discard):

@@ -135,7 +135,7 @@ def dpm_solver(schedule: Schedule, steps: int) -> list[Level]:
     return [Level(t, a, s) for t, a, s in zip(timesteps, np.sqrt(alpha_bar), np.sqrt(1 - alpha_bar), strict=True)]
 
 
-dpm_solver.__name__ = original.__name__  # which pictures have as their spacing
+dpm_solver.__name__ = original.__name__  # the name that pictures have as their spacing
 
 
 def as_original(plan: Plan, key: str, schedule: Schedule) -> Plan:

@@ -22,7 +22,7 @@ class FamilyInputs(Feature):
 
     def check(self, options: Txt2imgOptions) -> Txt2imgOptions:
         """Raises ValueError for options that need a missing one."""
-        is_noise_of_image = options.task == "upscale"  # for which noise_level means that
+        is_noise_of_image = options.task == "upscale"  # there noise_level is the image's
         if options.noise_level and options.image_embedding is None and not is_noise_of_image:
             raise ValueError("`noise_level` needs an image embedding: give one with `image_embedding=FILE`")
         return options

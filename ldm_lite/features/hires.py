@@ -142,7 +142,7 @@ class Hires(Feature):
         if self.hires_negative_prompt is not None:
             texts = dataclasses.replace(texts, negative_prompts=(self.hires_negative_prompt,))
         second = task.job(larger, plan, texts, without=self)
-        if isinstance(job.texts, EditedTexts) and isinstance(second.texts, EditedTexts):  # they count on
+        if isinstance(job.texts, EditedTexts) and isinstance(second.texts, EditedTexts):  # calls count on
             calls = dataclasses.replace(second.texts.calls, before=job.texts.calls.total)
             second = dataclasses.replace(second, texts=dataclasses.replace(second.texts, calls=calls))
         settings = {

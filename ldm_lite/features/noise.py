@@ -69,7 +69,7 @@ class Noise(Feature):
             names = ", ".join(filter(is_brownian, SAMPLERS))
             raise ValueError(f"`brownian` is for {names}, not {sampler or 'a plan of your own'}: leave it out")
         brownian = able and options.brownian
-        if able and program in ("a1111", "comfy"):  # which always draw it so
+        if able and program in ("a1111", "comfy"):  # these always use Brownian noise
             brownian = brownian or not job.model.schedule.is_flow
             if job.model.schedule.is_flow:
                 self.log(
@@ -83,7 +83,7 @@ class Noise(Feature):
         def variation(item: Item) -> int:
             return int(options.seeds_of(item.number, num_prompts)[1])
 
-        drawn_before = job.noise_source  # that of the seeds, or compat's
+        drawn_before = job.noise_source  # the seeds' noise, or compat's
 
         def noise_source(job: TaskJob, items: Sequence[Item]) -> Draw:
             if program == "own" and not options.variation_strength and not options.ensd:

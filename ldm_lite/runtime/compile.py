@@ -91,12 +91,12 @@ class CompiledStep:
         self._step: Step | None = None  # compiled
         self._regional: WeakSet[nn.Module] = WeakSet()  # networks whose blocks are compiled
         self._joined: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()  # layers, by network: joined.py
-        self._has_warned = False  # that a model cannot be compiled
+        self._has_warned = False  # about a model that cannot be compiled
         self._lock = threading.Lock()
         self.failure: str | None = None  # why compilation failed, so that plain steps run, in one line
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return CompiledStep, self._made_of  # which compiles anew
+        return CompiledStep, self._made_of  # the copy compiles anew
 
     @functools.cached_property
     def of_network(self) -> "CompiledStep":
@@ -204,7 +204,7 @@ class CompiledStep:
                 module._compiled_call_impl = compiled
             raise
         self._step = None
-        self._graphs.clear()  # whose memory plain steps may need
+        self._graphs.clear()  # plain steps may need their memory
         self.failure = f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')[:150]}"
         what = "capturing a CUDA graph" if self.tier == "graph" else "compilation"
         log.warning("%s failed (%s): continuing without", what, self.failure)

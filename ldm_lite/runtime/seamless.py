@@ -27,7 +27,7 @@ def seamless(network: AnyNetwork, axes: str) -> AnyNetwork:
     convolutions = [layer for layer in result.modules() if isinstance(layer, nn.Conv2d) and any(layer.padding)]
     if not convolutions:
         raise ValueError(f"{type(network).__name__} has no padded convolutions: it makes no seamless images")
-    for name in ("encoder", "decoder"):  # which tiling.py may have patched
+    for name in ("encoder", "decoder"):  # tiling.py may have patched these
         if hasattr(result, name):
             unpatch(getattr(result, name))
     for conv in convolutions:

@@ -48,9 +48,9 @@ class _Now(NamedTuple):
     """A call of the network in a run, and its inputs."""
 
     number: int  # from 0
-    step: int  # that it belongs to, from 0
+    step: int  # the step of the call, from 0
     texts: list[Conditioning]  # of all branches of the guidance
-    used: tuple[int, ...]  # which of them run
+    used: tuple[int, ...]  # the branches that run
     rises: int  # how often the noise has risen before
 
 

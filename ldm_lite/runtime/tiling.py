@@ -68,7 +68,7 @@ def out_of_memory(error: BaseException) -> bool:
 
 def _is_kl(vae: nn.Module) -> bool:
     known = type(getattr(vae, "encoder", None)) is Encoder and type(getattr(vae, "decoder", None)) is Decoder
-    return known and axes_of(vae) is None  # whose first strip would need rows of the last
+    return known and axes_of(vae) is None  # seamless: the first strip would need rows of the last
 
 
 def _needs_gradients(network: nn.Module, x: Tensor) -> bool:

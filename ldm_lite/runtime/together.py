@@ -49,7 +49,7 @@ class Together:
                 patch(module, _InTurn(self, patch_of(module) or type(module).forward))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_same": {}, "_trials": Counter()}  # whose keys are those of this process
+        return {**vars(self), "_same": {}, "_trials": Counter()}  # their keys are ids of this process
 
     def __call__(
         self, network: Network, registers: Tensor, row: Row, noise: Tensor, guided: Guided, *how: Any

@@ -130,7 +130,7 @@ def router(engine: Engine) -> APIRouter:
             work, tickets = await reading(request, _submit, engine, asked, given_up)
         finally:
             given_up.set()  # if it took too long, its thread still runs
-        del asked  # whose pictures would stay in memory while it waits
+        del asked  # else its pictures stay in memory while it waits
         key = secrets.token_urlsafe()
         running[key] = tickets
 
@@ -188,7 +188,7 @@ def _submit(engine: Engine, asked: ImagesRequest, given_up: threading.Event) -> 
         for ticket in tickets:
             ticket.cancel()
         raise
-    return work._replace(requests=()), tickets  # whose pictures the engine frees
+    return work._replace(requests=()), tickets  # the engine frees their pictures
 
 
 def _settings(engine: Engine, picture: str) -> dict[str, Any]:

@@ -68,7 +68,7 @@ class Field(NamedTuple):
 
     option: dataclasses.Field[Any]
     group: str  # the topic of --help that it is in
-    tasks: list[str]  # that it is for
+    tasks: list[str]  # the tasks that have the field
 
 
 @functools.cache

@@ -119,7 +119,7 @@ class Ledger:
         return dropped
 
 
-CLIENT: ContextVar[str] = ContextVar("client", default="")  # whose request is being answered: requests take turns by it
+CLIENT: ContextVar[str] = ContextVar("client", default="")  # the client of the current request: clients take turns
 ACCOUNT: ContextVar[Account | None] = ContextVar("account", default=None)  # of that request
 
 

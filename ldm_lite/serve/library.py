@@ -249,7 +249,7 @@ class Library:
 
     def _open(self, load: LoadOptions, name: str = "") -> None:
         model = toolkit.load_model(load)
-        if toolkit.prompt_kind(model) == "files":  # which requests cannot name
+        if toolkit.prompt_kind(model) == "files":  # requests cannot name files
             raise ValueError(f"{model.name} is {model.family.title}, whose prompts are file names: it cannot be served")
         self.together = toolkit.with_exact_batches(model) if self._options.batching == "exact" else None
         encoders: tuple[Any, ...] = model.text_encoders
@@ -312,7 +312,7 @@ def _shapes(path: Path, changed: int) -> Shapes:
 def _inputs(load: LoadOptions, changed: int) -> toolkit.ModelInputs:
     try:
         return toolkit.check_checkpoint(load)
-    except (ValueError, OSError):  # which is said when it is loaded
+    except (ValueError, OSError):  # the error is reported when it is loaded
         return toolkit.ModelInputs(references=False, scale=False)
 
 

@@ -160,7 +160,7 @@ def router(engine: Engine) -> APIRouter:
         fields, files = await http.read_form(request)
         asked = http.validated(kind, fields)
         ticket = await reading(request, _submit, engine, asked, files)
-        del files  # which would stay in memory while the request waits
+        del files  # else they stay in memory while the request waits
         return await _respond(request, links, ticket, asked, "image_edit")
 
     @routes.get("/images/{name}")
@@ -250,7 +250,7 @@ async def _respond(request: Request, links: Links, ticket: Ticket, asked: ImageR
 
 async def _events(ticket: Ticket, asked: ImageRequest, event: str) -> AsyncIterator[str]:
     """The stream of one request; leaving it, as when the client disconnects, cancels the ticket."""
-    partials = results = 0  # that have been sent
+    partials = results = 0  # numbers of images that have been sent
 
     async def line(kind: str, image: Image.Image, **more: Any) -> str:
         content = await run_in_threadpool(_encoding(image, asked).text)

@@ -69,8 +69,8 @@ class Engine:
         self.queue: list[Ticket] = []  # in the order of arrival, also those of which some images run
         self._changed = threading.Condition()
         self.clock = time.perf_counter
-        self._at_work: list[Ticket] = []  # whose step or call is running
-        self._taken: set[Ticket] = set()  # of which the engine's thread holds references
+        self._at_work: list[Ticket] = []  # the tickets whose step or call is running
+        self._taken: set[Ticket] = set()  # the tickets to which the engine's thread holds references
         self._seconds: dict[str, float] = {}  # seconds that each client has had, since it connected
         self._turn = 0.0  # the fewest seconds of waiting clients: a new client begins with as many
         self._last: Run | None = None  # the run of the last step
@@ -203,7 +203,7 @@ class Engine:
                 raise ValueError(f"got {name} {steps}, expected at most {limits.max_steps}")
         if ticket.cost.changes_networks:
             raise ValueError(f"`{ticket.cost.changes_networks}` changes networks that all requests share: leave it out")
-        asked = estimate_cost(options, facts.steps)  # which may read files: after the check that there are none
+        asked = estimate_cost(options, facts.steps)  # may read files, so the check that there are none comes first
         ticket.count = asked.images
         self._check_count(ticket.count)
         for number, most, what in zip((asked.longest, asked.chunks), MOST_CHUNKS, ("a text", "all texts"), strict=True):
@@ -231,7 +231,7 @@ class Engine:
         options, images = ticket.options, getattr(ticket.options, "init_img", ())
         if not images:
             if ticket.cost.references and options.width is options.height is None:
-                return 0, 0  # that of a reference as its model fits it, measured when the image is prepared
+                return 0, 0  # the size of a reference as its model fits it, measured when the image is prepared
             return options.width or side, options.height or side
         sizes = [to_image(image).size for image in images]
         width, height = max(size[0] for size in sizes), max(size[1] for size in sizes)
@@ -360,7 +360,7 @@ class Engine:
                     self._changed.wait_for(lambda: self._stopping, self.limits.batch_wait)
             try:
                 self._work()
-            except Exception as error:  # it ends the tickets that it came from: the others go on
+            except Exception as error:  # it ends the tickets that caused it: the others continue
                 if not isinstance(error, EXPECTED) and not self.library.works():  # as after an illegal access of CUDA
                     log.error("the device has failed, and the server accepts no more requests: restart it")
                     self._failed = True

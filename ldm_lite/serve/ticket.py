@@ -77,7 +77,7 @@ class Ticket:
         self.count = 0  # images
         self.pixels = 0  # of an image, in its larger pass
         self.work = 0.0  # millions of pixels that the network runs over: see Engine.check_work
-        self.cost = cost_of(options)  # that features add
+        self.cost = cost_of(options)  # the work that features add
         self.branches = 2  # of each step, of an image
         self.call: Callable[[Image.Image], Image.Image] | None = None  # a function of images, without the model
         self.images: Sequence[Image.Image] = ()

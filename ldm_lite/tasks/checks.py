@@ -94,5 +94,5 @@ def read_prompts(options: Txt2imgOptions, model: CheckpointModel | None = None) 
     for text in (*prompts, *options.negative_prompts):
         check_length(text or "")
         if text is not None and options.prompt_syntax == "a1111":
-            parse(text)  # which refuses some weights
+            parse(text)  # refuses too large weights
     return prompts

@@ -10,7 +10,7 @@ from ldm_lite.tasks.features import used
 class Cost:
     """What features add to a run; a feature that adds something has a method `add_cost`, from a Cost to a Cost."""
 
-    texts: tuple[str, ...] = ()  # that are encoded besides the prompt and the negative prompt
+    texts: tuple[str, ...] = ()  # texts to encode besides the prompt and the negative prompt
     joins_parts: bool = False  # AND joins the parts of a prompt, whatever its syntax
     controls: int = 0  # networks that run beside the UNet
     references: int = 0  # images that the network reads beside the noised one

@@ -15,7 +15,7 @@ from ldm_lite.tasks.image_inputs import open_source, sources
 from ldm_lite.text.parameters import parameters
 
 MARGIN = 16  # pixels around a tile that it reads besides
-MOST_TIMES = 3  # that the network enlarges an image
+MOST_TIMES = 3  # that the network is applied to an image
 
 
 def named_results(upscaler: "Upscaler", images: Sequence[Any]) -> Iterator[tuple[Image.Image, str]]:

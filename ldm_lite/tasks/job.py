@@ -65,7 +65,7 @@ class Part(NamedTuple):
     """The images of a task that start from the same input."""
 
     items: Sequence[Item]
-    make: Callable[[], TaskJob]  # which reads files, and encodes an image
+    make: Callable[[], TaskJob]  # reads files, and encodes an image
     sources: tuple[Any, ...] = ()  # files, or images in memory
 
 

@@ -78,7 +78,7 @@ def texts_of(options: Any) -> dict[str, object]:
 
 PLAIN = {"Steps": "steps", "CFG scale": "scale", "Seed": "seed", "Eta DDIM": "eta", "Variation seed": "variation_seed"}
 LINES = ("Version", "Model", "Model hash")  # not settings
-_NETWORK = re.compile(r"<(?:lora|lyco|hypernet):[^<>]{0,200}>")  # which A1111 takes out of the prompt
+_NETWORK = re.compile(r"<(?:lora|lyco|hypernet):[^<>]{0,200}>")  # A1111 removes these from the prompt
 
 
 def options_of(text: Parameters, explicit: set[str]) -> tuple[dict[str, Any], list[str]]:

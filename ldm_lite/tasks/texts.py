@@ -113,7 +113,7 @@ class PromptEncoder:
     def guided(self, job: Any, items: Sequence[Item], conds: Sequence[Parts], uncond: Parts | None) -> InputSource:
         """Return the inputs of every call for the conditionings of the parts of some items' prompts."""
         model, count = self.model, len(items)
-        images = job.channels if model.family.reads_images else {}  # which a refiner may not read
+        images = job.channels if model.family.reads_images else {}  # a refiner may not read them
         channels = {name: part.expand(count, *part.shape[1:]) for name, part in images.items()}
         if channels and job.image_scale is not None:
             guidance = self._instructed(job, conds, uncond, channels["concat"])

@@ -21,7 +21,7 @@ class Sign(NamedTuple):
     pattern: re.Pattern[str]
     advice: str
     plain: bool = False
-    weight: bool = False  # which not every text encoder has
+    weight: bool = False  # a weight, which not every text encoder supports
 
 
 SIGNS = (

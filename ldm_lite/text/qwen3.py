@@ -20,7 +20,7 @@ _WORDS = (
 CHAT_PREFIX, CHAT_SUFFIX = "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"
 WITHOUT_THINKING = "<think>\n\n</think>\n\n"
 _SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-FURTHER = (  # which follow in Qwen's vocabulary
+FURTHER = (  # tokens after those in Qwen's vocabulary
     *("<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>", "<|box_end|>", "<|quad_start|>", "<|quad_end|>"),
     *("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"),
 )

@@ -76,7 +76,7 @@ def parts_of(prompt: str, syntax: str) -> list[Part]:
     """Return the parts of a prompt, which AND joins in the a1111 syntax."""
     if syntax != "a1111":
         return [Part(prompt, 1.0)]
-    parts = split_at_ands(prompt)  # whose spaces around AND count for Qwen3
+    parts = split_at_ands(prompt)  # spaces around AND matter for Qwen3
     return parts if len(parts) == 1 else [part._replace(text=part.text.strip()) for part in parts]
 
 

@@ -530,7 +530,7 @@ class RenderedScenes:
 
 def open_renderer(path: Path, resolution: int, arguments: dict[str, Any], size: int | None = None) -> RenderedScenes:
     """Import a Python file and call its scenes().  Raises ValueError if there is no such file or function."""
-    name = f"ldm_lite renderer {path.stem}"  # which no other module has
+    name = f"ldm_lite renderer {path.stem}"  # a name that no other module has
     spec = importlib.util.spec_from_file_location(name, path) if path.is_file() else None
     if spec is None or spec.loader is None:
         raise ValueError(f"{path}: is not a Python file, expected one with a function scenes(resolution, ...)")

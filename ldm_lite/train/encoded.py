@@ -73,7 +73,7 @@ _KINDS = {  # of arrays: their types, and numbers of dimensions of an example
 }  # fmt: skip
 _ORIGIN = "origin"  # the inputs of a run's own latents
 MOST_LEFT_OUT = 10  # broken images of a shard, or a tenth of them
-LEFT_OUT = "left-out.json"  # which images of a shard of these could not be read, and why
+LEFT_OUT = "left-out.json"  # the images of a shard that could not be read, and why
 
 
 @dataclass(frozen=True)
@@ -393,7 +393,7 @@ def encoded(options: TrainOptions, images: Dataset, vae: nn.Module, name: str = 
     shards = {number: range(number * SHARD, min((number + 1) * SHARD, count)) for number in share}
     # Batches are small enough that all workers have some of a shard.
     batches_of = {number: divided_into(shard, min(options.batch_size, ENCODED)) for number, shard in shards.items()}
-    left_out = None if isinstance(images, RenderedScenes) else dict[int, str]()  # whose file is at fault
+    left_out = None if isinstance(images, RenderedScenes) else dict[int, str]()  # only its Python file can be at fault
     all_parts = [part for of_shard in batches_of.values() for part in of_shard]
     read = contextlib.closing(in_order(images, all_parts, options.data_workers, left_out))
 

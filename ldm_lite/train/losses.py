@@ -131,7 +131,7 @@ class DiffusionLoss:
     weighting: Weighting = uniform
     empty: Mapping[str, Tensor] | None = None  # no caption, encoded: batches bring their text, no encoder runs
     prior: Prior | None = None
-    control: ControlNet | None = None  # which is trained, with the model frozen
+    control: ControlNet | None = None  # trained, with the model frozen
     noise_offset: float = 0.0  # of each channel's own noise
     timesteps: tuple[int, int] = (0, 1000)  # the first that is learned, and the first after them
     flow_sampling: str = "logit_normal"  # or "uniform"

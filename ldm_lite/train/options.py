@@ -396,7 +396,7 @@ MAY_CHANGE = {
     "max_grad_norm", "save_every", "keep", "sample_every", "samples", "validate_every", "data_workers",
     "compile_network", "fsdp", "checkpointing", "log_to",
 }  # fmt: skip
-_INPUTS = ("data", "class_data", "renderer")  # of which digests are compared, not names
+_INPUTS = ("data", "class_data", "renderer")  # compared by digests, not by names
 
 
 def settings_of(options: TrainOptions) -> dict[str, Any]:

@@ -105,7 +105,7 @@ def train(
         stack.enter_context(room_for_steps(options, load, model, data))
         loss, attached = stack.enter_context(attached_loss(options, model, data))
         if options.stage == "embedding" and isinstance(loss, DiffusionLoss):
-            model = loss.model  # whose prompts know the name
+            model = loss.model  # its prompts know the name
         # The trainer, which copies the networks for the EMA and divides them among processes, and the steps.
         whole = {role: copy.deepcopy(network).cpu() for role, network in loss.networks.items() if options.fsdp}
         trainer = make_trainer(options, loss, precision, inputs | {"data": data.digest})
@@ -156,7 +156,7 @@ def room_for_steps(options: TrainOptions, load: LoadOptions, model: Pipeline, da
         if model.offloader is not None:
             unused = [] if load.offload else [role for role in model.networks if role not in staying]
             model.offloader.release(*staying, *unused * (distributed.rank() > 0))
-            for role in unused * (distributed.rank() > 0):  # which draws no samples
+            for role in unused * (distributed.rank() > 0):  # this process draws no samples
                 model.networks[role].to("meta")
         yield
 
@@ -319,7 +319,7 @@ def make_loss(options: TrainOptions, model: Pipeline, empty: Mapping[str, Tensor
     else:
         for network in networks.values():
             network.requires_grad_(True)
-            for parameter in unread_parameters(network):  # which would have no gradient
+            for parameter in unread_parameters(network):  # they would have no gradient
                 parameter.requires_grad_(False)
     weighting: Weighting = uniform
     if options.weighting == "learned":
@@ -447,7 +447,7 @@ def sample(
         how |= {"height": hint.shape[1], "width": hint.shape[2]}
         how["control"] = [control_with(model, ema["control"], hint.float() / 127.5 - 1)]
     with_ema: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-    if ema.keys() & {"lora", "embedding"}:  # which change the model's networks
+    if ema.keys() & {"lora", "embedding"}:  # these change the model's networks
         with_ema = using(trainer.loss.networks, ema)
     else:
         model = _with_networks(model, ema)

@@ -230,7 +230,7 @@ class Log:
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / LOG
-        self.loggers: list[Logger] = []  # that get each row too
+        self.loggers: list[Logger] = []  # loggers that get each row too
         self._waiting: list[str] = []
 
     def add(self, row: dict[str, float]) -> None:

@@ -85,7 +85,7 @@ class Trainer:
             processes = f"{distributed.world_size()} processes"
             raise ValueError(f"got `batch_size` {options.batch_size} for {processes}: expected one for each, or more")
         self.step = self.saved = 0  # steps done; steps done in the state on disk
-        self.seconds = 0.0  # that they took, in all commands of the run
+        self.seconds = 0.0  # of these steps, over all commands of the run
         for network in loss.networks.values():
             if not any(p.requires_grad for p in network.parameters()):
                 network.requires_grad_(True)
@@ -108,7 +108,7 @@ class Trainer:
         ids = {id(p) for p in (*weighting, *text)}
         groups: list[dict[str, Any]] = [{"params": [p for p in self.parameters if id(p) not in ids]}]
         groups += [{"params": text, "peak": options.text_lr}] if text else []
-        if weighting:  # which is far from the networks in scale: EDM2 trains both at 1e-2
+        if weighting:  # its scale is far from the networks': EDM2 trains both at 1e-2
             groups.append({"params": weighting, "peak": 1e-2, "weight_decay": 0.0})
         betas = options.beta1, options.beta2
         self.optimizer = make_optimizer(options.optimizer, groups, self.lr, options.weight_decay, betas)
@@ -122,7 +122,7 @@ class Trainer:
         self._unread: list[Tensor] = []  # loss and norm of the gradient (2,) of the last steps, on their device
         self._losses: list[float] = []  # of the steps since the log's last row
         self._newest: Batch | None = None  # the last batch
-        self._last: Batch | None = None  # that of the last good step that was read
+        self._last: Batch | None = None  # the batch of the last good step that was read
         self._skipped, self._why_skipped = 0, ""  # steps since then
         self._module = distributed.parallel(_Whole(loss))
 
@@ -317,7 +317,7 @@ class Trainer:
             with distributed.without_exchange(self._module) if left else contextlib.nullcontext(), self._kernels():
                 with self.autocast():
                     loss = part * self._module(batch, Draws(options.seed, batch.numbers))
-                self.scaler.scale(distributed.world_size() * loss).backward()  # whose gradients' mean is taken
+                self.scaler.scale(distributed.world_size() * loss).backward()  # gradients are then averaged
             total += loss.detach()
         self.scaler.unscale_(self.optimizer)
         norm = nn.utils.clip_grad_norm_(self.parameters, options.max_grad_norm)
@@ -325,7 +325,7 @@ class Trainer:
         values = torch.stack([distributed.all_reduce_sum(total), norm])
         is_finite = torch.isfinite(values).all()
         if self._is_decided_there:
-            self.optimizer.found_inf = (~is_finite).float()  # type: ignore[attr-defined]  # which skips all of its step
+            self.optimizer.found_inf = (~is_finite).float()  # type: ignore[attr-defined]  # skips the whole optimiser step
         if self._is_decided_there or is_finite:
             self.optimizer.step()
             self._update_averages(is_finite.float() if self._is_decided_there else 1.0)

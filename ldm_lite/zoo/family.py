@@ -215,7 +215,7 @@ class FamilyRow:
     scale: float  # classifier-free guidance, or the one that a distilled network reads
     threshold: tuple[float, float] | None  # percentile and limit of dynamic thresholding, for pixel models
     original_ema: bool  # the original code samples with the EMA copy: `use_ema` of its config, and its ema_scope
-    words: str = ""  # that its text encoder was trained on, if not on all: see core/words.py
+    words: str = ""  # words of its text encoder's training, unless all: see core/words.py
     thinks: bool = True  # Qwen3's answer may begin with thoughts
     skip_layers: SkipLayers | None = None  # guidance by leaving blocks out
     ays: str = "ays"  # the spacing that Align Your Steps found for its networks

@@ -54,7 +54,7 @@ NOT_HERE: dict[str, object] = {  # what A1111 says about an image made without i
     "index_of_first_image": 0,
     "styles": [],
 }
-MOST_CLIENTS = 1000  # whose settings are kept
+MOST_CLIENTS = 1000  # clients whose settings are kept
 
 
 class Interface:
@@ -165,7 +165,7 @@ def router(engine: Engine) -> APIRouter:
             check = library.check_request  # which reads the folders
             changed["sd_model_checkpoint"] = await reading(request, check, asked.sd_model_checkpoint, ())
         state.set(changed)
-        ignored = [name for name in ignored if name != "sd_checkpoint_hash"]  # which GET gives
+        ignored = [name for name in ignored if name != "sd_checkpoint_hash"]  # GET returns it
         return {"ignored": ignored} if ignored else None
 
     def refresh() -> None:
@@ -261,7 +261,7 @@ async def _respond(request: Request, state: Interface, asked: ImagesRequest) -> 
     ticket, ignored = await reading(request, translation.submit, state.engine, settings, asked)
     left_out = ("init_images", "mask", "alwayson_scripts", "override_settings")
     sent = {name: getattr(asked, name) for name in type(asked).model_fields if name not in left_out}
-    del asked  # whose pictures would stay in memory while it waits
+    del asked  # else its pictures stay in memory while it waits
     state.tickets.add(ticket)
     await http.ended(request, ticket)
     images = [Encoding(result.image) for result in ticket.results if sent["send_images"]]

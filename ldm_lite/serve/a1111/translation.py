@@ -226,7 +226,7 @@ def submit(engine: Engine, kept: WebuiSettings, asked: ImagesRequest) -> tuple[T
             if not isinstance(arguments or [], list):
                 raise Refused(422, f"got {type(arguments).__name__} as args of {name}, expected a list of ControlNets")
             units = [http.validated(Unit, unit) for unit in arguments or () if isinstance(unit, dict)]
-        elif arguments and not (isinstance(arguments, list) and arguments[0] is False):  # which turns it off
+        elif arguments and not (isinstance(arguments, list) and arguments[0] is False):  # False turns the script off
             raise Refused(422, f"the script {name!r:.60} is not supported: leave it out of alwayson_scripts")
     prompt, loras = _loras(asked.prompt)
     options: dict[str, Any] = {name: getattr(asked, name) for name in SAME_NAMES} | _sampler(asked, settings)
@@ -246,7 +246,7 @@ def submit(engine: Engine, kept: WebuiSettings, asked: ImagesRequest) -> tuple[T
     image, mask = to_rgb(open_base64(asked.init_images[0], "init_images", most)), None
     if asked.mask is not None:
         mask = open_base64(asked.mask, "mask", most).convert("L")
-        if mask.size != image.size:  # it gets the image's proportions, as in A1111, without regard to its own
+        if mask.size != image.size:  # it is stretched to the image's proportions, as in A1111
             mask = mask.resize(image.size)
     options["control"] = controls(engine, units, (asked.width, asked.height), image, mask)
     resize = ("stretch", "crop", "fit")[asked.resize_mode]
