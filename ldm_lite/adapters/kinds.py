@@ -107,7 +107,7 @@ class Value:
         return self.tensor.float().to(parameter.device) - parameter.reshape(self.shape)
 
 
-WHOLE: tuple[tuple[str, str, Callable[[Tensor], Change]], ...] = (  # parts that are a change alone
+WHOLE: tuple[tuple[str, str, Callable[[Tensor], Change]], ...] = (  # one tensor is the whole change
     *(("diff", "weight", Difference), ("diff_b", "bias", Difference)),
     *(("value", "weight", Value), ("value_b", "bias", Value), ("value_s", "scale", partial(Value, always=True))),
 )

@@ -298,9 +298,9 @@ ModulePlace = tuple[str, str]  # the role of a network, and one of its modules
 def _matched(
     lora: Lora, table: Mapping[str, Sequence[ModulePlace]], places: Mapping[ModulePlace, Mapping[str, Target]]
 ) -> list[tuple[ModulePlace, Target, Change]]:
-    """Return the changes of a file with their modules and targets.  Logs what is not in the networks.
+    """Return the changes of a file with their modules and targets.  Logs modules that are not in the networks.
 
-    Raises ValueError if nothing is, if a shape differs, or if two modules of the file are one in a network.
+    Raises ValueError if none is in them, if a shape differs, or if two modules of the file are one in a network.
     """
     left = [module for module in lora.modules if module not in table]
     deeper = [module for module in left if re.sub(r"\d+", "0", module) in table]

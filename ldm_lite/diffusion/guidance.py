@@ -135,7 +135,7 @@ def changing(guidance: Guidance, inputs: Inputs) -> InputSource:
 class InTurns:
     """An InputSource that others replace during the run, with the same weights and shapes of conditionings."""
 
-    turns: tuple[tuple[int, InputSource], ...]  # (call, counted from 0, from which on it is used), in order
+    turns: tuple[tuple[int, InputSource], ...]  # (first call, from 0, that uses it, input), in order
 
     def __call__(self, call: Call) -> Inputs:
         """Return the inputs of a call."""

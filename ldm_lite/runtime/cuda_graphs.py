@@ -296,7 +296,7 @@ def _is_stateful(leaf: Any) -> bool:
 
 
 def leaves_of(value: Any) -> Iterator[Any]:
-    """Yield all that is in a nested value, in order, with the lengths of the tuples and the names."""
+    """Yield every leaf of a nested value in order, with the lengths of its tuples and its names."""
     if isinstance(value, Mapping):
         for name, item in value.items():
             yield name

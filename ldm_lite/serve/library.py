@@ -226,7 +226,7 @@ class Library:
         except Exception as error:
             if name != self.default and isinstance(error, (ValueError, OSError)):
                 self._broken[Path(ckpt)] = Path(ckpt).stat().st_mtime_ns, str(error)
-            if not self.loaded and before:  # the default keeps its place
+            if not self.loaded and before:  # go back to the default model
                 self._open(self._load, self.default)
                 self.loaded = self.default
             raise

@@ -125,7 +125,7 @@ class _Connection(H11Protocol):
             self.transport.abort()
             return
         if self.is_busy and not self.cycle.more_body:
-            self.flow.resume_reading()  # what comes before the answer is counted, and an end is seen
+            self.flow.resume_reading()  # to count early input and notice a disconnect
         if not unread or now > self.read_at + STALLED:
             self.read_at, self.taken = now, taken
         self.loop.call_later(LOOK, self._look)

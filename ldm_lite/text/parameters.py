@@ -82,7 +82,7 @@ def read_parameters(source: Any) -> Parameters:
                 check_image(file)
                 with Image.open(file, formats=("PNG", "JPEG", "WEBP")) as image:
                     text = text_of(image)
-            except Exception as error:  # for a damaged file Pillow may raise nearly any
+            except Exception as error:  # Pillow raises many types for damaged files
                 why = f" ({error})" if "expected" in str(error) else ""
                 raise ValueError(f"{name}: is not a PNG, JPEG or WebP that can be read{why}") from error
     if text is None:

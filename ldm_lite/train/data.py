@@ -61,7 +61,7 @@ class Dataset(Protocol):
 
 @dataclass(frozen=True)
 class Buckets:
-    """Finite datasets of one size each, as one; a batch is of one of them."""
+    """One dataset of several finite ones, each of one image size; a batch comes from one of them."""
 
     parts: tuple[Dataset, ...]
 

@@ -248,7 +248,7 @@ class Data(NamedTuple):
     prior: Dataset | None  # images of the class
     validation: Dataset | None
     encoded: bool  # beforehand: no step uses the autoencoder
-    empty: Mapping[str, Tensor] | None  # with the text: no step uses the text encoders
+    empty: Mapping[str, Tensor] | None  # no caption, encoded, if the captions are
     digest: str  # of all of them, wherever they are
 
 

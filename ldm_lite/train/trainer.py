@@ -503,7 +503,7 @@ class PowerAverages:
 
 
 @contextlib.contextmanager
-@torch.no_grad()  # not in the block itself
+@torch.no_grad()  # does not hold inside the with block
 def using(networks: Mapping[str, nn.Module], averages: Mapping[str, nn.Module]) -> Iterator[None]:
     """Within the block networks hold other networks' parameters, such as their averages."""
     if averages is networks:

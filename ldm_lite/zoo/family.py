@@ -232,7 +232,7 @@ class FamilyRow:
     look_alikes: Mapping[str, str] = field(default_factory=dict, hash=False)
     of_folder: Callable[[Folder], str | None] | None = None  # the name of the row of a diffusers folder
     hints: tuple[Hint, ...] = ()
-    recipes: tuple[Recipe, ...] = ()  # the first whose word a file's name has gives its defaults
+    recipes: tuple[Recipe, ...] = ()  # the first whose word is in a file's name sets its defaults
     predicts: Callable[[Tensors], tuple[AnyPrediction, str]] | None = None  # by a UNet's weights, with the reason
     with_loras: Callable[[FamilyRow, Tensors, Sequence[Any]], tuple[FamilyRow, Tensors]] | None = (
         None  # which change it

@@ -82,7 +82,7 @@ def _size_of(asked: ExtrasRequest, image: Image.Image) -> tuple[float, tuple[int
 
 
 def _enlarge(library: Library, asked: ExtrasRequest, image: Image.Image) -> Image.Image:
-    """Return an image enlarged, in the engine's thread."""
+    """Return the enlarged image.  Runs in the engine's thread."""
     times, size = _size_of(asked, image)
     if asked.upscaler_1 == "None":
         return image
