@@ -63,6 +63,19 @@ def test_wrong_options_are_one_line(options: dict[str, object], message: str, pi
         pipe.txt2img("a", **(RUN | options))
 
 
+def test_what_has_no_effect_in_so_few_steps_is_said(pipe: Pipeline, caplog: pytest.LogCaptureFixture) -> None:
+    not_reached, none = "`gate_step` 2 is not reached in 2 steps", "none of 2 steps is within `guidance_interval`"
+    for options, said in (
+        ({"gate_step": 2}, [not_reached]),
+        ({"gate_step": 1}, []),
+        ({"guidance_interval": "0.1-0.2"}, [none]),
+        ({"guidance_interval": "0.5-"}, []),
+    ):
+        caplog.clear()
+        pipe.txt2img("a", **(RUN | {"steps": 2} | options))
+        assert [message for message in (not_reached, none) if message in caplog.text] == said
+
+
 def test_prompts_of_several_parts_and_texts_that_change(pipe: Pipeline) -> None:
     """T-GATE has fewer rows after the gate than before, and DeepCache must not keep what it made of an earlier text."""
     run = {**RUN, "prompt_syntax": "a1111"}

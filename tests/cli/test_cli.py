@@ -31,7 +31,7 @@ from ldm_lite.cli.command_options import ReconstructOptions as Reconstruct
 from ldm_lite.cli.command_options import StageOptions
 from ldm_lite.cli.command_options import VerifyOptions as Verify
 from ldm_lite.cli.console import as_flags
-from ldm_lite.cli.options import CheckedOptions, LoadOptions, SaveOptions
+from ldm_lite.cli.options import CheckedOptions, LoadOptions, SaveOptions, numbers, words
 from ldm_lite.cli.task_options import Img2imgOptions as Img2img
 from ldm_lite.cli.task_options import InpaintOptions as Inpaint
 from ldm_lite.cli.task_options import Txt2imgOptions as Options
@@ -150,6 +150,13 @@ def test_a_seed_of_minus_one_is_random() -> None:
     options = Options("a", seed=[5, -1])
     assert options.seed[0] == 5  # type: ignore[index]
     assert replace(options, steps=3).seed == options.seed
+
+
+def test_values_with_commas_between_them() -> None:
+    assert (words("sampler", "ddim, ,plms,"), words("sampler", "")) == (("ddim", "plms"), ())
+    assert (numbers("steps", "7, 4"), numbers("steps", "")) == ((7, 4), ())
+    with pytest.raises(ValueError, match="got `steps` '7,,4', expected whole numbers separated by commas"):
+        numbers("steps", "7,,4")
 
 
 def test_python_refuses_what_is_no_choice_of_an_option() -> None:
@@ -398,7 +405,10 @@ def test_every_commands_help_is_short_and_its_full_help_whole(command: str, caps
     common, everything = (shown(command, flag, capsys) for flag in ("--help", "--help-all"))
     assert 4 <= len(common) < len(everything)
     assert all(len(spellings) == 1 for spellings in common)
-    assert {name for [name] in common} <= {spellings[0] for spellings in everything}
+    names, every_name = {name for [name] in common}, {spellings[0] for spellings in everything}
+    assert names <= every_name
+    usual = {"--prompt", "--negative-prompt", "--sampler", "--steps", "--scale", "--ckpt", "--batch-size", "--out"}
+    assert usual & every_name <= names
 
 
 def test_each_group_of_options_is_a_topic_of_the_help(capsys: pytest.CaptureFixture[str]) -> None:

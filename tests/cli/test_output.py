@@ -30,6 +30,7 @@ def test_names_that_are_no_numbers_do_not_matter(tmp_path: Path) -> None:
     (folder / "00004.png").mkdir()
     saver = Saver(SaveOptions(out=os.fspath(tmp_path)), "txt2img")
     assert saver.sample(PICTURE, "").name == "00005.png"
+    assert (folder / "00005.png").stat().st_mode & 0o777 == 0o644, "others may read it, too"
     (tmp_path / "grid-²².png").touch()
     assert saver.grid(PICTURE, "").name == "grid-0000.png"
 

@@ -216,6 +216,8 @@ def test_bodies_that_come_at_once_have_a_limit(running: Running, monkeypatch: py
     status, message = running.refused(TXT2IMG, SMALL)
     assert status == 413
     assert "the request needs about 0 MiB, expected at most 0 (`max_memory`)" in message
+    monkeypatch.setattr(ledger, "share", 30)
+    assert running.refused("/sdapi/v1/png-info", b'{"image": "........"}')[0] == 413, "it is held twice when it is read"
     monkeypatch.undo()
     with Account(ledger, "127.0.0.1") as account:
         account.hold("body", ledger.share - 8)

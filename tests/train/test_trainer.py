@@ -1,5 +1,6 @@
 """The formulas of a step: the learning rate, the EMA, the optimiser's settings."""
 
+import dataclasses
 import itertools
 import time
 from pathlib import Path
@@ -8,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from training import Grey, trainer
+from training import CONFIG, Grey, Squares, trainer
 
-from ldm_lite.train.trainer import learning_rate
+from ldm_lite.train.trainer import Trainer, learning_rate
 
 HALF = 0.8535533905932737  # (1 + cos(pi / 4)) / 2, and the other half is 1 less that
 
@@ -61,6 +62,14 @@ def test_the_learning_rate_follows_the_minutes_of_the_whole_run(
     assert rates(100, steps=6) == pytest.approx([0.5, 1, 0.98, 0.75, 0.5, 0.25])
     # A share of the steps that the minutes do not reach is one of the minutes.
     assert rates(5, steps=1000, warmup=0.5) == pytest.approx([1 / 500, 0.4, 0.8, 0.4, 0.2, 0])
+
+
+def test_learned_weights_of_noise_levels_have_a_rate_of_their_own_and_do_not_decay(tmp_path: Path) -> None:
+    loss = Squares()
+    loss.networks["weighting"] = torch.nn.Linear(1, 1)
+    network, weighting = Trainer(loss, dataclasses.replace(CONFIG, weight_decay=0.5), tmp_path).optimizer.param_groups
+    assert len(network["params"]) == len(weighting["params"]) == 2
+    assert (network["weight_decay"], weighting["weight_decay"], weighting["peak"]) == (0.5, 0.0, 0.01)
 
 
 @pytest.mark.parametrize("decay", [0.25, 0.999])
