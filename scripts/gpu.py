@@ -44,7 +44,7 @@ MEMORY = "-m ldm_lite.bench --dtypes {dtype} {size} --steps 4 --memory --modes"
 PROFILE = "scripts/profiling.py operators {profile} --classes --compile"
 STAGES = {  # the most seconds of each, and its commands
     "probe": (15, ["scripts/gpu.py rates"]),
-    "step": (40, [f"{PROFILE} graph"]),
+    "step": (50, [f"{PROFILE} graph"]),  # in which Triton compiles some 20 kernels
     "attention": (15, ["scripts/profiling.py attention-kernels {shapes}"]),
     "compare": (  # in one run; each is timed as soon as it is ready
         240,
@@ -60,6 +60,7 @@ STAGES = {  # the most seconds of each, and its commands
     "article": (300, [f"{BENCH} --sections image --batches 1,2,4 {{images}}"]),  # the article's five rows and chart
     "memory-rest": (100, [f"{MEMORY} others"]),
     "profile-max": (60, [f"{PROFILE} max"]),
+    "training": (90, ["scripts/profiling.py training {training}"]),
     "kernels": (200, [f"{STEP} --configs max,max+pdl,max+tma,graph+cudnn"]),
     "emoji": (600, ["scripts/train_emoji.py whole --minutes {minutes} --out {out}/emoji {emoji}"]),
 }
@@ -246,10 +247,11 @@ def main() -> int:
             signal.signal(number, lambda number, _: sys.exit(128 + number))
     values: dict[str, object] = {"out": shlex.quote(os.fspath(out)), "size": "--size sd1", "dtype": "fp16"}
     values |= {"many": 16, "some": 4, "images": "", "profile": "--steps 20", "shapes": "", "first": 2.5}
-    values |= {"processes": 8, "emoji": ""}
+    values |= {"processes": 8, "training": "", "emoji": ""}
     if args.toy:
         values |= {"dtype": "fp32", "size": "--size bundled --rounds 2", "many": 2, "some": 1, "processes": 2}
         values |= {"images": "--steps 2 --n_iter 1", "profile": "--steps 2 --size bundled", "shapes": "--toy"}
+        values |= {"training": "--batch 2 --steps 2"}
         values |= {"emoji": "--batch-size 2 --scenes 8 --steps 2 --renderer-options '{\"emoji\":20}'"}
     stages = args.stages or [stage for stage in STAGES if stage not in ALONE]
     lines, undone = report.read_text().splitlines(), list[str]()

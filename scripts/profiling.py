@@ -7,20 +7,24 @@
     python scripts/profiling.py attention-kernels  # each kernel of attention, by shape, on a CPU or a GPU
     python scripts/profiling.py roofline           # kernels of a step in tier graph, and estimates of their times
     python scripts/profiling.py strips             # the decoder on a CPU, whole and in strips
+    python scripts/profiling.py training           # operators and time of a training step, plain, compiled, captured
 
 The counts need no GPU; their lines for diffusers need `pip install diffusers`.  (Not named profile.py: scripts that
 import torch would find it in place of Python's own module.)
 """
 
 import argparse
+import contextlib
 import functools
 import importlib.util
 import os
 import re
 import statistics
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -51,6 +55,10 @@ from ldm_lite.runtime.memory import keep_freed_memory, weights_channels_last
 from ldm_lite.runtime.patching import unpatch
 from ldm_lite.runtime.setup import prepare_networks
 from ldm_lite.runtime.tiling import tiled
+from ldm_lite.train.batches import Batch
+from ldm_lite.train.losses import DiffusionLoss
+from ldm_lite.train.options import TrainOptions
+from ldm_lite.train.trainer import Trainer
 from ldm_lite.zoo.families import FAMILY_ROWS
 from ldm_lite.zoo.family import build_network
 
@@ -413,6 +421,49 @@ def attention(args: argparse.Namespace) -> None:
     print_times(timed(works, args.rounds), "s")
 
 
+def training(args: argparse.Namespace) -> None:
+    """A training step of the bundled model in bfloat16: its operators, and milliseconds; on a GPU compiled ones too."""
+    device, numbers = pick_device(None), tuple(range(args.batch))
+    ways: dict[str, dict[str, Any] | None] = {"plain": None}
+    if device.type == "cuda":
+        ways |= {"compiled": {}, "compiled, in CUDA graphs": {"mode": "reduce-overhead"}}
+    for name, how in ways.items():
+        model = ldm_lite.load(device=device, dtype="fp32", compile="off", kernels="plain")
+        unet, (_, channels, *sides) = model.unet, model.noise(1).shape
+        if how is not None:
+            unet.compile(**how)
+        moments = torch.zeros(args.batch, 2 * channels, *sides)
+        text = torch.zeros(args.batch, 77, model.family.unet.context_dim)
+        loss = DiffusionLoss(model, {"unet": unet}, empty={"context": text[:1]})
+        config = TrainOptions(steps=10**6, batch_size=args.batch, lr=1e-5, warmup=0, ema_decay=0.999, save_every=10**6,
+                              data_workers=0)  # fmt: skip
+        with tempfile.TemporaryDirectory() as folder:
+            trainer: Any = Trainer(loss, config, Path(folder), torch.bfloat16)
+            trainer._kernels = contextlib.nullcontext  # attention as on a GPU
+
+            def step(trainer: Any = trainer, text: Tensor = text, moments: Tensor = moments) -> None:
+                trainer._step(iter([Batch(moments, [""] * args.batch, text, numbers)]))
+                trainer.step += 1
+
+            start = time.perf_counter()
+            step()
+            trainer.read()
+            print(f"{name}: the first step took {time.perf_counter() - start:.1f} s", flush=True)
+            if how is None:
+                with Counted() as whole:
+                    step()
+                inputs = (moments[:, :channels].to(device), torch.zeros(args.batch, device=device))
+                with Counted() as of_network, trainer.autocast():
+                    out = unet(*inputs, text.to(device))
+                    out.sum().backward()
+                print(f"{whole.calls.total()} operators, of which {of_network.calls.total()} the network's")
+            start = time.perf_counter()
+            for _ in range(args.steps):
+                step()
+            trainer.read()
+            print(f"{name}: {1e3 * (time.perf_counter() - start) / args.steps:.1f} ms a step", flush=True)
+
+
 def main() -> None:
     """Run the chosen measurement."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -425,6 +476,7 @@ def main() -> None:
         "attention-kernels": attention_kernels,
         "roofline": roofline,
         "strips": strips,
+        "training": training,
     }
     added = {}
     for name, measure in measurements.items():
@@ -443,6 +495,8 @@ def main() -> None:
     added["operators"].add_argument("--classes", action="store_true", help="sums by class of kernel too")
     added["attention-kernels"].add_argument("--toy", action="store_true", help="few sizes")
     added["roofline"].add_argument("--batch", type=int, default=1)
+    added["training"].add_argument("--batch", type=int, default=512)
+    added["training"].add_argument("--steps", type=int, default=20)
     args = parser.parse_args()
     args.measure(args)
 

@@ -77,7 +77,7 @@ def test_the_tables_of_memory_are_current() -> None:
 
 
 VALUES = {"dtype": "fp16", "size": "--size sd1", "minutes": 3.0, "out": "out", "many": 16, "some": 4, "stage": "step"}
-VALUES |= {"images": "", "profile": "", "shapes": "", "first": 2.5, "processes": 8, "emoji": ""}
+VALUES |= {"images": "", "profile": "", "shapes": "", "first": 2.5, "processes": 8, "training": "", "emoji": ""}
 
 
 def test_the_benchmarks_of_the_stages_on_a_gpu_parse() -> None:
@@ -297,7 +297,7 @@ def test_a_stage_is_done_once_and_one_that_was_cut_off_is_not(tmp_path: Path) ->
         command = [sys.executable, str(ROOT / "scripts/gpu.py"), "--toy", "--out", "a folder", *arguments]
         return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
 
-    assert run("probe", "step").returncode == 0
+    assert run("probe", "step", "training").returncode == 0
     cut_off = run("step", "profile-max", "--minutes", "0.1")
     assert cut_off.returncode == 1
     assert "step: done before" in cut_off.stdout
@@ -307,6 +307,7 @@ def test_a_stage_is_done_once_and_one_that_was_cut_off_is_not(tmp_path: Path) ->
     assert "GB/s" in text
     assert re.search(r"\| convolutions \| [1-9]", text)
     assert "ended after" in text
+    assert re.search(r"^\d{4} operators, of which \d{4} the network's$", text, re.MULTILINE)
 
 
 @pytest.mark.slow

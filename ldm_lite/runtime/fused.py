@@ -104,30 +104,31 @@ def runs_on(device: torch.device) -> bool:
     return device.type == "meta" or bool(has_triton)
 
 
-def _runs(x: Tensor, name: str, channels: int, groups: int = 1) -> bool:
+def _runs(x: Tensor, name: str, channels: int, groups: int = 1, positions: int = 1) -> bool:
     """Whether a kernel supports this input, in half precision in inference, and computes it correctly."""
     if x.dtype not in (torch.float16, torch.bfloat16) or torch.is_grad_enabled():
         return False
     if torch.compiler.is_compiling() or not runs_on(x.device):
         return False
-    return x.is_meta or _computes(name, x.device, x.dtype, channels, groups)
+    return x.is_meta or _computes(name, x.device, x.dtype, channels, groups, positions)
 
 
 def _suits(x: Tensor, norm: nn.GroupNorm) -> bool:
     """Whether our kernels support a group norm of this map, with channels last."""
     if x.ndim != 4 or norm.weight.dtype != x.dtype or norm.num_groups.bit_count() != 1:
         return False
+    positions = min(x[0, 0].numel(), MOST_POSITIONS + 1)  # all larger maps have the same kernels
     is_laid_out = x.is_contiguous(memory_format=torch.channels_last)
-    return is_laid_out and _runs(x, "group norm", x.shape[1], norm.num_groups)
+    return is_laid_out and _runs(x, "group norm", x.shape[1], norm.num_groups, positions)
 
 
 @functools.cache
-def _computes(name: str, device: torch.device, dtype: torch.dtype, channels: int, groups: int) -> bool:
-    """Whether a kernel runs on this device for so many channels, with PyTorch's results."""
+def _computes(name: str, device: torch.device, dtype: torch.dtype, *sizes: int) -> bool:
+    """Whether a kernel runs on this device for so many channels, groups and positions, with PyTorch's results."""
     try:
         differences = [
             float((result.float() - expected).norm() / expected.norm())
-            for result, expected in _results(name, device, dtype, channels, groups)
+            for result, expected in _results(name, device, dtype, *sizes)
         ]
     except Exception as error:  # compilers raise anything
         log.warning("%s by PyTorch: our kernel does not run (%s)", name, str(error).partition("\n")[0][:150])
@@ -139,7 +140,7 @@ def _computes(name: str, device: torch.device, dtype: torch.dtype, channels: int
 
 
 def _results(
-    name: str, device: torch.device, dtype: torch.dtype, channels: int, groups: int
+    name: str, device: torch.device, dtype: torch.dtype, channels: int, groups: int, positions: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield results of a kernel, with those of PyTorch in float32."""
 
@@ -148,12 +149,11 @@ def _results(
 
     weight, shift = waves(channels), waves(2, channels)
     if name == "group norm":
-        for side in (9, 1 + math.isqrt(MOST_POSITIONS)):  # by one kernel, and by two
-            x = waves(2, side, side, channels).permute(0, 3, 1, 2)
-            shifted = x.float() + (shift + weight)[:, :, None, None].float()
-            normed = F.group_norm(shifted, groups, weight.float(), weight.float())
-            yield group_norm(x, weight, weight, groups, 1e-5, True, shift, weight), F.silu(normed)
-            yield biased_sum(x, x, weight), 2 * x.float() + weight.float()[:, None, None]
+        x = waves(2, 1, positions, channels).permute(0, 3, 1, 2)
+        shifted = x.float() + (shift + weight)[:, :, None, None].float()
+        normed = F.group_norm(shifted, groups, weight.float(), weight.float())
+        yield group_norm(x, weight, weight, groups, 1e-5, True, shift, weight), F.silu(normed)
+        yield biased_sum(x, x, weight), 2 * x.float() + weight.float()[:, None, None]
     elif name == "layer norm":
         x = waves(2, 9, channels)
         total, normed = sum_and_norm(x, x, weight, weight, 1e-5)
