@@ -382,7 +382,7 @@ PARTS = frozenset(part for _, need, may in _KINDS.values() for part in (*need, *
 
 
 def make_changes(parts: Parts, settings: Settings) -> dict[str, Any]:
-    """Return the changes that the parts of a module make, by parameter; none if they are of no kind here.
+    """Return the changes that the parts of a module make, by parameter; none if their kind is unknown.
 
     Raises ValueError if parts or settings are missing, or if parts do not fit together or belong to two kinds.
     """

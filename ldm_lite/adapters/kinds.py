@@ -92,7 +92,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Value:
-    """Replaces a parameter; a weight other than 1 mixes both, unless it does `always`."""
+    """Replaces a parameter; a weight other than 1 mixes both, unless `always` is set."""
 
     tensor: Tensor
     always: bool = False

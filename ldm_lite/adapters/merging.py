@@ -84,7 +84,7 @@ class MergedLora:
         """Restore the earlier weights bit for bit.
 
         Several LoRAs on one network must be removed in reverse order: only quantised weights, which a LoRA does not
-        change, allow any.
+        change, allow any order.
         """
         for parameter, before in self._before:
             self._offloader.write(parameter, before)

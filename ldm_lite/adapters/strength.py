@@ -48,7 +48,7 @@ class Strength:
     blocks: str | tuple[float, ...] | None = None  # a preset, or numbers for the UNet's blocks
 
     def __str__(self) -> str:
-        """The weights as they are written behind a file."""
+        """The weights as they are written after a file's name."""
         text = f"{self.text:g}" if self.text == self.unet else f"{self.text:g}:{self.unet:g}"
         blocks = self.blocks
         if isinstance(blocks, tuple):

@@ -92,7 +92,7 @@ def bundled_embeddings(file: Tensors) -> list[Embedding]:
 
 
 def _name(text: str) -> str:
-    """Return a name as prompts have it, composed (NFC).  Raises ValueError if it is empty."""
+    """Return a name in the form that prompts use, composed (NFC).  Raises ValueError if it is empty."""
     if not text.strip():
         raise ValueError(f"got {text!r} as the name of an embedding, expected one that a prompt can hold: NAME=FILE")
     return unicodedata.normalize("NFC", text.strip())

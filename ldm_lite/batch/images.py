@@ -178,7 +178,7 @@ class ImageWorker:
                 undo()
 
     def _groups(self, items: Sequence[RowItem]) -> Iterator[Iterator[Prepared] | Failed]:
-        """Items with their samples, prepared together; one by one if some of them cannot be in any."""
+        """Prepare items together, and yield them with their samples; one by one if that fails for all together."""
         try:
             if cost_of(items[0].options).passes:  # a second pass has other texts
                 samples = iter([sample for item in items for sample in prepare(self.model, item.complete_options)])

@@ -46,7 +46,7 @@ class Folder:
         remove(self.path / name)
 
     def new(self, name: str) -> contextlib.AbstractContextManager[Path]:
-        """Give a path for a new file or folder, which has its name at the end of the block, unless that fails."""
+        """Give a path for a new file or folder, which gets its name at the end of the block, unless the block fails."""
         return replacing(self.path / name, unique=True)
 
     def write(self, name: str, content: bytes) -> None:

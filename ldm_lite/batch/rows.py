@@ -42,7 +42,7 @@ class RowItem:
 
     @property
     def complete_options(self) -> Txt2imgOptions:
-        """All of its options, without files."""
+        """All options of the row, without its files."""
         return dataclasses.replace(
             self.options, prompt=self.prompt, negative_prompt=self.negative_prompt, seed=self.seed
         )

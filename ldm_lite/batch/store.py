@@ -1,7 +1,6 @@
 """The results of a job: whole shards, a list of what is in each, and the manifest of all; and what workers receive.
 
-A shard's list is written before it: it is done if its list names the rows that it should have, and if all its bytes are
-there.
+A shard's list is written before the shard, which is done if its list names the right rows and all its bytes are there.
 """
 
 import contextlib
@@ -103,7 +102,7 @@ class Store:
         return [json.loads(line) for line in self.place.read(self.list_of(number)).splitlines()[1:]]
 
     def clean(self, which: int, of: int) -> None:
-        """Remove unfinished files of a killed process, of its shards, and shared ones unless others may run."""
+        """Remove what a killed process left unfinished: its shards, and shared files if no other can be running."""
         for folder in ("", "parts/"):
             for name in self.place.names(folder):
                 if name.startswith(".") and name.endswith(".part"):
@@ -158,12 +157,12 @@ def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
 
 
 def _json(line: Mapping[str, Any]) -> bytes:
-    """A line of JSON; the halves of characters, which UTF-8 does not have, become JSON's escapes."""
+    """A line of JSON; unpaired surrogates, which UTF-8 cannot encode, become JSON's escapes."""
     return json.dumps(line, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
 
 
 def _utf8(value: Any) -> Any:
-    """A value of the manifest; the halves of characters become escapes."""
+    """A value of the manifest; unpaired surrogates become escapes."""
     return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
 
 

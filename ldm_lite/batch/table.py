@@ -49,7 +49,7 @@ class Table:
         return -(-self.count // self.size)
 
     def rows(self, shard: int) -> list[TableRow]:
-        """Return the rows of a shard, quickest in the order of the file.  Raises ValueError, OSError."""
+        """Return the rows of a shard; reading shards in order is fastest.  Raises ValueError, OSError."""
         if self._open is None or self._open[0] != shard:
             rows = self._parquet(shard) if self.path.suffix.lower() == ".parquet" else self._text(shard)
             self._open = shard, rows

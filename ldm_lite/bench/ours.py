@@ -46,7 +46,7 @@ REFERENCE = Configuration("reference", "sdpa", original=True)  # in float32
 
 
 def configuration(name: str) -> Configuration:
-    """Return a row by its name, with what follows a plus: max+pdl adds a kernel, efficient+cudnn takes an attention.
+    """Return a row by its name, with what follows a plus: max+pdl adds a kernel, efficient+cudnn chooses an attention.
 
     Raises ValueError for an unknown name; the original has no kernels.
     """
@@ -104,7 +104,7 @@ class OurWorkload:
             return plan, self.pipe.denoise(tensors.noise, cond, uncond, plan, scale)
 
     def prediction(self, tensors: BenchInputs) -> Tensor:
-        """Return it as recovered from the latents of one step."""
+        """Return the guided prediction, recovered from the latents after one step."""
         plan, latents = self._denoise(tensors, 1, CHECK_SCALE)
         if (failure := getattr(self.pipe.run_row, "failure", None)) is not None:
             raise ValueError(f"could not be compiled: {failure}")

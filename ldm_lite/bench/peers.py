@@ -29,7 +29,7 @@ Weights = Mapping[str, Tensor]
 
 
 def fill(network: nn.Module, weights: Weights) -> nn.Module:
-    """Put weights, all of them, into a network on the meta device."""
+    """Load weights strictly into a network on the meta device."""
     network.load_state_dict(dict(weights), strict=True, assign=True)
     return network.eval().requires_grad_(False)
 

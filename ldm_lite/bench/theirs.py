@@ -78,7 +78,7 @@ class PeerWorkload:
         return self._networks[role]
 
     def call(self, role: str, *args: Tensor) -> Tensor:
-        """Run a network as in CALLS, for OpenVINO converted for the shapes of the arguments."""
+        """Run a network as in CALLS; OpenVINO runs one that is converted for the arguments' shapes."""
         if self.name != "openvino":
             return CALLS[role](self.network(role), *args)
         key = (role, *(value.shape for value in args))

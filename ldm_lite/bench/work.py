@@ -3,8 +3,8 @@
 Sections: step is a guided denoising step (UNet on the doubled batch, guidance, update), decode the autoencoder's
 decoder, image everything from prompts to uint8 pixels, n_iter times.
 
-A workload is a framework with its networks in one precision.  Its methods take the `inputs(batch)` that it makes where
-its networks are: `prediction` returns the guided prediction (B,C,h,w) of a step at t = 999 and scale CHECK_SCALE, by
+A workload is a framework with its networks in one precision.  It makes `inputs(batch)` on its networks' device, which
+its methods take: `prediction` returns the guided prediction (B,C,h,w) of a step at t = 999 and scale CHECK_SCALE, by
 which steps are compared; `steps` runs guided steps of DDIM; `decode` returns pixels (B,3,H,W) in [-1,1] of the
 noise, on the CPU; `image` returns the pixels of the last of n_iter batches, made from prompts to uint8 pixels.
 """
@@ -54,7 +54,7 @@ class BenchInputs(NamedTuple):
     empty: Tensor  # (B,T) tokens of the empty prompt
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "BenchInputs":
-        """Return them on a device, numbers but tokens in a dtype."""
+        """Return them on a device, all but the tokens in a dtype."""
         return BenchInputs(*(value.to(device, dtype if value.is_floating_point() else None) for value in self))
 
 

@@ -93,7 +93,7 @@ class CheckpointModel(Model):
         return next(self.unet.parameters()).dtype
 
     def phase(self, *roles: str) -> AbstractContextManager[None]:
-        """Keep the networks of these roles on the device within the block, which computing with them needs."""
+        """Keep the networks of these roles on the device within the block, so that they can compute."""
         return nullcontext() if self.offloader is None else self.offloader.phase(*roles)
 
     def sized(self, latent_shape: tuple[int, int, int]) -> Self:

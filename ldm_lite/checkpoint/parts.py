@@ -111,7 +111,7 @@ def load_t5(paths: Sequence[Path], device: torch.device, dtype: torch.dtype) -> 
 
 
 def load_part(spec: Spec, tensors: Tensors, title: str, device: torch.device, dtype: torch.dtype) -> Any:
-    """Build the network that a spec describes, and fill it.  The title names it in errors.  Raises as load_weights."""
+    """Build the network of a spec, and fill it.  The title names it in errors.  Raises as load_weights does."""
     with errors_of(tensors.path), on_meta():
         network = build_network(spec)
     load_weights(network, tensors, title, device, dtype)

@@ -36,7 +36,7 @@ FILE_OPENERS: list[tuple[bytes, Any]] = [
 # ... and a pattern of a key -> Tensors -> Tensors in the original layout, or None; all that match, in this order.
 KEY_ADAPTERS: list[tuple[str, str]] = [
     *files.ADAPTERS,
-    (  # of networks whose other keys are those of a known family
+    (  # networks that are refused, though their other keys are a known family's
         r"(^|\.)(time_embed\.timestep_embedder|context_embedder_norm|caption_projection\.0\.linear|byt5_in"
         r"|context_embedder\.token_refiner|(text|visual)_transformer_blocks)\.|individual_token_refiner\."
         r"|\.(conv_inverted|inverted_conv|img_mlp\.gate_proj)\.|\.(wscales|smooth_factor)$",
@@ -71,7 +71,7 @@ FOLDER = "ldm_lite.formats.diffusers_folder"
 
 # ---- opening --------------------------------------------------------------------------------------------------------
 
-MOST_HEADER = 64 * 2**20  # bytes of a safetensors file; most of a large one is metadata
+MOST_HEADER = 64 * 2**20  # bytes of a safetensors file's header; if it is large, mostly metadata
 MOST_TENSORS = 65536  # Stable Diffusion XL with an EMA copy has 5,000
 LONGEST_KEY = 512
 NO_INDEX = re.compile(r"(?:^|\.)\d{5,}\.")  # blocks are built by their numbers
@@ -257,7 +257,7 @@ def prefix(role: str, keys: Container[str], sgm: bool = False) -> str:
 
 
 def metadata_of(role: str, metadata: Mapping[str, str]) -> dict[str, str]:
-    """Return the metadata of the network of this role, of all in its file or folder."""
+    """Choose the entries of a file's or folder's metadata that are about the network of this role."""
     return {name: metadata[name] for name in METADATA_OF_ROLE.get(role, ()) if name in metadata}
 
 

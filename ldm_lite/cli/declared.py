@@ -76,7 +76,7 @@ def read_heads(text: str, module: str) -> Iterator[Declared]:
 
 
 def _run(statements: Sequence[ast.stmt], names: dict[str, Any]) -> dict[str, Any]:
-    """Run statements among names, and return these."""
+    """Run statements in a namespace, and return it."""
     exec(compile(ast.Module(list(statements), []), "<head of a feature>", "exec"), names)
     return names
 

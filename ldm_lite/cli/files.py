@@ -38,7 +38,7 @@ def open_file(path: str | os.PathLike[str], most: int | None = None) -> BinaryIO
 
 
 def regular(path: str, flags: int) -> int:
-    """Open a regular file as `opener` of `open`, also to append to it: other kinds are refused, and none waits.
+    """An `opener` for `open`, in any mode: it refuses all but regular files, and never waits.
 
     Raises OSError, and ValueError as open_file does.
     """
@@ -92,7 +92,7 @@ def read_object(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def parse_json(text: str | bytes, where: object) -> Any:
-    """Parse JSON.  Raises ValueError, one line that begins with `where`, if it is none."""
+    """Parse JSON.  Raises ValueError, one line that begins with `where`, if it is not JSON."""
     try:
         return json.loads(text)
     except RecursionError as error:

@@ -78,7 +78,7 @@ def changed(options: AnyOptions, **changes: Any) -> AnyOptions:
 
 
 def with_features(options: AnyOptions, features: Sequence[Any], names: Iterable[str]) -> AnyOptions:
-    """Return options with the user's features; `names` are their options that were given, even at their defaults."""
+    """Return options with the user's features; `names` are the features' options that were given, even as default."""
     replaced = changed(options, features=tuple(features))
     object.__setattr__(replaced, "_given", {*getattr(replaced, "_given"), *names})  # noqa: B009
     return replaced

@@ -23,7 +23,7 @@ def t5_tokenizer(most: int) -> Callable[[CheckpointModel], TextTokenizer | None]
 
 
 def num_tokens(tokenizer: TextTokenizer | None, prompt: str | None) -> int:
-    """Return the number of tokens of a prompt, as far as they are read."""
+    """Return how many tokens of a prompt are read."""
     assert tokenizer is not None
     return min(tokenizer.length, len(tokenizer.encode(prompt or "")) + len(tokenizer.after))
 

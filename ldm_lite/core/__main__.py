@@ -47,7 +47,7 @@ def _value_type(hint: Any) -> type:
 
 
 def main() -> int:
-    """Run, save images, and return the exit code: errors of users are one line."""
+    """Run, save images, and return the exit code; prints a user's error as one line."""
     logging.basicConfig(format="%(message)s", level=logging.INFO)
     while "--feature" in sys.argv[:-1]:  # read first, since the file adds flags
         at = sys.argv.index("--feature")

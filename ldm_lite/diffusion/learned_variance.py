@@ -24,7 +24,7 @@ from ldm_lite.diffusion.plan import LearnedVariancePlan
 def with_learned_variance(stretch: float) -> Callable[..., Tensor]:
     """Return the step of a network whose second half of channels is the variance, read from the last branch.
 
-    -1 is the plan's variance, 1 the plan's stretched: `stretch` is the logarithm of that factor of the noise.
+    -1 is the plan's variance, 1 the largest, where the noise is the plan's times exp(stretch).
     """
 
     def step(

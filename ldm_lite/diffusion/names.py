@@ -119,7 +119,7 @@ def resolve(name: str) -> tuple[str, str | None]:
 
 
 def _spellings() -> dict[str, str]:
-    """Every name after _normal -> key of SAMPLERS."""
+    """Return a table of every name, as _normal spells it -> key of SAMPLERS."""
     return ALIASES | {_normal(key): key for key in SAMPLERS}
 
 

@@ -102,7 +102,7 @@ class BrownianTree:
         self._root = Node(round(start, DIGITS), round(end, DIGITS), 0, 0, change)
 
     def __call__(self, start: float, end: float) -> Tensor:
-        """Return the change of the motion from `start` to `end` > start, times outside it being its ends."""
+        """Return the change of the motion from `start` to `end` > start, clamped to the motion's own times."""
         low, high = (min(max(round(t, DIGITS), self._root.start), self._root.end) for t in (start, end))
         if low >= high:
             return torch.zeros_like(self._root.change)

@@ -1,6 +1,6 @@
 """The core's plans, and additions for some samplers.
 
-That is a variance that the network predicts, or times of a Brownian motion.
+They are a variance that the network predicts, and times of a Brownian motion.
 """
 
 import math
@@ -28,7 +28,7 @@ class LearnedVariancePlan(Plan):
 
     @staticmethod
     def of(plan: Plan) -> "LearnedVariancePlan":
-        """The same table for such networks."""
+        """Return a plan with the stretch added."""
         after = np.append(plan.level[1:, 1], plan.end.s)
         ratio = np.divide(plan.level[:, 1], after, out=np.ones_like(after), where=plan.adds_noise)
         return LearnedVariancePlan(**vars(plan), stretch=np.log(ratio))
@@ -66,10 +66,10 @@ class TimedPlan(Plan):
 
     @staticmethod
     def of(plan: Plan, schedule: Schedule, levels: Sequence[Level], two_stages: bool = False) -> "TimedPlan":
-        """The same table, of one call for each level but the last, or with two stages, as in sample_dpmpp_sde.
+        """Return the plan with times; it has one call for each level but the last, or two, as in sample_dpmpp_sde.
 
-        There the times are lambdas, a second stage's half of the way to the next; for levels without a time, as in a
-        spacing of your own, lambda is in float64.
+        With two stages the times are lambdas, the second's halfway to the next level's; for levels without a time, as
+        in a spacing of your own, lambda is in float64.
         """
         of_timesteps, known = float32_sigmas(schedule).tolist(), list[float | None]()
         for level in levels:

@@ -419,7 +419,7 @@ def flow(schedule: Schedule, steps: int, shift: float | None = None, last: float
 
 
 def _bent(flow: FlowSchedule, s: Array, last: float, curve: str) -> list[Level]:
-    """The levels of s, falling from 1, stretched to end at `last`, and on a curve; then 0."""
+    """Return the levels of s (falling from 1), stretched to end at `last` and bent to a curve, then 0."""
     if curve not in CURVES:
         raise ValueError(f"unknown curve {curve!r:.60}: expected {', '.join(filter(None, CURVES))}")
     if last and len(s) > 1:
@@ -432,7 +432,7 @@ def _bent(flow: FlowSchedule, s: Array, last: float, curve: str) -> list[Level]:
 def flow_by_steps(
     schedule: Schedule, steps: int, shift: float | None = None, last: float = 0.0, curve: str = ""
 ) -> list[Level]:
-    """The same, shifted by the image's size and, up to 4300 tokens, more for fewer steps.
+    """Like `flow`, shifted by the image's size and, up to 4300 tokens, more for fewer steps.
 
     The schedule's own shift is for 200 steps; from 10 to 200 its logarithm is linear in the steps.
     Black Forest Labs 2025, sampling.py, compute_empirical_mu.

@@ -45,7 +45,7 @@ TOKENIZER = t5_tokenizer(MOST)
 
 
 def encode(model: CheckpointModel, prompts: Prompts, options: PromptOptions) -> Conditioning:
-    """T5's hidden states (B,T,D) with its mask: the first y (B,1) are read, a text and one padding.
+    """T5's hidden states (B,T,D) with its mask: the first y (B,1) tokens are read, the text and one of padding.
 
     lodestone-rock/flow train_chroma.py.
     """

@@ -90,7 +90,7 @@ class Remembering:
         self._average: Tensor | None = None  # (B,C,h,w)
 
     def __call__(self, outputs: Outputs) -> Tensor:
-        """Return the guided output, as `projected`."""
+        """Return the guided output, as `projected` does."""
         return projected(outputs, self._averaged, *self._settings)
 
     def _averaged(self, difference: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ class FromPng(Feature):
 
     @property
     def name(self) -> str:
-        """How messages call the picture."""
+        """What messages call the picture."""
         return "the picture" if isinstance(self.from_png, Image.Image) else f"{self.from_png}"[:300]
 
     def check(self, options: Txt2imgOptions) -> Txt2imgOptions:

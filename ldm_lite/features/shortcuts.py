@@ -22,7 +22,7 @@ log = logging.getLogger("ldm_lite")
 
 @dataclass(frozen=True)
 class Shortcuts(Feature):
-    """Replaces the UNet, around which controls stay."""
+    """Replaces the UNet; controls stay around it."""
 
     stage: ClassVar = "inside"
     topic: ClassVar = "shortcuts"

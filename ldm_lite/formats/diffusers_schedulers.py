@@ -1,7 +1,7 @@
 """scheduler_config.json of diffusers: which noise levels and which sampler a folder asks for.
 
-read_scheduler() turns it into metadata, which zoo/families.py reads.  CHECKED lists unsupported settings with the
-values that are computed, and any other value is refused by name; settings in neither change no noise level.
+read_scheduler() turns it into metadata, which zoo/families.py reads.  CHECKED lists settings that cannot be changed,
+with the values that are computed; any other value is refused by name.  All remaining settings change no noise level.
 """
 
 import json

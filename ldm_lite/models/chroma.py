@@ -24,7 +24,7 @@ from ldm_lite.models.ops import RMSNorm, inside, mlp
 
 @dataclass(frozen=True)
 class ChromaSpec(FluxSpec):
-    """Sizes of a Chroma transformer; those that are released are one.  Its y is the text's number of tokens, 1 wide."""
+    """Sizes of a Chroma transformer; all released ones are equal.  Its y is the text's number of tokens, 1 wide."""
 
     sinusoids: int  # what the approximator reads: a quarter of it for the time, a quarter for 0, half for the number
     approximator_width: int

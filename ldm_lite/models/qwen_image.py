@@ -49,7 +49,7 @@ REFERENCES_AT_ZERO = (
 
 @dataclass(frozen=True)
 class QwenImageSpec(TransformerSpec):
-    """Sizes of a Qwen-Image transformer; those that are released are one."""
+    """Sizes of a Qwen-Image transformer; all released ones are equal."""
 
     in_channels: int
     out_channels: int

@@ -47,7 +47,7 @@ EPS = 1e-5  # of the norms
 
 @dataclass(frozen=True)
 class ZImageSpec(TransformerSpec):
-    """Sizes of a Z-Image transformer; those that are released are one."""
+    """Sizes of a Z-Image transformer; all released ones are equal."""
 
     in_channels: int
     out_channels: int

@@ -13,7 +13,7 @@ timed once on a machine (timing.py), with sizes that never change, so that CPUs 
 first.  The rest are rules.
 
 Training has separate kernels: Winograd's for 3x3 convolutions, and in bfloat16 group norms and attention.  Everything
-else, such as other dtypes and compiled code, runs PyTorch's kernels.  The ways differ by rounding.
+else, such as other dtypes and compiled code, runs PyTorch's kernels.  Kernels here and PyTorch's differ by rounding.
 
 Shape letters: B batch, C channels in, K channels out, G groups of channels, M rows of a product, T tiles; in attention
 H heads, N queries, M keys, D channels of a head.

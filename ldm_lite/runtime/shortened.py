@@ -10,7 +10,7 @@
   frequencies of the skips weakened.
 
 A `Run` remembers the values that later calls reuse.  Its networks are functions of tensors, so that they are compiled
-like any other: DeepCache's with all blocks, the one with few, and FreeU's.  T-GATE's steps run uncompiled.
+like any other: DeepCache's pass with all blocks, its pass with few, and FreeU's.  T-GATE's steps run uncompiled.
 """
 
 import inspect
@@ -77,8 +77,8 @@ class ShortenedUNet(nn.Module):
         """Run as UNet.forward.
 
         kept, if not 0, is how many of the first input blocks and of the last output blocks always run.  deep is the
-        input of the first of the latter: with it, only these run.  Without it all run, and it is returned along with
-        the prediction.  free (4,) are b1, b2, s1, s2 of FreeU.
+        input of the first of these output blocks: with it, only the kept blocks run.  Without it all blocks run, and
+        deep is returned along with the prediction.  free (4,) are b1, b2, s1, s2 of FreeU.
         """
         unet = self.unet
         emb = unet.embed(t, y)  # (B, E)

@@ -2,8 +2,8 @@
 
 A kernel may add in a different order for a different number of images: matrix products of a few rows, Winograd's choice
 of tiles, cuDNN's choice of algorithms.  Which layers do so depends on the machine, so it is measured: a layer that
-gives other bits for a shape runs image by image, and a step that still does runs as a whole image by image.  So does
-one in CUDA graphs that is slower than a graph for each image.
+gives other bits for a shape runs image by image, and a step that still does runs as a whole image by image.  So does a
+step whose CUDA graph is slower than one graph for each image.
 """
 
 import contextlib

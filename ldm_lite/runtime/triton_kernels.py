@@ -140,7 +140,7 @@ def _gated(x, out, C, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["P", "C"])
 def _sum(x, y, bias, out, P, C, BLOCK: tl.constexpr):
-    """Write x + y + bias, of which there is one for each of C channels, to P places."""
+    """Write x + y + bias, with a bias for each of C channels, to P places."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_there = place < P
     total = tl.load(x + place, mask=is_there, other=0.0).to(tl.float32)

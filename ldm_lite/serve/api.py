@@ -69,7 +69,7 @@ class Axis(Body):
 
 
 class ImagesRequest(Body):
-    """Besides these fields those that GET /api/form lists; a missing or empty one is the checkpoint's default."""
+    """It also takes the fields that GET /api/form lists; a missing or empty one is the checkpoint's default."""
 
     task: Literal["txt2img", "img2img", "inpaint", "upscale"] = "txt2img"
     model: str | None = None

@@ -47,7 +47,7 @@ class ModelFacts(NamedTuple):
 
 
 class Library:
-    """Names for files.  One model is loaded at a time, by the thread that uses it."""
+    """The server's files by name.  One model is loaded at a time, by the thread that uses it."""
 
     def __init__(self, load: LoadOptions, options: ServeOptions) -> None:
         """Load the default model, load.ckpt.  Raises ValueError, OSError."""

@@ -1,7 +1,7 @@
 """OpenAI's API for images: /v1/images/generations, /v1/images/edits, /v1/images/variations, /v1/models.
 
-Its own fields are used where they have a meaning here.  There are also seed, steps, scale, sampler, negative_prompt
-and strength, which its Python client sends by extra_body.
+OpenAI's fields are used where they have a meaning here.  There are also seed, steps, scale, sampler, negative_prompt
+and strength, which OpenAI's Python client sends by extra_body.
 """
 
 import base64
@@ -147,7 +147,7 @@ def router(engine: Engine) -> APIRouter:
     async def edits(request: Request) -> Response:
         """Image to image; with a mask, or transparency, only the transparent part is repainted.
 
-        Models that read reference images edit an image without either by the prompt, or combine several.
+        Without mask and transparency, models that read reference images edit them by the prompt, or combine several.
         """
         return await edit(request, EditRequest)
 

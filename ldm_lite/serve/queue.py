@@ -129,7 +129,7 @@ class Engine:
     def _add(self, ticket: Ticket) -> Ticket:
         """Queue a ticket whose images and results have a place in memory."""
         with ticket.account as account:
-            account.hold("body", 0)  # only the pictures of which are kept
+            account.hold("body", 0)  # of the body only the pictures are kept
             account.hold("pictures", max(account.parts["pictures"], ticket.size))
             account.check(ticket.results_size)
             return self._queue(ticket)

@@ -225,7 +225,7 @@ def _share_arena() -> None:
 
 
 def _trim() -> None:
-    """Give freed memory back from time to time, which glibc keeps."""
+    """From time to time give back freed memory, which glibc would keep."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     while trim is not None:
         time.sleep(TRIM)

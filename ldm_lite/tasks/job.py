@@ -125,7 +125,7 @@ class Task:
         settings: Mapping[str, Any] | None = None,
         **slots: Any,
     ) -> TaskJob:
-        """Return the job of images of a latent shape (C,h,w), changed by all features but one; `others` are slots."""
+        """Return the job of images of a latent shape (C,h,w), with these slots, changed by all features but one."""
         self.warn_of_size(shape)
         texts = texts or self.texts
         job = TaskJob(

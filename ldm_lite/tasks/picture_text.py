@@ -161,7 +161,7 @@ def _sampler(settings: Mapping[str, str], ours: bool) -> tuple[str, str | None, 
 
 
 def _program(settings: Mapping[str, str], ours: bool) -> str:
-    """Return whose noise it is.  A1111 names its source unless it is the GPU."""
+    """Return the program whose noise a text names.  A1111 names its source unless it is the GPU."""
     names = {name: program for program, name in PROGRAMS.items()} | {"GPU": "a1111"}
     source = settings.get("RNG", "CPU" if ours else "GPU")
     if source not in names:

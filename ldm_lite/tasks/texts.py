@@ -53,7 +53,7 @@ class PromptEncoder:
 
     @cached_property
     def is_guided(self) -> bool:
-        """Whether the negative prompt is read.  Logs that a given one is not."""
+        """Whether the negative prompt is read.  If one is given and not read, logs that."""
         guided = not self.model.family.distilled and (self.has_guidance or self.has_parts)
         if not guided and not self.is_refiner and (self.uncond is not None or any(self.negative_prompts)):
             warn_of_unused(self.model)

@@ -6,7 +6,7 @@
 import re
 
 BREAK = "BREAK"
-STOP = (BREAK, -1.0)  # its piece, which no text equals
+STOP = (BREAK, -1.0)  # BREAK's piece, which equals no text's
 MOST_DEPTH = 100  # brackets open at a time
 MOST_WEIGHT = 10**6
 

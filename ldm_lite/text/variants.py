@@ -115,7 +115,7 @@ def _variants(text: str, start: int, depth: int) -> tuple[Variants, int]:
 
 
 def _wildcard(options: AnyOptions) -> Wildcard | None:
-    """Return the wildcard that is all there is to choose from, whose lines are the options then."""
+    """Return the only option if it is a wildcard, whose lines are then the options."""
     only = options[0][1]
     return only[0] if len(options) == 1 and len(only) == 1 and isinstance(only[0], Wildcard) else None
 

@@ -328,7 +328,7 @@ def with_hints(images: ImageFolder) -> ImageFolder:
 def in_buckets(images: ImageFolder, step: int, no_upscale: bool = False) -> Buckets:
     """Divide images among sizes of about the same area, by their ratio: little of each is cut off.
 
-    With no_upscale, smaller images have sizes of about their own.  Sides are multiples of `step`.  Broken images stay,
+    With no_upscale, smaller images about keep their size.  Sides are multiples of `step`.  Broken images stay,
     in the first size: the reader leaves them out.  Raises OSError.
     """
     sizes, groups = bucket_sizes(images.size[0], step), dict[tuple[int, int], list[tuple[Path, str]]]()

@@ -70,7 +70,7 @@ def gather(tensor: Tensor) -> Tensor:
 
 
 def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return a tensor, divided among processes if another one is, in the same way."""
+    """Return the tensor, divided among processes as `like` is, if that is divided."""
     if not isinstance(like, DTensor) or isinstance(tensor, DTensor):
         return tensor
     return distribute_tensor(tensor, like.device_mesh, like.placements)

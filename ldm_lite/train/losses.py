@@ -290,7 +290,7 @@ class ConsistencyLoss(DiffusionLoss):
 def read(
     model: Pipeline, batch: Batch, dropped: Tensor, empty: Mapping[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
-    """Return a batch's encoded captions, with gradients; `dropped` (B,) ones are empty.
+    """Return a batch's encoded captions, with gradients; those that `dropped` (B,) marks are empty.
 
     With `empty`, the embeddings of no caption, the batch brings its own embeddings.  A network that reads the guidance
     scale is given 1, as kohya does.

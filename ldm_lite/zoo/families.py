@@ -180,7 +180,7 @@ def _rows_with(unet: LDMUNetSpec) -> dict[str, FamilyRow]:
 
 
 def _guessed(rows: Mapping[str, FamilyRow], metadata: Mapping[str, str], sgm: bool) -> FamilyRow:
-    """Return the row of a file, of several with the same UNet, by other signs, and log it if it is a guess.
+    """Choose among rows with the same UNet by other signs in the file, and log the choice if it is a guess.
 
     A scheduler, which any pipeline may have, is not a sign of a distilled model without its size or its name.
     """
@@ -327,7 +327,7 @@ PREDICTIONS = {"epsilon": "eps", "v_prediction": "v", "sample": "x0", "eps": "ep
 def with_prediction(family: FamilyRow, name: str) -> FamilyRow:
     """Return the family's variant with a prediction type: eps, v, x0, or diffusers' names for them.
 
-    Raises ValueError for another name, and for a rectified flow, which has one.
+    Raises ValueError for other names, and for a rectified flow, which has only one prediction type.
     """
     if isinstance(family.noise, Flow):
         raise ValueError(f"{family.title} is a rectified flow, which has one prediction: leave out `prediction`")

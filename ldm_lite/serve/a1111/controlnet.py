@@ -139,7 +139,7 @@ def router(engine: Engine) -> APIRouter:
 
     @routes.get("/settings")
     def settings() -> dict[str, Any]:
-        """How many a request may have."""
+        """How many units a request may have."""
         return {"control_net_unit_count": engine.limits.max_branches - 1}
 
     def titles() -> list[str]:
