@@ -37,7 +37,7 @@ from ldm_lite.core.denoise import Draw, InputSource, State
 from ldm_lite.core.layers import AttentionFn
 from ldm_lite.core.schedule import Spacing
 from ldm_lite.core.tasks import noise_of
-from ldm_lite.diffusion.guidance import Conditioning, as_conditioning, conditioning_rows
+from ldm_lite.diffusion.guidance import Conditioning, ScaleOrFunction, as_conditioning, conditioning_rows
 from ldm_lite.diffusion.names import named_plan
 from ldm_lite.diffusion.plan import Plan
 from ldm_lite.image import Images, pad, to_array, to_pil, to_pixels
@@ -287,7 +287,7 @@ class Pipeline(CheckpointModel):
         scale: float | None = None,
         draw: Draw | None = None,
         *,
-        guidance: float | Callable[..., Any] | None = None,
+        guidance: ScaleOrFunction | None = None,
         on_step: Callable[[State], object] = lambda state: None,
         wrap: Callable[[InputSource], InputSource] = lambda source: source,
     ) -> Tensor:

@@ -42,10 +42,9 @@ from ldm_lite.tasks.cost import Cost, cost_of
 from ldm_lite.tasks.existing import contents
 from ldm_lite.tasks.features import with_networks
 from ldm_lite.tasks.image_inputs import joined
-from ldm_lite.tasks.job import Task, TaskJob
+from ldm_lite.tasks.job import PromptEncoder, Task, TaskJob
 from ldm_lite.tasks.joined import are_alike, join_batches
 from ldm_lite.tasks.results import Result
-from ldm_lite.tasks.texts import PromptEncoder
 from ldm_lite.text.prompt import BREAK
 from ldm_lite.text.schedule import Calls, is_constant, parts_of, until_of
 from ldm_lite.text.tokenizer import check_length

@@ -20,7 +20,7 @@ from ldm_lite.core.denoise import Conditioning as Parts
 from ldm_lite.core.denoise import to_device
 from ldm_lite.core.files import imported
 from ldm_lite.core.words import unknown_words
-from ldm_lite.diffusion.guidance import Guidance, classifier_free
+from ldm_lite.diffusion.guidance import Guidance, ScaleOrFunction, classifier_free
 from ldm_lite.models.bert import BERTTextEncoder
 from ldm_lite.models.ops import guidance_embedding
 from ldm_lite.text.other_syntax import signs_in
@@ -113,12 +113,12 @@ def check_used(models: Sequence[CheckpointModel], extra: ConditioningOptions) ->
             raise ValueError(f"got {what}, which {title} does not use: leave out `{field.name}`")
 
 
-def guided(model: CheckpointModel, cond: Parts, uncond: Parts | None, guidance: float | Callable[..., Any]) -> Guidance:
+def guided(model: CheckpointModel, cond: Parts, uncond: Parts | None, guidance: ScaleOrFunction) -> Guidance:
     """Return classifier-free guidance, or for distilled models the one branch that reads the scale."""
     return with_scale(model, cond, guidance) if model.family.distilled else classifier_free(cond, uncond, guidance)
 
 
-def with_scale(model: CheckpointModel, cond: Parts, guidance: float | Callable[..., Any]) -> Guidance:
+def with_scale(model: CheckpointModel, cond: Parts, guidance: ScaleOrFunction) -> Guidance:
     """Return one branch, with the scale as an input of the network.  Raises ValueError for a function."""
     if callable(guidance):
         raise ValueError(f"{model.family.title} reads the guidance scale itself: give a number, not a function")

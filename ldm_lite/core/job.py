@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from PIL import Image
@@ -44,11 +44,11 @@ class Job:
     plan: Plan | None  # None: no steps
     items: Iterable[Item]
     # (job, items of a batch) -> what their prompts become: the inputs of each call of the network
-    input_source: Callable[[Job, Sequence[Item]], InputSource]
+    input_source: Callable[[Self, Sequence[Item]], InputSource]
     # (job, items, draw) -> the batch's first latents (B,C,h,w), and what is done to latents before each call
-    first_latents: Callable[[Job, Sequence[Item], Draw], tuple[Tensor, Constraint]]
+    first_latents: Callable[[Self, Sequence[Item], Draw], tuple[Tensor, Constraint]]
     # (job, items) -> draw(): at first the noise that the batch begins with, then that of the plan's rows
-    noise_source: Callable[[Job, Sequence[Item]], Draw]
+    noise_source: Callable[[Self, Sequence[Item]], Draw]
     finish: Callable[[Item, Tensor], Tensor] = lambda item, pixels: pixels  # of a result's pixels (3,H,W)
     # Around what input_source returns; the last one is the outermost.
     wrappers: tuple[Callable[[InputSource, Job], InputSource], ...] = ()

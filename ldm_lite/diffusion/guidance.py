@@ -23,6 +23,7 @@ from ldm_lite.core.denoise import Conditioning as Parts
 from ldm_lite.diffusion.plan import Plan
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+ScaleOrFunction = float | Callable[..., Any]  # of guidance; a function is step -> scale, or one of by_function
 
 STATELESS: WeakSet[Callable[..., Any]] = WeakSet([weighted])  # functions for Inputs.combine and .adjust
 
@@ -145,7 +146,7 @@ class InTurns:
 # ---- kinds of guidance ----------------------------------------------------------------------------------------------
 
 
-def classifier_free(cond: Parts, uncond: Parts | None, guidance: float | Callable[..., Any] = 7.5) -> Guidance:
+def classifier_free(cond: Parts, uncond: Parts | None, guidance: ScaleOrFunction = 7.5) -> Guidance:
     """uncond + scale * (cond - uncond); no uncond, or scale 1, means no guidance, and half the work.
 
     guidance is the scale, or a function as by_function takes it.  Ho and Salimans 2022, eq. 6, in the original scripts'
@@ -200,7 +201,7 @@ def _needed(function: Callable[..., Any]) -> list[str]:
     return [name for name, parameter in parameters if parameter.default is parameter.empty]
 
 
-def reads_step_alone(guidance: float | Callable[..., Any]) -> TypeGuard[Callable[..., Any]]:
+def reads_step_alone(guidance: ScaleOrFunction) -> TypeGuard[Callable[..., Any]]:
     """Whether guidance is a function of the step, and not of outputs."""
     return callable(guidance) and len(_needed(guidance)) < 2
 
@@ -221,7 +222,7 @@ def composed(
     conds: Sequence[Parts],
     parts: tuple[float, ...],
     uncond: Parts | None,
-    guidance: float | Callable[..., Any],
+    guidance: ScaleOrFunction,
 ) -> Guidance:
     """uncond + scale * sum of part * (cond - uncond), for conditionings and the weights of each: a prompt with AND.
 

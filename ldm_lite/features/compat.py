@@ -9,7 +9,7 @@ import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -33,12 +33,12 @@ from ldm_lite.tasks.job import TaskJob
 log = logging.getLogger("ldm_lite")
 
 _SIDES = {"height": 512, "width": 512}
-FIRST: Mapping[str, Mapping[str, Any]] = {
+FIRST: Mapping[str, Mapping[str, float]] = {
     "txt2img": {"scale": 7.5, "n_iter": 2},
     "img2img": {"scale": 5.0, "n_iter": 1, "strength": 0.75},
     "inpaint": {"strength": 1.0},
 }
-SECOND: Mapping[str, Mapping[str, Any]] = {
+SECOND: Mapping[str, Mapping[str, float]] = {
     "txt2img": {"scale": 9.0, "n_iter": 3, **_SIDES},
     "img2img": {"scale": 9.0, "n_iter": 1, "strength": 0.8},
     "inpaint": {"strength": 1.0},
@@ -80,12 +80,13 @@ class Compat(Feature):
             )
         is_second = model.family.text == OPEN_CLIP_H  # its scripts are those of Stability-AI/stablediffusion
         command = options.task
-        defaults = {"sampler": "ddim", **(SECOND if is_second else FIRST)[command]}
+        defaults: dict[str, object] = {"sampler": "ddim", **(SECOND if is_second else FIRST)[command]}
         if command == "txt2img" and model.family.conditioner == "bert":
             defaults |= _SIDES  # `laion400m`
         unset = {name: value for name, value in defaults.items() if getattr(options, name) is None}
-        options = dataclasses.replace(options, **unset)
-        key = resolve(options.sampler or defaults["sampler"])[0]
+        options = changed(options, **unset)
+        assert options.sampler is not None
+        key = resolve(options.sampler)[0]
         return model, changed(options, spacing=dpm_solver if key == "dpmpp_2m" else original)
 
     def change_job(self, job: TaskJob) -> TaskJob:
@@ -116,8 +117,8 @@ class Compat(Feature):
             "RNG": None,
             "Noise": lambda item: f"original script, image {item.seed - seed}",
         }
-        slots: dict[str, Any] = {"first_latents": first_latents, "noise_source": noise_source, "settings": settings}
-        return dataclasses.replace(job, plan=plan, truncated=True, **slots)
+        job = dataclasses.replace(job, plan=plan, first_latents=first_latents, noise_source=noise_source)
+        return dataclasses.replace(job, settings=settings, truncated=True)
 
 
 def dpm_solver(schedule: Schedule, steps: int) -> list[Level]:

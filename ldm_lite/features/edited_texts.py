@@ -15,8 +15,7 @@ from ldm_lite.core.job import Item
 from ldm_lite.diffusion.guidance import Guidance, InTurns, composed, reads_step_alone
 from ldm_lite.diffusion.names import resolve
 from ldm_lite.diffusion.webui import calls_per_step
-from ldm_lite.tasks.job import TaskJob
-from ldm_lite.tasks.texts import PromptEncoder
+from ldm_lite.tasks.job import PromptEncoder, TaskJob
 from ldm_lite.text.schedule import Calls, Part, Until, parts_of, until_of
 
 

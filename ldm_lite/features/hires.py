@@ -160,16 +160,15 @@ class Hires(Feature):
 
         return dataclasses.replace(job, follow=follow)
 
-    def _second_plan(self, job: TaskJob, shape: Shape) -> tuple[Any, Plan]:
+    def _second_plan(self, job: TaskJob, shape: Shape) -> tuple[Txt2imgOptions, Plan]:
         """Return the options of the second pass, and its plan for latents of a shape: the end of a finer schedule.
 
         So all of its steps run.  Raises ValueError for a schedule that would be too fine.
         """
         options, strength = job.options, self.hires_strength
-        changes: dict[str, Any] = {"steps": self.hires_steps or options.steps}
+        options = dataclasses.replace(options, steps=self.hires_steps or options.steps)
         if self.hires_sampler is not None:
-            changes |= {"sampler": self.hires_sampler, "spacing": None}
-        options = dataclasses.replace(options, **changes)
+            options = dataclasses.replace(options, sampler=self.hires_sampler, spacing=None)
         steps = options.steps or job.model.family.steps
         whole = int(steps / strength)
         if not 1 <= whole <= 1000:

@@ -4,7 +4,7 @@ import dataclasses
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -105,7 +105,7 @@ class Noise(Feature):
 
             return first_then(given_noise, draw)
 
-        settings: dict[str, Any] = {}
+        settings: dict[str, object] = {}
         if isinstance(options.noise, Tensor):
             settings = {"RNG": None, "Seed": None}  # none: the image is not made from noise of a seed
         elif not options.compat:

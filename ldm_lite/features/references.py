@@ -14,8 +14,7 @@ from ldm_lite.core.features import Feature, option
 from ldm_lite.image import to_pixels
 from ldm_lite.tasks.cost import Cost
 from ldm_lite.tasks.image_inputs import open_source, side_unit, sources
-from ldm_lite.tasks.job import TaskJob
-from ldm_lite.tasks.texts import PromptEncoder
+from ldm_lite.tasks.job import PromptEncoder, TaskJob
 
 
 @dataclass(frozen=True)
@@ -70,6 +69,5 @@ class References(Feature):
 
     def _seeing(self, texts: PromptEncoder) -> PromptEncoder:
         """Return an encoder of texts with the images."""
-        options: Any = texts.options
-        seen = dataclasses.replace(options, reference=tuple(self.state["opened"]))
+        seen = changed(texts.options, reference=tuple(self.state["opened"]))
         return dataclasses.replace(texts, options=seen)

@@ -9,9 +9,9 @@ Shape letters: P parts, h w latent size.
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from ldm_lite.conditioning.prompts import guided
 from ldm_lite.core.denoise import Branch
 from ldm_lite.core.denoise import Conditioning as Parts
 from ldm_lite.core.features import Feature, option
-from ldm_lite.diffusion.guidance import Guidance, classifier_free, composed
+from ldm_lite.diffusion.guidance import Guidance, ScaleOrFunction, classifier_free, composed
 from ldm_lite.diffusion.schedule import number
 from ldm_lite.features.edited_texts import EditedTexts
 from ldm_lite.tasks.cost import Cost
@@ -130,7 +130,7 @@ def regional(
     conds: Sequence[Parts],
     shares: Tensor,
     uncond: Parts | None,
-    guidance: float | Callable[..., Any],
+    guidance: ScaleOrFunction,
 ) -> Guidance:
     """uncond + scale * (cond - uncond), where cond is the sum of each of P conditionings times its share (P,1,h,w).
 

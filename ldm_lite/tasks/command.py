@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from types import ModuleType
 
 from PIL import Image
 
@@ -26,7 +26,7 @@ from ldm_lite.tasks.cascade import cascade, check, embeddings, stages_of
 from ldm_lite.tasks.enlarge import Upscaler, named_results
 from ldm_lite.tasks.existing import Existing
 from ldm_lite.tasks.features import check_files, without_loading
-from ldm_lite.tasks.job import OnStep, Task, results
+from ldm_lite.tasks.job import OnStep, Task, all_of, results
 from ldm_lite.text.parameters import parameters
 from ldm_lite.zoo.families import with_vae
 
@@ -50,7 +50,7 @@ def previews(model: CheckpointModel, source: str, show: Callable[[Image.Image], 
     return on_step
 
 
-_TASKS: dict[type[Txt2imgOptions], Any] = {
+_TASKS: dict[type[Txt2imgOptions], ModuleType] = {
     Txt2imgOptions: txt2img,
     Img2imgOptions: img2img,
     InpaintOptions: inpaint,
@@ -58,7 +58,7 @@ _TASKS: dict[type[Txt2imgOptions], Any] = {
 }
 
 
-def make(options: Txt2imgOptions, load: LoadOptions, save: SaveOptions, original: dict[str, Any]) -> None:
+def make(options: Txt2imgOptions, load: LoadOptions, save: SaveOptions, original: Mapping[str, object]) -> None:
     """Load a model, run the options' task, and save its images and a grid of them.
 
     original are the values of the original scripts' own flags.
@@ -106,7 +106,7 @@ def make(options: Txt2imgOptions, load: LoadOptions, save: SaveOptions, original
 
     task = module.prepare(model, options)
     existing = None if options.compat else Existing(task, saver.keys())
-    for result in results(task, on_step, existing):
+    for result in results(task, on_step, all_of if existing is None else existing.missing):
         text, count_made = result.parameters, count_made + 1
         if not save.skip_save:
             print(saver.sample(result.image, text, result.key), flush=True)
@@ -122,7 +122,7 @@ def make(options: Txt2imgOptions, load: LoadOptions, save: SaveOptions, original
     _log_end(count_made, start)
 
 
-def _check_before_loading(prepare: Callable[..., Task], model: CheckpointModel, options: Any) -> None:
+def _check_before_loading(prepare: Callable[..., Task], model: CheckpointModel, options: Txt2imgOptions) -> None:
     """Check a task's options and files with the outline of a model, before weights are read; raise what is wrong.
 
     Features that load networks of other files are left out: only the existence of these files is checked.
@@ -138,8 +138,8 @@ def _check_before_loading(prepare: Callable[..., Task], model: CheckpointModel, 
 
 
 def _cells(
-    axes: Mapping[str, xy.Axis], options: Any, count_images: Callable[[Any], int], saver: Saver
-) -> list[list[Any]]:
+    axes: Mapping[str, xy.Axis], options: Txt2imgOptions, count_images: Callable[[Txt2imgOptions], int], saver: Saver
+) -> list[list[Txt2imgOptions]]:
     """Return the options of each image of an X/Y plot, for each value of Z."""
     if saver.options.skip_grid:
         raise ValueError("a plot is a grid: leave out `skip_grid`, or the plot")
@@ -158,8 +158,8 @@ def _cells(
 
 def _plot(
     axes: Mapping[str, xy.Axis],
-    prepare: Callable[[CheckpointModel, Any], Task],
-    sheets: list[list[Any]],
+    prepare: Callable[[CheckpointModel, Txt2imgOptions], Task],
+    sheets: list[list[Txt2imgOptions]],
     model: CheckpointModel,
     saver: Saver,
 ) -> None:

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from PIL import Image
@@ -11,14 +10,14 @@ from torch import Tensor
 from ldm_lite.checkpoint.parts import load_upscaler
 from ldm_lite.cli.version import __version__
 from ldm_lite.image import pad, to_pil, to_pixels
-from ldm_lite.tasks.image_inputs import open_source, sources
+from ldm_lite.tasks.image_inputs import Source, open_source, sources
 from ldm_lite.text.parameters import parameters
 
 MARGIN = 16  # pixels around a tile that it reads besides
 MOST_TIMES = 3  # that the network is applied to an image
 
 
-def named_results(upscaler: "Upscaler", images: Sequence[Any]) -> Iterator[tuple[Image.Image, str]]:
+def named_results(upscaler: "Upscaler", images: Sequence[Source]) -> Iterator[tuple[Image.Image, str]]:
     """Yield each enlarged image with the text of its PNG.  Raises as Upscaler does, and for images that are missing."""
     for source in sources(images, "init_img"):
         opened = open_source(source)
@@ -52,7 +51,7 @@ class Upscaler:
         """How many times larger the result is, along each side: 4, 2 or 1."""
         return self.network.spec.factor
 
-    def __call__(self, image: Any) -> Image.Image:
+    def __call__(self, image: Source) -> Image.Image:
         """Enlarge an image: a path, PIL, numpy (H,W,3) or a tensor (3,H,W) in [-1,1].
 
         Raises ValueError if the result is not finite.

@@ -9,7 +9,6 @@ import hashlib
 import os
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -56,7 +55,7 @@ class Existing:
         return items, keys
 
 
-def contents(value: Any) -> str:
+def contents(value: object) -> str:
     """Describe a value so that paths are replaced by digests of the files, also in FILE:IMAGE:WEIGHT."""
     if isinstance(value, (tuple, list)):
         return str([contents(item) for item in value])
@@ -83,7 +82,7 @@ def _settings(task: Task) -> Sequence[object]:
     fields = sorted(field.name for field in dataclasses.fields(options) if field.name not in WHICH | RESOLVED)
     columns = [getattr(plan, field.name) for field in dataclasses.fields(plan)] if plan is not None else []
     steps = [column.tobytes() if isinstance(column, np.ndarray) else column for column in columns]
-    guidance: Any = guidance_of(task.model, options, plan, task.image_scale)
+    guidance: object = guidance_of(task.model, options, plan, task.image_scale)
     if callable(guidance) and plan is not None:  # DDIM CFG++'s, whose steps are those of DDIM
         guidance = [guidance(step) for step in range(plan.num_steps)]
     program = options.noise if isinstance(options.noise, str) else None

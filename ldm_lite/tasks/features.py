@@ -71,7 +71,7 @@ def without_loading(options: TaskOptions) -> TaskOptions:
     names = {row.name for feature in used(options) if feature.loads for row in dataclasses.fields(feature)}
     rows = dataclasses.fields(options)  # a model that an option loads is among those that `used_by` names
     names |= {row.name for row in rows if names & {*(row.metadata.get("used_by") or ())}}
-    defaults: dict[str, Any] = {row.name: row.default for row in rows if row.name in names}
+    defaults: dict[str, object] = {row.name: row.default for row in rows if row.name in names}
     return changed(options, **defaults, features=tuple(feature for feature in options.features if not feature.loads))
 
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,12 +23,12 @@ from ldm_lite.diffusion.schedule import CLEAN, Level
 from ldm_lite.diffusion.spacings import original
 from ldm_lite.image import SUFFIXES, list_images, pad, read_image, to_image, to_pixels, to_rgb
 from ldm_lite.models.open_clip import OPEN_CLIP_H
-from ldm_lite.tasks.job import TaskJob
+from ldm_lite.tasks.job import FirstLatents, TaskJob
 from ldm_lite.tasks.plans import plan_of_options
 
 log = logging.getLogger("ldm_lite")
 
-Source = Any  # a path, or an image as image.to_image takes it
+Source = object  # a path, or an image as image.to_image takes it
 
 
 class NamedImage(NamedTuple):
@@ -242,10 +242,15 @@ class FromImage:
         return x, constrain
 
 
-def joined(functions: Sequence[Any]) -> Any:
+def joined(functions: Sequence[FirstLatents]) -> FirstLatents:
     """Return one Job.first_latents for images of one size, from that of each."""
-    if not isinstance(functions[0], FromImage):
-        return functions[0]
-    names = [name for name in ("init", "deviation", "mask", "hole") if getattr(functions[0], name) is not None]
-    tensors: dict[str, Any] = {name: torch.cat([getattr(function, name) for function in functions]) for name in names}
-    return replace(functions[0], **tensors)
+    first = functions[0]
+    if not isinstance(first, FromImage):
+        return first
+
+    def of_all(name: str) -> Tensor | None:
+        parts = [getattr(function, name) for function in functions]
+        return None if parts[0] is None else torch.cat(parts)
+
+    init = torch.cat([function.init for function in functions if isinstance(function, FromImage)])
+    return replace(first, init=init, deviation=of_all("deviation"), mask=of_all("mask"), hole=of_all("hole"))

@@ -123,7 +123,7 @@ def _job(task: Task, source: Source, strength: float, start: Start) -> TaskJob:
     return task.job(
         shape,
         start.plan,
-        settings={"Denoising strength": strength, "Init image": name},
+        settings={"Denoising strength": strength, "Init image": name, "Image CFG scale": task.image_scale},
         first_latents=FromImage(mean, start.level, deviation if options.samples_posterior else None),
         channels={} if concat is None else {"concat": concat},
         finish=lambda item, pixels: pixels[:, : image.height, : image.width],

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -46,7 +45,7 @@ from ldm_lite.tasks.image_inputs import (
     sources,
     target_size,
 )
-from ldm_lite.tasks.job import OnStep, Part, Task, TaskJob, results
+from ldm_lite.tasks.job import OnStep, Part, Slots, Task, TaskJob, results
 from ldm_lite.tasks.masked_area import Area, area_of, covering, fill, fitted
 from ldm_lite.tasks.plans import plan_of_options
 from ldm_lite.tasks.results import Result
@@ -192,7 +191,7 @@ def _job(task: Task, pair: Pair, strength: float, start: Start) -> TaskJob:
     concat = _masked_channels(model, pixels, hole, latent_mask.to(model.device))
     shape = model.latent_shape(*pixels.shape[1:])
     start = begin_at(model, options, strength, shape) or start
-    slots: dict[str, Any] = {"channels": {} if concat is None else {"concat": concat}}
+    slots: Slots = {"channels": {} if concat is None else {"concat": concat}, "skipped": start.skipped}
     content = options.masked_content
     if concat is None or strength < 1:
         filled = pixels if content == "original" else padded(model, fill(image, mask))
@@ -220,12 +219,13 @@ def _job(task: Task, pair: Pair, strength: float, start: Start) -> TaskJob:
         repainted[:, rows, columns] = to_pixels(covering(to_pil(result), area.size))
         return weights * repainted + (1 - weights) * to_pixels(whole)
 
+    slots["finish"] = finish
     settings = {
         "Denoising strength": strength,
         "Init image": name,
         "Inpaint area": None if area is None else "Only masked",
     }
-    return task.job(shape, start.plan, settings=settings, finish=finish, skipped=start.skipped, **slots)
+    return task.job(shape, start.plan, settings=settings, **slots)
 
 
 def _only_masked(

@@ -4,16 +4,19 @@
 2. The task (txt2img.py, img2img.py, inpaint.py, upscale.py) adds its plan (plans.py), and a Part for each image to
    start from.
 3. Task.job() makes the Job of a part, with slots that features replace: the core's Job, for models of any family.
-4. run() denoises the jobs batch by batch, as the core does, and makes a Result (results.py) of each image.
+4. A PromptEncoder makes what the network reads in each call, of the prompts of a batch.
+5. run() denoises the jobs batch by batch, as the core does, and makes a Result (results.py) of each image.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from itertools import islice
+from typing import NamedTuple, TypedDict, TypeVar, Unpack
 
 from torch import Tensor
 
@@ -21,32 +24,41 @@ from ldm_lite import generate
 from ldm_lite.checkpoint.model import CheckpointModel
 from ldm_lite.cli.task_options import Txt2imgOptions
 from ldm_lite.cli.version import __version__
+from ldm_lite.conditioning.prompts import PromptOptions, count_chunks, encode_prompts, guided
+from ldm_lite.core.denoise import Conditioning as Parts
 from ldm_lite.core.denoise import Constraint, Draw, InputSource, State
 from ldm_lite.core.features import Feature, changed_job
-from ldm_lite.core.job import Item, Job, run_batches
+from ldm_lite.core.job import Item, Job, in_batches, run_batches
 from ldm_lite.core.tasks import from_noise, seeded_noise
-from ldm_lite.diffusion.guidance import as_conditioning
+from ldm_lite.diffusion.guidance import Guidance, ScaleOrFunction, as_conditioning, conditioning_rows, instructed
 from ldm_lite.diffusion.plan import Plan
-from ldm_lite.tasks.checks import TASKS, check, read_prompts
+from ldm_lite.generate import check_conditioning
+from ldm_lite.tasks.checks import TASKS, read_prompts
 from ldm_lite.tasks.features import change_options
 from ldm_lite.tasks.picture_text import settings_of
 from ldm_lite.tasks.plans import guidance_of
 from ldm_lite.tasks.results import Result
-from ldm_lite.tasks.texts import PromptEncoder
 from ldm_lite.text.parameters import parameters
 
 log = logging.getLogger("ldm_lite")
 
+TaskOptions = TypeVar("TaskOptions", bound=Txt2imgOptions)
 OnStep = Callable[[State], object]
-Wrapper = Callable[[InputSource, Any], InputSource]  # (inputs, job) -> inputs
+FirstLatents = Callable[["TaskJob", Sequence[Item], Draw], tuple[Tensor, Constraint]]
+Wrapper = Callable[[InputSource, "TaskJob"], InputSource]  # (inputs, job) -> inputs
 
 
-def prepare(model: CheckpointModel, options: Txt2imgOptions, task: str, checked: Any = check) -> Task:
+def prepare(
+    model: CheckpointModel,
+    options: TaskOptions,
+    task: str,
+    check: Callable[[TaskOptions], tuple[TaskOptions, list[Feature]]],
+) -> Task:
     """Return a task whose options are checked, by its own check and by its features, and changed for the model.
 
     Raises ValueError for options that do not fit, OSError for files.
     """
-    options, features = checked(options)
+    options, features = check(options)
     if task not in (able := TASKS[model.family.task]):
         raise ValueError(
             f"{model.name} is a checkpoint of {model.family.title}, which {task} cannot use: "
@@ -66,7 +78,20 @@ class Part(NamedTuple):
 
     items: Sequence[Item]
     make: Callable[[], TaskJob]  # reads files, and encodes an image
-    sources: tuple[Any, ...] = ()  # files, or images in memory
+    sources: tuple[object, ...] = ()  # files, or images in memory
+
+
+# Which images of a part are to be made, and for each of them, by its number, Result.key.
+Missing = Callable[[Part], tuple[Sequence[Item], Mapping[int, str]]]
+
+
+class Slots(TypedDict, total=False):
+    """The slots of a job that tasks fill in another way than text to image."""
+
+    first_latents: FirstLatents
+    finish: Callable[[Item, Tensor], Tensor]
+    channels: Mapping[str, Tensor]
+    skipped: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,8 +147,8 @@ class Task:
         plan: Plan | None,
         texts: PromptEncoder | None = None,
         without: Feature | None = None,
-        settings: Mapping[str, Any] | None = None,
-        **slots: Any,
+        settings: Mapping[str, object] | None = None,
+        **slots: Unpack[Slots],
     ) -> TaskJob:
         """Return the job of images of a latent shape (C,h,w), with these slots, changed by all features but one."""
         self.warn_of_size(shape)
@@ -141,9 +166,16 @@ class Task:
             texts=texts,
             guidance=guidance_of(self.model, self.options, plan, self.image_scale),
             image_scale=self.image_scale,
-            settings={"Variation seed": None, "RNG": "CPU", **(settings or {}), **settings_of(self, plan)},
-            **{"first_latents": from_noise, "noise_source": seeded_noise, **slots},
+            settings={
+                "Variation seed": None,
+                "RNG": "CPU",
+                **(settings or {}),
+                **settings_of(self.model, self.options, self.features, plan),
+            },
+            first_latents=from_noise,
+            noise_source=seeded_noise,
         )
+        job = replace(job, **slots)
         for feature in self.features:
             if feature is not without:
                 job = changed_job(feature, job)
@@ -156,14 +188,11 @@ class TaskJob(Job):
 
     model: CheckpointModel
     options: Txt2imgOptions  # type: ignore[assignment]
-    input_source: Callable[[Any, Sequence[Item]], InputSource]
-    first_latents: Callable[[Any, Sequence[Item], Draw], tuple[Tensor, Constraint]]
-    noise_source: Callable[[Any, Sequence[Item]], Draw]
-    wrappers: tuple[Wrapper, ...] = ()
+    wrappers: tuple[Wrapper, ...] = ()  # type: ignore[assignment]
     task: Task = field(kw_only=True)
     texts: PromptEncoder = field(kw_only=True)
-    guidance: float | Callable[..., Any] = 1.0  # the scale, or a function
-    settings: Mapping[str, Any] = field(default_factory=dict)  # for the PNG's text; or functions of the item
+    guidance: ScaleOrFunction = 1.0
+    settings: Mapping[str, object] = field(default_factory=dict)  # for the PNG's text; or functions of the item
     channels: Mapping[str, Tensor] = field(default_factory=dict)  # of one image: concat, y, which the network reads too
     guiding: tuple[Wrapper, ...] = ()  # wrappers that change the guidance; a refiner has them too
     plain: InputSource | None = None  # for these: the inputs before the first of them
@@ -199,18 +228,157 @@ class TaskJob(Job):
         return Result(pixels, item.prompt, item.seed, about, self.truncated, key, text)
 
 
+# ---- texts -----------------------------------------------------------------------------------------------------------
+
+AHEAD = 32  # batches whose prompts are encoded together if networks take turns on the device
+
+
+@dataclass(frozen=True, eq=False)
+class PromptEncoder:
+    """Encodes the prompts of a run for one model, each once.  dataclasses.replace makes one for another model.
+
+    All prompts are padded to the longest, so that no image depends on its batch.
+    """
+
+    model: CheckpointModel
+    prompts: Sequence[str]  # of one repetition; that of an item is at its number, counted round
+    negative_prompts: Sequence[str | None]  # which the items take in turn, by their numbers
+    options: Txt2imgOptions
+    cond: Parts | None = None  # precomputed conditioning in place of the prompts
+    uncond: Parts | None = None
+    has_guidance: bool = True  # the scale is not 1
+    is_refiner: bool = False  # of another model than the job's: no message appears twice
+    _cache: OrderedDict[object, Parts] = field(init=False, default_factory=OrderedDict)
+    _ahead: set[int] = field(init=False, default_factory=set)  # numbers of items whose texts were encoded ahead
+
+    has_parts = False  # whether a prompt has several parts, or one with a weight
+
+    def key(self, item: Item) -> Hashable:
+        """Job.key: each repetition of the prompts has batches of its own, even if the images before it are left out."""
+        repetition, row = divmod(item.number, len(self.prompts))
+        return repetition, row // self.options.images_at_a_time
+
+    @cached_property
+    def is_guided(self) -> bool:
+        """Whether the negative prompt is read.  If one is given and not read, logs that."""
+        guided = not self.model.family.distilled and (self.has_guidance or self.has_parts)
+        if not guided and not self.is_refiner and (self.uncond is not None or any(self.negative_prompts)):
+            warn_of_unused(self.model)
+        return guided
+
+    def texts(self) -> set[str | None]:
+        """Return all texts that are read."""
+        negative = self.negative_prompts if self.is_guided and self.uncond is None else ()
+        return {*(self.prompts if self.cond is None else ()), *negative}
+
+    def negative_of(self, item: Item) -> str | None:
+        """Return the negative prompt of an item."""
+        return self.negative_prompts[item.number % len(self.negative_prompts)]
+
+    @cached_property
+    def read_as(self) -> PromptOptions:
+        """How prompts are read, padded to the longest."""
+        syntax = self.options.prompt_syntax
+        chunks = {count_chunks(self.model, [text], syntax) for text in self.texts()} or {1}
+        alike = len(chunks) == 1 and self.cond is None and self.uncond is None
+        return PromptOptions(syntax, self.options.clip_skip, max(chunks), alike=alike, extra=self.options)
+
+    def encode(self, job: TaskJob, items: Sequence[Item]) -> InputSource:
+        """Return the inputs of every call for some items of a job, with its guidance: Job.input_source."""
+        reads = self.cond is None or (self.uncond is None and self.is_guided)
+        if self.model.offloader is not None and reads and items[0].number not in self._ahead:
+            self._encode_ahead(job, items)
+        source = self.source(job, items)
+        job = replace(job, plain=source)
+        for wrap in job.guiding:
+            source = wrap(source, job)
+        return source
+
+    def source(self, job: TaskJob, items: Sequence[Item]) -> InputSource:
+        """Return the inputs of every call for some items, before features change the guidance."""
+        prompts = [self.prompts[item.number % len(self.prompts)] for item in items]
+        cond = self.encoded(job, items, prompts, negative=False)
+        negative = [self.negative_of(item) for item in items]
+        uncond = self.encoded(job, items, negative, negative=True) if self.is_guided else None
+        return self.guided(job, items, [cond], uncond)
+
+    def encoded(self, job: TaskJob, items: Sequence[Item], texts: Sequence[str | None], negative: bool) -> Parts:
+        """Return the conditioning of the texts of some items, or the precomputed one in their place."""
+        if (ready := self.uncond if negative else self.cond) is not None:
+            count = len(self.prompts)
+            return conditioning_rows(ready, [item.number % count for item in items], count)
+        height, width = (side * self.model.vae.spec.factor for side in job.shape[1:])
+        key = height, width, negative, tuple(texts)
+        if key not in self._cache:
+            options = replace(self.read_as, size=(height, width), negative=negative)
+            self._cache[key] = encode_prompts(self.model, texts, options)
+            if len(self._cache) > 2 * AHEAD:
+                self._cache.popitem(last=False)
+        self._cache.move_to_end(key)
+        return self._cache[key]
+
+    def guided(self, job: TaskJob, items: Sequence[Item], conds: Sequence[Parts], uncond: Parts | None) -> InputSource:
+        """Return the inputs of every call for the conditionings of the parts of some items' prompts."""
+        model, count = self.model, len(items)
+        images = job.channels if model.family.reads_images else {}  # a refiner may not read them
+        channels = {name: part.expand(count, *part.shape[1:]) for name, part in images.items()}
+        if channels and job.image_scale is not None:
+            guidance = self._instructed(job.guidance, job.image_scale, conds, uncond, channels["concat"])
+        else:
+            uncond = None if uncond is None else {**uncond, **channels}
+            guidance = self.joined(job, items, [{**cond, **channels} for cond in conds], uncond)
+        for branch in guidance.branches:
+            check_conditioning(model, (count, *job.shape), branch.conditioning)
+        return guidance.source(model)
+
+    def joined(self, job: TaskJob, items: Sequence[Item], conds: Sequence[Parts], uncond: Parts | None) -> Guidance:
+        """Return the guidance of prompts whose parts have these conditionings: here a single one."""
+        return guided(self.model, conds[0], uncond, job.guidance)
+
+    def _instructed(
+        self, scale: ScaleOrFunction, image_scale: float, conds: Sequence[Parts], uncond: Parts | None, concat: Tensor
+    ) -> Guidance:
+        """Return the three-way guidance of a network that follows instructions."""
+        if callable(scale):
+            raise ValueError("three-way guidance takes a number: leave the `guidance` function out")
+        if self.has_parts:
+            raise ValueError(f"{self.model.family.title} takes a prompt of one part: leave out AND, and the weight")
+        return instructed(conds[0], uncond, concat, scale, image_scale)
+
+    def _encode_ahead(self, job: TaskJob, items: Sequence[Item]) -> None:
+        """Encode the texts of this batch and the next ones, so that the text encoder is moved to the device once."""
+        later = [item for item in job.items if item.number >= items[0].number] or items
+        with self.model.phase(*self.model.family.texts):
+            for batch in islice(in_batches(replace(job, items=later)), AHEAD):
+                self.source(job, batch)
+                self._ahead.update(item.number for item in batch)
+
+
+def warn_of_unused(model: CheckpointModel) -> None:
+    """Log that the negative prompt, or conditioning in its place, is not used."""
+    title, scale = model.family.title, model.family.scale
+    if model.family.distilled:
+        log.warning("%s has its guidance distilled into it: the negative prompt is not used", title)
+    else:
+        whose = f" ({title}'s own)" if scale == 1 else ""
+        log.warning("a guidance scale of 1%s uses no negative prompt: leave it out, or use a larger `scale`", whose)
+
+
 # ---- runs -----------------------------------------------------------------------------------------------------------
 
 
-def run(task: Task, existing: Any = None, decoding: bool = True) -> Iterator[State | Result]:
+def all_of(part: Part) -> tuple[Sequence[Item], Mapping[int, str]]:
+    """Return the images of a part, none of which has a key."""
+    return part.items, {}
+
+
+def run(task: Task, missing: Missing = all_of, decoding: bool = True) -> Iterator[State | Result]:
     """Yield the states after every step and, with `decoding`, each result as soon as it is decoded.
 
-    Images that are `existing`, of existing.Existing, are left out; the others do not change.
+    Only images that are `missing` are made, as existing.Existing tells; they are the same as with the others.
     """
     for part in task.parts:
-        items, keys = part.items, dict[int, str]()
-        if existing is not None:
-            items, keys = existing.missing(part)
+        items, keys = missing(part)
         if items:
             yield from run_job(replace(part.make(), items=items, keys=keys), decoding)
 
@@ -230,9 +398,9 @@ def run_job(job: TaskJob, decoding: bool = True) -> Iterator[State | Result]:
                 yield job.result(item, pixels)
 
 
-def results(task: Task, on_step: OnStep | None = None, existing: Any = None) -> Iterator[Result]:
-    """Yield the images of a task; on_step gets the state after every step."""
-    for event in run(task, existing):
+def results(task: Task, on_step: OnStep | None = None, missing: Missing = all_of) -> Iterator[Result]:
+    """Yield the images of a task that are missing; on_step gets the state after every step."""
+    for event in run(task, missing):
         if isinstance(event, Result):
             yield event
         elif on_step is not None:

@@ -9,13 +9,15 @@ from __future__ import annotations
 import dataclasses
 import re
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ldm_lite.cli.declared import declared, differ, option_rows, with_values
-from ldm_lite.cli.options import names_files
+from ldm_lite.checkpoint.model import CheckpointModel
+from ldm_lite.cli.declared import declared, differ, option_rows
+from ldm_lite.cli.options import CheckedOptions, names_files
 from ldm_lite.cli.task_options import Txt2imgOptions
 from ldm_lite.core.declare import types_of
+from ldm_lite.core.features import Feature
 from ldm_lite.core.files import imported
 from ldm_lite.diffusion.names import OURS, has, resolve, written
 from ldm_lite.diffusion.noise import PROGRAMS, is_brownian
@@ -24,14 +26,15 @@ from ldm_lite.diffusion.schedule import number
 from ldm_lite.diffusion.webui import DISCARD, SETTINGS, from_webui
 from ldm_lite.text.parameters import Parameters
 
-OptionRow = dataclasses.Field[Any]
+OptionRow = dataclasses.Field[object]
 
 # ---- written --------------------------------------------------------------------------------------------------------
 
 
-def settings_of(task: Any, plan: Plan | None) -> dict[str, object]:
-    """Return the settings of all images of a task's plan, by their names in a picture's text."""
-    model, options = task.model, task.options
+def settings_of(
+    model: CheckpointModel, options: Txt2imgOptions, features: Sequence[Feature], plan: Plan | None
+) -> dict[str, object]:
+    """Return the settings of all images of a plan, by their names in a picture's text."""
     steps = 0 if plan is None else plan.num_steps  # of an image's, those that run
     if plan is not None and options.plan is None and options.task == "txt2img":
         steps = options.steps or model.family.steps  # all: some of A1111's timesteps are fewer than it was asked for
@@ -43,11 +46,10 @@ def settings_of(task: Any, plan: Plan | None) -> dict[str, object]:
         "Sampler": "custom plan",
         "CFG scale": scale,
         "Model": model.name,
-        "Image CFG scale": task.image_scale,
     }
-    features = (with_values(imported(known.place), options) for known in declared() if known.is_used(options))
-    for rows in (options, *features, *options.features):  # the rows of imported features say how they are written
-        settings |= texts_of(rows)
+    settings |= texts_of(options)
+    for feature in features:  # whose rows say how they are written
+        settings |= texts_of(feature)
     if options.plan is None:
         sampler, is_flow = options.sampler or model.family.sampler, model.schedule.is_flow
         spacing = options.spacing
@@ -62,7 +64,7 @@ def settings_of(task: Any, plan: Plan | None) -> dict[str, object]:
     return settings
 
 
-def texts_of(options: Any) -> dict[str, object]:
+def texts_of(options: CheckedOptions | Feature) -> dict[str, object]:
     """Return the entries of a picture's text for options, or for a feature's: key -> value."""
     settings: dict[str, object] = {}
     for row in dataclasses.fields(options):
@@ -115,7 +117,7 @@ def options_of(text: Parameters, explicit: set[str]) -> tuple[dict[str, Any], li
         whole = getattr(kind, "part_of", ("", ""))[0]
         if names_files(row) and row.name not in explicit:
             continue  # a text opens no files
-        if (not whole or whole in named) and _has_meaning(row.name, values):
+        if (not whole or whole in named) and _has_meaning(row.name, values.get("sampler")):
             used |= {key, *row.metadata.get("keys", ())}
             if row.name not in explicit:
                 values[row.name] = _value(key, row, kind, settings, explicit)
@@ -124,7 +126,7 @@ def options_of(text: Parameters, explicit: set[str]) -> tuple[dict[str, Any], li
     return values, [key for key in settings if key not in used] + networks
 
 
-def _rows(keys: set[str]) -> dict[str, tuple[OptionRow, Any]]:
+def _rows(keys: set[str]) -> dict[str, tuple[OptionRow, type]]:
     """Return the options that the keys of a text name, each with its class.
 
     Features are imported if the text has their options.
@@ -140,9 +142,9 @@ def _rows(keys: set[str]) -> dict[str, tuple[OptionRow, Any]]:
     return {key: by_key[key] for key in by_key if key in keys}
 
 
-def _has_meaning(name: str, values: Mapping[str, Any]) -> bool:
+def _has_meaning(name: str, sampler: str | None) -> bool:
     """Whether the text's sampler takes an option."""
-    return name not in ("eta", "churn") or "sampler" not in values or has(resolve(values["sampler"])[0], name)
+    return name not in ("eta", "churn") or sampler is None or has(resolve(sampler)[0], name)
 
 
 def _sampler(settings: Mapping[str, str], ours: bool) -> tuple[str, str | None, set[str]]:
@@ -176,13 +178,13 @@ def _sides(size: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def _value(key: str, row: OptionRow, kind: Any, settings: Mapping[str, str], explicit: set[str]) -> Any:
+def _value(key: str, row: OptionRow, kind: type, settings: Mapping[str, str], explicit: set[str]) -> object:
     """Return the value of an option that a text states.  Raises ValueError, with the key, for a wrong one."""
     if (from_text := row.metadata.get("from_text")) is not None:
         return from_text(settings, explicit)
     text, kinds = settings[key], typing.get_args(types_of(kind)[row.name]) or (types_of(kind)[row.name],)
     try:
-        value: Any = (row.metadata["restored"] or {}).get(text, text)
+        value: object = (row.metadata["restored"] or {}).get(text, text)
         if bool in kinds:
             value = text == "True"
         elif int in kinds:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from ldm_lite.checkpoint.model import CheckpointModel
 from ldm_lite.cli.task_options import Txt2imgOptions
-from ldm_lite.diffusion.guidance import cfg_plus_plus
+from ldm_lite.diffusion.guidance import ScaleOrFunction, cfg_plus_plus
 from ldm_lite.diffusion.names import named_plan, resolve
 from ldm_lite.diffusion.plan import Plan
 
@@ -32,7 +29,7 @@ def plan_of_options(
 
 def guidance_of(
     model: CheckpointModel, options: Txt2imgOptions, plan: Plan | None, image_scale: float | None
-) -> float | Callable[..., Any]:
+) -> ScaleOrFunction:
     """Return the guidance of the options, a scale or a function; the sampler DDIM CFG++ has its own, by the plan."""
     family = model.family
     scale = family.scale if options.scale is None else options.scale

@@ -28,7 +28,7 @@ def count(options: Txt2imgOptions) -> int:
 
 def prepare(model: CheckpointModel, options: Txt2imgOptions) -> Task:
     """Return the task, whose images start from noise.  Raises ValueError as txt2img does."""
-    task = job.prepare(model, options, "txt2img")
+    task = job.prepare(model, options, "txt2img", checks.check)
     check_counts(task.options, task.prompts)
     model, options, side = task.model, task.options, task.model.family.resolution
     shape = model.latent_shape(options.height or side, options.width or side)

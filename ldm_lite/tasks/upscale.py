@@ -7,7 +7,6 @@ super-resolution model (bsr_sr) reads only the image.
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,7 +61,7 @@ def enlarge(model: CheckpointModel, options: UpscaleOptions, images: Sequence[So
     levels = model.family.unet.num_classes
     if levels is not None and options.noise_level >= levels:
         raise ValueError(f"got `noise_level` {options.noise_level}, expected 0 to {levels - 1} for {model.name}")
-    tiled: Any = TiledUNet(task.model.unet, options.tile)
+    tiled = TiledUNet(task.model.unet, options.tile)
     task = replace(task, model=task.model.with_networks(unet=tiled), plan=plan_of_options(task.model, single))
     # One part per image, since the noise on an image comes from its own seed.
     return replace(
@@ -90,8 +89,9 @@ def check(options: UpscaleOptions) -> tuple[UpscaleOptions, list[Feature]]:
 def _job(task: Task, image: Source, seed: int) -> TaskJob:
     """Return the job that enlarges an image."""
     model, options = task.model, task.options
-    name, pixels = None, image
-    if not isinstance(image, Tensor):
+    if isinstance(image, Tensor):
+        name, pixels = None, image
+    else:
         opened = image if isinstance(image, NamedImage) else open_source(image)
         name, pixels = opened.name, to_pixels(opened.image)
     channels: dict[str, Tensor] = {}

@@ -22,6 +22,7 @@ from ldm_lite.text.parameters import parameters, parse_parameters
 REPLACE = "replace"  # not an option: an axis whose first value is looked for in both prompts, and replaced by each
 MOST_CELLS = 400
 OF_COUNTS = ("n_iter", "batch_size", "from_file", "compat")  # options that make several images of one cell
+Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
 GAP, INK, PAPER = 8, "black", "white"  # pixels, colours
 _WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 # A1111's ranges: 1-5, 1-5 (+2) with a step, 0-1 [5] with a number of values.
@@ -41,7 +42,7 @@ class Axis:
         return [str(v) if self.option == REPLACE else f"{self.option}: {_short(v)}" for v in self.values]
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
@@ -75,7 +76,7 @@ def read_axis(kind: type[Txt2imgOptions], option: str, text: str) -> Axis:
     return Axis(name, tuple(values))
 
 
-def _values(name: str, kinds: Sequence[Any], text: str) -> list[Any]:
+def _values(name: str, kinds: Sequence[object], text: str) -> list[object]:
     """The values of an option that a text names: several for a range."""
     if bool in kinds:
         if text.lower() not in _WORDS:
@@ -136,14 +137,14 @@ def cells(x: Axis | None, y: Axis | None, z: Axis | None = None) -> list[dict[st
     return [dict(zip(options, values, strict=True)) for values in itertools.product(*(axis.values for axis in axes))]
 
 
-def changed(options: Txt2imgOptions, cell: Mapping[str, Any], *axes: Axis | None) -> Txt2imgOptions:
+def changed(options: Txt2imgOptions, cell: Mapping[str, object], *axes: Axis | None) -> Txt2imgOptions:
     """The options of one cell.  Raises ValueError if what REPLACE looks for is in no prompt, and as options do."""
     values = {name: value for name, value in cell.items() if name != REPLACE}
     options = with_changes(options, **values)
     for axis in axes:
         if axis is None or axis.option != REPLACE:
             continue
-        before, after = axis.values[0], cell[REPLACE]
+        before, after = axis.values[0], str(cell[REPLACE])
         texts = {name: getattr(options, name) for name in ("prompt", "negative_prompt")}
         texts = {name: text.replace(before, after) for name, text in texts.items() if before in (text or "")}
         if not texts:
@@ -203,7 +204,7 @@ def _text(first: str | None, axes_by_letter: Mapping[str, Axis | None]) -> str:
     return parameters(text.prompt, text.negative_prompt, {**text.settings, **axes})
 
 
-def _font(text: str, size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+def _font(text: str, size: int) -> Font:
     """Pillow's own font, or for other than Latin letters the first of some usual ones that is installed."""
     for name in () if all(ord(letter) < 256 for letter in text) else ("NotoSansCJK-Regular.ttc", "DejaVuSans.ttf"):
         try:
@@ -213,12 +214,12 @@ def _font(text: str, size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
     return ImageFont.load_default(size)
 
 
-def _size(font: Any, text: str) -> tuple[int, int]:
+def _size(font: Font, text: str) -> tuple[int, int]:
     box = ImageDraw.Draw(Image.new("L", (1, 1))).multiline_textbbox((0, 0), text, font)
     return math.ceil(box[2]), math.ceil(box[3])
 
 
-def _wrapped(font: Any, text: str, width: int) -> str:
+def _wrapped(font: Font, text: str, width: int) -> str:
     """Break a text into at most six lines of a width in pixels, words that are too long too."""
     lines = [""]
     for word in re.findall(r"\S+\s*", text):
