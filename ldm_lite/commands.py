@@ -24,10 +24,8 @@ class Command:
     run: str  # MODULE.FUNCTION of ldm_lite.tasks, which takes the options and, with `extend`, the values of its flags
     groups: tuple[type, ...]  # the dataclasses of its options
     extend: Callable[[argparse.ArgumentParser], object] | None = None  # adds the flags of original scripts
-    kept: str = "nothing is saved"  # said when it is interrupted, if it saves no images
 
 
-IMAGES_KEPT = "finished images are saved"
 _IMAGES = (LoadOptions, SaveOptions)
 TABLE = {
     "txt2img": Command("command.make", (Txt2imgOptions, *_IMAGES), flags.txt2img_flags),
@@ -67,7 +65,8 @@ def main_of(name: str, about: str | None, module: str = "") -> Callable[..., int
             body = getattr(importlib.import_module(f"ldm_lite.tasks.{module}"), function)
             body(*options, *([] if command.extend is None else [original]))
 
-        return console.run(run, options, IMAGES_KEPT if SaveOptions in command.groups else command.kept)
+        kept = "finished images are saved" if SaveOptions in command.groups else "nothing is saved"
+        return console.run(run, options, kept)
 
     if module == "__main__":
         sys.exit(main())

@@ -56,6 +56,7 @@ log = logging.getLogger("ldm_lite")
 
 AnyOptions = TypeVar("AnyOptions")
 
+FIRST_ARGUMENTS = {"image": "init_img", "source": "ckpt"}  # options that are arguments of another name
 OUTPUTS = ("pil", "numpy", "tensor", "result")
 
 
@@ -78,7 +79,7 @@ def load(
         named["metadata"] = tuple(f"{key}={value}" for key, value in named["metadata"].items())
     place = {"device": None if device is None else str(device)}
     place["dtype"] = short_name(dtype) if isinstance(dtype, torch.dtype) else dtype
-    return load_model(_options(LoadOptions, "load", _joined("load", {"ckpt": source, **place}, named)), Pipeline)
+    return load_model(_options(LoadOptions, "load", {"source": source, **place, **named}), Pipeline)
 
 
 class Pipeline(CheckpointModel):
@@ -139,8 +140,7 @@ class Pipeline(CheckpointModel):
 
         options are the fields of Img2imgOptions: strength=, resize=, and txt2img's.  Output and errors as for txt2img.
         """
-        named = _joined("img2img", {"prompt": prompt, "init_img": image}, options)
-        return _outputs(img2img, self, Img2imgOptions, "img2img", named, output)
+        return _outputs(img2img, self, Img2imgOptions, "img2img", {"prompt": prompt, "image": image, **options}, output)
 
     @overload
     def inpaint(
@@ -165,7 +165,7 @@ class Pipeline(CheckpointModel):
 
         options are the fields of InpaintOptions: feather=, strength=, and txt2img's.  Output and errors as for txt2img.
         """
-        named = _joined("inpaint", {"prompt": prompt, "init_img": image, "mask": mask}, options)
+        named = {"prompt": prompt, "image": image, "mask": mask, **options}
         return _outputs(inpaint, self, InpaintOptions, "inpaint", named, output)
 
     @overload
@@ -191,8 +191,7 @@ class Pipeline(CheckpointModel):
 
         options are the fields of UpscaleOptions: noise_level=, tile=, and txt2img's.  Output and errors as for txt2img.
         """
-        named = _joined("upscale", {"prompt": prompt, "init_img": image}, options)
-        return _outputs(upscale, self, UpscaleOptions, "upscale", named, output)
+        return _outputs(upscale, self, UpscaleOptions, "upscale", {"prompt": prompt, "image": image, **options}, output)
 
     def stream(self, prompt: t.Prompt = None, **options: Unpack[t.Txt2img]) -> Iterator[State]:
         """Run txt2img step by step: yield the state after each step, with its latents and the predicted x0.
@@ -395,11 +394,13 @@ def _options(
     """
     rows: Any = dataclasses.fields(kind)  # type: ignore[arg-type]
     aliases = {flag.strip("-").replace("-", "_"): row.name for row in rows for flag in row.metadata.get("flags", ())}
-    for name in arguments.keys() & aliases.keys():
-        if aliases[name] in arguments:
-            raise TypeError(f"{function}() got {name!r} and {aliases[name]!r}, which are the same: give one of them")
-    arguments = {aliases.get(name, name): value for name, value in arguments.items()}
-    for name in arguments.keys() - {row.name for row in rows}:
+    names = {row.name for row in rows}
+    aliases |= {name: option for name, option in FIRST_ARGUMENTS.items() if option in names}
+    named: dict[str, str] = {}  # option -> as which argument it is given
+    for name in arguments:
+        if (before := named.setdefault(aliases.get(name, name), name)) != name:
+            raise TypeError(f"{function}() got {before!r} and {name!r}, which are the same: give one of them")
+    for name in named.keys() - names:
         from ldm_lite.cli.synonyms import PYTHON, advice  # a table that is only read here
 
         known = {PYTHON.get(row.name, row.name): PYTHON.get(row.name, row.name) for row in rows}
@@ -408,7 +409,7 @@ def _options(
         raise TypeError(
             f"{function}() has no argument {name!r}: {advice(name, known, function, python=True) or listed}"
         )
-    return kind(**arguments)
+    return kind(**{option: arguments[name] for option, name in named.items()})
 
 
 def _elsewhere(name: str) -> str:
@@ -418,13 +419,6 @@ def _elsewhere(name: str) -> str:
     return of_attribute(name, OF_PIPELINE)
 
 
-def _joined(function: str, named: dict[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """All arguments.  Raises TypeError for an option that is a separate argument under another name."""
-    for name in named.keys() & options.keys():
-        raise TypeError(f"{function}() has no argument {name!r}: it is one of the first, given by position")
-    return {**named, **options}
-
-
 def _prepared(
     task: ModuleType, model: CheckpointModel, kind: type[Any], function: str, arguments: Mapping[str, Any]
 ) -> tuple[Task, Callable[[State], object] | None]:
@@ -432,7 +426,8 @@ def _prepared(
 
     Arguments may include options of features from the core's register_feature.
     """
-    option_rows(kind)  # refuses names that clash
+    if features.FEATURES:
+        option_rows(kind)  # refuses names that clash
     names = {field.name for field in dataclasses.fields(kind)}
     theirs = {name: value for name, value in arguments.items() if name in features.FEATURES and name not in names}
     rest = {name: value for name, value in arguments.items() if name not in theirs}

@@ -33,12 +33,6 @@ class Declared:
     place: str  # "module:Class", to be imported
     rows: dict[str, tuple[Any, Field[Any]]]  # option -> its type and row
 
-    def is_used(self, options: Any) -> bool:
-        """Whether one of the options that it declares or uses is not its default."""
-        defaults = {name: row.default for name, (_, row) in self.rows.items()}
-        defaults |= {row.name: row.default for row in fields(options) if row.name in self.uses}
-        return any(differ(getattr(options, name, default), default) for name, default in defaults.items())
-
     def is_of_family(self, family: Any) -> bool:
         """Whether a family brings it: the field that `brought_by` names is not None, or has the value after "="."""
         conditions = (condition.partition("=") for condition in self.brought_by)
@@ -128,6 +122,12 @@ def import_features(files: Sequence[str | Path], kind: type) -> list[Any]:
 def with_values(kind: Any, options: Any) -> Any:
     """Return a feature of a class, with the values that options have for its rows."""
     return kind(**{row.name: getattr(options, row.name) for row in fields(kind) if hasattr(options, row.name)})
+
+
+def in_use(options: Any) -> set[str]:
+    """Return the names of the options that are not at their defaults, also of features of the user's own."""
+    parts = (options, *options.features)
+    return {row.name for part in parts for row in fields(part) if differ(getattr(part, row.name), row.default)}
 
 
 def differ(value: Any, default: Any) -> bool:

@@ -6,7 +6,7 @@ import logging
 import sys
 import traceback
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -154,20 +154,20 @@ def import_file(path: Path) -> None:
         raise ValueError(f"{path}{place}: {type(error).__name__}: {error}") from error
 
 
-def check_together(feature: Feature, is_set: Callable[[str], bool], task: str = "") -> None:
-    """Check a feature against the other options, by its class and its rows; is_set says which of them are given.
+def check_together(feature: Feature, in_use: Container[str], task: str = "") -> None:
+    """Check a feature against the options that are in use, by its class and its rows.
 
     Raises ValueError, one line.
     """
-    rows = [row for row in fields(feature) if is_set(row.name)]
+    rows = [row for row in fields(feature) if row.name in in_use]
     if rows and task and feature.tasks and task not in feature.tasks:
         raise ValueError(f"`{rows[0].name}` is an option of {' and '.join(feature.tasks)}: leave it out")
     whole, reason = feature.part_of
     for row in rows:
-        if whole and not is_set(whole):
+        if whole and whole not in in_use:
             raise ValueError(f"`{row.name}` {reason}")
         for name in (*feature.excludes, *row.metadata.get("excludes", ())):
-            if is_set(name):
+            if name in in_use:
                 raise ValueError(f"`{row.name}` does not go with `{name}`: leave one of them out")
 
 
@@ -203,7 +203,7 @@ def read_arguments(arguments: Mapping[str, Any]) -> tuple[Options, list[Feature]
     options = Options(**{name: value for name, value in arguments.items() if name in names})
     features = features_of(arguments)
     for feature in features:
-        check_together(feature, arguments.__contains__)
+        check_together(feature, arguments)
         options = feature.check(options)
     return options, sorted(features, key=lambda feature: STAGES.index(feature.stage))
 

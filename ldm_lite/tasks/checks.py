@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TypeVar
 
 from ldm_lite.checkpoint.model import CheckpointModel
 from ldm_lite.cli.task_options import Txt2imgOptions
 from ldm_lite.conditioning.prompts import conditioner_of
 from ldm_lite.core.features import Feature
-from ldm_lite.diffusion.guidance import as_conditioning, checked_scale
 from ldm_lite.diffusion.names import resolve
-from ldm_lite.diffusion.plan import Plan
 from ldm_lite.tasks.features import check_features
 from ldm_lite.text.prompt import parse
 from ldm_lite.text.tokenizer import check_length
@@ -39,21 +36,8 @@ def check(options: TaskOptions) -> tuple[TaskOptions, list[Feature]]:
     Raises ValueError and TypeError for options that are wrong whatever the model.
     """
     options, features = check_features(options)
-    if options.plan is not None:
-        if not isinstance(options.plan, Plan):
-            raise TypeError(f"got {type(options.plan).__name__} as `plan`, expected a Plan, as Pipeline.plan makes it")
-        names = ("sampler", "spacing", "steps", "eta", "churn")
-        if replaced := [name for name in names if getattr(options, name) is not None]:
-            raise ValueError(f"got `plan` and `{replaced[0]}`, which it replaces: give one of them")
     if options.sampler is not None:
         resolve(options.sampler)
-    for conditioning in map(as_conditioning, (options.cond, options.uncond)):
-        if conditioning is not None and any(part.ndim == 0 for part in conditioning.values()):
-            raise ValueError("got conditioning of shape (), expected one row for each prompt: (N,T,D)")
-    if options.guidance is not None and options.scale is not None:
-        raise ValueError("got `guidance` and `scale`, which it replaces: give one of them")
-    if options.guidance is not None and not callable(options.guidance):
-        options = replace(options, guidance=checked_scale(options.guidance))
     return options, features
 
 
@@ -77,9 +61,9 @@ def read_prompts(options: Txt2imgOptions, model: CheckpointModel | None = None) 
 
     Raises ValueError for a text that is too long and, with a model, if it needs a prompt and there is none.
     """
-    cond, prompt, count = as_conditioning(options.cond), options.prompt, options.images_at_a_time
-    if cond is not None:
-        prompts = [prompt if isinstance(prompt, str) else ""] * len(next(iter(cond.values())))
+    prompt, count = options.prompt, options.images_at_a_time
+    if options.cond is not None:
+        prompts = [prompt if isinstance(prompt, str) else ""] * len(next(iter(options.cond.values())))
     elif isinstance(prompt, str):
         prompts = [prompt] * count
     elif prompt is not None:

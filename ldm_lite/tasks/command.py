@@ -26,7 +26,7 @@ from ldm_lite.tasks.cascade import cascade, check, embeddings, stages_of
 from ldm_lite.tasks.enlarge import Upscaler, named_results
 from ldm_lite.tasks.existing import Existing
 from ldm_lite.tasks.features import check_files, without_loading
-from ldm_lite.tasks.job import OnStep, Task, all_of, results
+from ldm_lite.tasks.job import OnStep, Task, results
 from ldm_lite.text.parameters import parameters
 from ldm_lite.zoo.families import with_vae
 
@@ -106,7 +106,7 @@ def make(options: Txt2imgOptions, load: LoadOptions, save: SaveOptions, original
 
     task = module.prepare(model, options)
     existing = None if options.compat else Existing(task, saver.keys())
-    for result in results(task, on_step, all_of if existing is None else existing.missing):
+    for result in results(task, on_step, None if existing is None else existing.missing):
         text, count_made = result.parameters, count_made + 1
         if not save.skip_save:
             print(saver.sample(result.image, text, result.key), flush=True)

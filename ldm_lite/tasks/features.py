@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any, TypeVar
 
 from ldm_lite.checkpoint.model import CheckpointModel
-from ldm_lite.cli.declared import declared, differ, with_values
+from ldm_lite.cli.declared import declared, in_use, with_values
 from ldm_lite.cli.options import changed
 from ldm_lite.cli.task_options import Txt2imgOptions
 from ldm_lite.core.features import STAGES, Feature, check_together
@@ -23,8 +23,9 @@ TaskOptions = TypeVar("TaskOptions", bound=Txt2imgOptions)
 
 def used(options: Txt2imgOptions) -> Iterator[Feature]:
     """Yield the features that options use, unchecked."""
+    names = in_use(options)
     for known in declared():
-        if known.is_used(options):
+        if names & {*known.rows, *known.uses}:
             yield with_values(imported(known.place), options)
     yield from options.features
 
@@ -37,24 +38,18 @@ def check_features(options: TaskOptions) -> tuple[TaskOptions, list[Feature]]:
 
     Raises ValueError for options that are wrong whatever the model, or exclude each other; OSError for files.
     """
-    defaults = {row.name: row.default for row in dataclasses.fields(options)}
-
-    def is_set(name: str) -> bool:
-        if name in defaults:
-            return differ(getattr(options, name), defaults[name])
-        users = (feature for feature in options.features if hasattr(feature, name))
-        return any(differ(getattr(feature, name), getattr(type(feature), name)) for feature in users)
-
-    features: list[Feature] = []
+    names, features = in_use(options), list[Feature]()
     for known in sorted(declared(), key=lambda known: STAGES.index(known.stage)):
-        if known.is_used(options):  # as the features before it leave them
+        if names & {*known.rows, *known.uses}:
             feature = with_values(imported(known.place), options)
-            check_together(feature, is_set, options.task)
+            check_together(feature, names, options.task)
             options = feature.check(options)
+            names = in_use(options)  # as this feature leaves them
             features.append(feature)
     for feature in map(dataclasses.replace, options.features):  # made anew: they remember one run
-        check_together(feature, is_set, options.task)
+        check_together(feature, names, options.task)
         options = feature.check(options)
+        names = in_use(options)
         features.append(feature)
     return options, features
 
@@ -94,21 +89,16 @@ def change_options(
     They are in the order of application: by stage; within one, the package's by the names of their files, then the
     user's.
     """
-    in_use = {_place(feature) for feature in features}
+    kinds = {type(feature) for feature in features}
     for known in declared():
-        if known.place not in in_use and known.is_of_family(model.family):
-            features = [*features, with_values(imported(known.place), options)]
-    places = [known.place for known in declared()]
-
-    def order(feature: Feature) -> tuple[int, int]:
-        place = _place(feature)
-        return STAGES.index(feature.stage), places.index(place) if place in places else len(places)
-
-    features = sorted(features, key=order)
+        if known.is_of_family(model.family) and (kind := imported(known.place)) not in kinds:
+            features = [*features, with_values(kind, options)]
+    features = sorted(features, key=_order)
     for feature in features:
         model, options = feature.change_options(model, options)
     return model, options, features
 
 
-def _place(feature: Feature) -> str:
-    return f"{type(feature).__module__}:{type(feature).__qualname__}"
+def _order(feature: Feature) -> tuple[int, str]:
+    module = type(feature).__module__
+    return STAGES.index(feature.stage), module if module.startswith("ldm_lite.features.") else "~"  # after letters

@@ -30,7 +30,7 @@ from ldm_lite.core.denoise import Constraint, Draw, InputSource, State
 from ldm_lite.core.features import Feature, changed_job
 from ldm_lite.core.job import Item, Job, in_batches, run_batches
 from ldm_lite.core.tasks import from_noise, seeded_noise
-from ldm_lite.diffusion.guidance import Guidance, ScaleOrFunction, as_conditioning, conditioning_rows, instructed
+from ldm_lite.diffusion.guidance import Guidance, ScaleOrFunction, conditioning_rows, instructed
 from ldm_lite.diffusion.plan import Plan
 from ldm_lite.generate import check_conditioning
 from ldm_lite.tasks.checks import TASKS, read_prompts
@@ -138,8 +138,15 @@ class Task:
         options = self.options
         guidance = guidance_of(self.model, options, self.plan, self.image_scale)
         has_guidance = guidance != 1 or self.image_scale not in (None, 1)
-        ready = as_conditioning(options.cond), as_conditioning(options.uncond)
-        return PromptEncoder(self.model, self.prompts, options.negative_prompts, options, *ready, has_guidance)
+        return PromptEncoder(
+            model=self.model,
+            prompts=self.prompts,
+            negative_prompts=options.negative_prompts,
+            options=options,
+            cond=options.cond,
+            uncond=options.uncond,
+            has_guidance=has_guidance,
+        )
 
     def job(
         self,
@@ -367,18 +374,13 @@ def warn_of_unused(model: CheckpointModel) -> None:
 # ---- runs -----------------------------------------------------------------------------------------------------------
 
 
-def all_of(part: Part) -> tuple[Sequence[Item], Mapping[int, str]]:
-    """Return the images of a part, none of which has a key."""
-    return part.items, {}
-
-
-def run(task: Task, missing: Missing = all_of, decoding: bool = True) -> Iterator[State | Result]:
+def run(task: Task, missing: Missing | None = None, decoding: bool = True) -> Iterator[State | Result]:
     """Yield the states after every step and, with `decoding`, each result as soon as it is decoded.
 
-    Only images that are `missing` are made, as existing.Existing tells; they are the same as with the others.
+    Only images that are `missing` are made, as existing.Existing tells (default: all); they are the same as with all.
     """
     for part in task.parts:
-        items, keys = missing(part)
+        items, keys = (part.items, {}) if missing is None else missing(part)
         if items:
             yield from run_job(replace(part.make(), items=items, keys=keys), decoding)
 
@@ -398,7 +400,7 @@ def run_job(job: TaskJob, decoding: bool = True) -> Iterator[State | Result]:
                 yield job.result(item, pixels)
 
 
-def results(task: Task, on_step: OnStep | None = None, missing: Missing = all_of) -> Iterator[Result]:
+def results(task: Task, on_step: OnStep | None = None, missing: Missing | None = None) -> Iterator[Result]:
     """Yield the images of a task that are missing; on_step gets the state after every step."""
     for event in run(task, missing):
         if isinstance(event, Result):

@@ -48,7 +48,7 @@ def settings_of(
         "Model": model.name,
     }
     settings |= texts_of(options)
-    for feature in features:  # whose rows say how they are written
+    for feature in features:  # whose rows say how their options are written
         settings |= texts_of(feature)
     if options.plan is None:
         sampler, is_flow = options.sampler or model.family.sampler, model.schedule.is_flow
@@ -57,8 +57,8 @@ def settings_of(
             spacing = model.schedule.spacing  # a rectified flow's replaces the sampler's own
         settings |= written(sampler, spacing, not is_flow)
         for key, name in (("Eta", "eta"), ("Sigma churn", "churn")):
-            if not has(resolve(sampler)[0], name):
-                settings.pop(key, None)
+            if key in settings and not has(resolve(sampler)[0], name):
+                del settings[key]
         if settings["Sampler"] in ("DDIM", "DDIM CFG++") and "Eta" in settings:
             settings["Eta DDIM"] = settings.pop("Eta")  # its name in A1111
     return settings

@@ -17,8 +17,7 @@ def plan_of_options(
         if last is not None and last != steps:
             raise ValueError("got a `plan` of your own and a `strength` that leaves some of its steps out: use 1")
         model.check_plan(options.plan)
-        plan: Plan = options.plan
-        return plan
+        return options.plan
     steps = steps or options.steps or model.family.steps
     sampler = options.sampler or model.family.sampler
     spacing = resolve(sampler)[1] if options.spacing is None else options.spacing
