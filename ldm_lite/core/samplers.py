@@ -5,10 +5,11 @@ and X = scale y; scale is a.  H is the network's eps or x0.  A sampler of your o
 """
 
 import difflib
+import functools
 import inspect
 import math
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -27,13 +28,29 @@ def sampler(function: Sampler) -> Sampler:
     `eta` is passed on to a function that has it.  Other parameters keep their defaults in a task: to set them, call the
     function yourself, and give the task its plan, `plan=`.
     """
-    spacing = inspect.signature(function).parameters.get("spacing")
-    if spacing is None or spacing.default is spacing.empty:
-        raise ValueError(
-            f'sampler {function.__name__}: expected (schedule, steps, spacing="karras") or another default'
-        )
+    parameters_of(function)
     SAMPLERS[function.__name__.lower()] = function  # as names are looked up
     return function
+
+
+@functools.cache
+def parameters_of(function: Sampler) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of a sampler.  Raises ValueError unless make_plan can call it."""
+    signature, problem = inspect.signature(function), ""
+    try:
+        signature.bind("schedule", "steps", spacing="linspace")
+    except TypeError as error:
+        problem = str(error)
+    spacing = signature.parameters.get("spacing")
+    if not problem and (spacing is None or spacing.default is spacing.empty):
+        problem = "`spacing` has no default"
+    if problem:
+        name = getattr(function, "__name__", "of yours")
+        raise ValueError(
+            f"sampler {name}({', '.join(signature.parameters)}): {problem}; expected (schedule, steps, "
+            'spacing="karras"), and a default for every other parameter'
+        )
+    return signature.parameters
 
 
 def make_plan(
@@ -51,7 +68,7 @@ def make_plan(
     for an unknown name or spacing, steps outside 1..1000, and an eta that the sampler does not take.
     """
     key, named_spacing = _resolve(name)
-    parameters = inspect.signature(SAMPLERS[key]).parameters
+    parameters = parameters_of(SAMPLERS[key])
     most = len(schedule.alpha_bar)
     if not isinstance(steps, numbers.Integral) or isinstance(steps, bool) or not 1 <= steps <= most:
         raise ValueError(f"got {steps} steps, expected 1 to {most}")
@@ -69,7 +86,7 @@ def make_plan(
         arguments["spacing"] = lambda schedule, num: levels[-num - 1 :]
     if eta is not None:
         if "eta" not in parameters or not 0 <= eta <= 1:
-            able = ", ".join(key for key, f in SAMPLERS.items() if "eta" in inspect.signature(f).parameters)
+            able = ", ".join(key for key, f in SAMPLERS.items() if "eta" in parameters_of(f))
             raise ValueError(f"got eta {eta} for {key}, expected 0 to 1, with one of {able}")
         arguments["eta"] = eta
     return SAMPLERS[key](schedule, last or steps, **arguments)

@@ -3,17 +3,16 @@
 import dataclasses
 import difflib
 import functools
-import inspect
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar, overload
 
 import numpy as np
 
 from ldm_lite.core.plan import Plan
 from ldm_lite.core.samplers import SAMPLERS as SAMPLERS
-from ldm_lite.core.samplers import Sampler
+from ldm_lite.core.samplers import Sampler, parameters_of
 from ldm_lite.core.schedule import SPACINGS, Level, Schedule, Spacing
 from ldm_lite.diffusion.flow import FlowSchedule
 from ldm_lite.diffusion.schedule import spacing_of
@@ -54,7 +53,7 @@ def register(
     key = getattr(function, "__name__", "")
     if not key.isidentifier():
         raise ValueError('this sampler has no name: write it with def, or set SAMPLERS["name"] to it')
-    _parameters(key, function)
+    parameters_of(function)
     name, taken = _normal(key), _spellings()
     further = {_normal(spelling) for spelling in (label or key, *aliases)} - {name}
     for spelling in (name, *further):
@@ -70,27 +69,9 @@ def register(
     return function
 
 
-@functools.cache
-def _parameters(key: str, sampler: Sampler) -> Mapping[str, inspect.Parameter]:
-    """The parameters of a sampler.  Raises ValueError if named_plan cannot call it."""
-    signature = inspect.signature(sampler)
-    problem = ""
-    try:
-        signature.bind("schedule", "steps", spacing="linspace")
-    except TypeError as error:
-        problem = str(error)
-    spacing = signature.parameters.get("spacing")
-    if not problem and (spacing is None or spacing.default is spacing.empty):
-        problem = "`spacing` has no default"
-    if problem:
-        wanted = 'expected (schedule, steps, spacing="karras"), and a default for every other parameter'
-        raise ValueError(f"sampler {key}({', '.join(signature.parameters)}): {problem}; {wanted}")
-    return signature.parameters
-
-
 def has(key: str, option: str) -> bool:
     """Whether a sampler of SAMPLERS takes an option: "eta" or "churn"."""
-    return option in _parameters(key, SAMPLERS[key])
+    return option in parameters_of(SAMPLERS[key])
 
 
 def resolve(name: str) -> tuple[str, str | None]:
@@ -106,7 +87,7 @@ def resolve(name: str) -> tuple[str, str | None]:
     whole, colon, settings = name.removesuffix(OURS).partition(":")
     words, known = _normal(whole), _spellings()
     if words in known:  # settings are those of its own spacing
-        default = _parameters(known[words], SAMPLERS[known[words]])["spacing"].default
+        default = parameters_of(SAMPLERS[known[words]])["spacing"].default
         return known[words], f"{default}:{settings}" if colon else None
     for key in sorted(SPACINGS, key=len, reverse=True):
         if words.endswith("_" + _normal(key)) and words.removesuffix("_" + _normal(key)) in known:
@@ -145,7 +126,7 @@ def written(name: str, spacing: str | Spacing | None, theirs_too: bool = True) -
     flows), none that it would take for its own.
     """
     key, named = resolve(name)
-    used = spacing or named or _parameters(key, SAMPLERS[key])["spacing"].default
+    used = spacing or named or parameters_of(SAMPLERS[key])["spacing"].default
     if theirs_too and isinstance(used, str) and (theirs := to_webui(key, used)) is not None:
         return {"Sampler": theirs[0], **theirs[1]}
     used = used if isinstance(used, str) else getattr(used, "__name__", "a function")
@@ -180,7 +161,7 @@ def named_plan(
     that the sampler does not take.
     """
     key, named_spacing = resolve(name)
-    parameters = _parameters(key, SAMPLERS[key])
+    parameters = parameters_of(SAMPLERS[key])
     if last is not None and not hasattr(last, "__index__"):
         raise TypeError(f"got last {last!r:.60}, expected a whole number of steps")
     if not 1 <= steps <= len(schedule.alpha_bar):

@@ -64,8 +64,6 @@ def prepare(
             f"{model.name} is a checkpoint of {model.family.title}, which {task} cannot use: "
             f"run python -m ldm_lite.{' or '.join(able)}"
         )
-    if options.seed is None:
-        raise TypeError("got `seed` None, expected a whole number or a list of them")
     prompts = read_prompts(options, model)
     return Task(*change_options(model, options, features), prompts)
 
@@ -139,13 +137,7 @@ class Task:
         guidance = guidance_of(self.model, options, self.plan, self.image_scale)
         has_guidance = guidance != 1 or self.image_scale not in (None, 1)
         return PromptEncoder(
-            model=self.model,
-            prompts=self.prompts,
-            negative_prompts=options.negative_prompts,
-            options=options,
-            cond=options.cond,
-            uncond=options.uncond,
-            has_guidance=has_guidance,
+            self.model, self.prompts, options.negative_prompts, options, options.cond, options.uncond, has_guidance
         )
 
     def job(
@@ -160,6 +152,7 @@ class Task:
         """Return the job of images of a latent shape (C,h,w), with these slots, changed by all features but one."""
         self.warn_of_size(shape)
         texts = texts or self.texts
+        of_options = settings_of(self.model, self.options, self.features, plan)
         job = TaskJob(
             model=self.model,
             options=replace(self.options, batch_size=self.options.images_at_a_time),
@@ -173,12 +166,7 @@ class Task:
             texts=texts,
             guidance=guidance_of(self.model, self.options, plan, self.image_scale),
             image_scale=self.image_scale,
-            settings={
-                "Variation seed": None,
-                "RNG": "CPU",
-                **(settings or {}),
-                **settings_of(self.model, self.options, self.features, plan),
-            },
+            settings={"Variation seed": None, "RNG": "CPU", **(settings or {}), **of_options},
             first_latents=from_noise,
             noise_source=seeded_noise,
         )

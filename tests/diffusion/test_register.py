@@ -181,7 +181,7 @@ def test_a_function_that_is_no_sampler_is_refused(sd: Pipeline, function: Any, m
         register(function)
     assert function.__name__ not in SAMPLERS
     SAMPLERS["mine"] = function
-    with pytest.raises(ValueError, match=message.replace(function.__name__, "mine", 1)):
+    with pytest.raises(ValueError, match=message):
         sd.plan("mine", 5)
 
 
