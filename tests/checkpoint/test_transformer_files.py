@@ -174,6 +174,7 @@ def test_other_precisions_are_cast(dtype: torch.dtype, tmp_path: Path) -> None:
     [
         ({"double_blocks.0.img_mod.lin.scale_weight": torch.ones(3)}, "its scale .* does not fit"),
         ({"nothing.scale_weight": torch.ones(())}, "does not fit nothing.weight which it lacks"),
+        ({"a.scale_weight": torch.ones(3), "a.weight": torch.ones(3)}, "its scale .* does not fit a.weight"),
         (
             {"a.comfy_quant": torch.tensor(list(b'{"format": "nvfp4"}'), dtype=torch.uint8)},
             "is quantised as nvfp4, expected float8_e4m3fn or float8_e5m2",

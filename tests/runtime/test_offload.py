@@ -369,6 +369,7 @@ def test_the_error_of_a_weight_is_that_of_its_type(name: str, steps: int) -> Non
     values, scale, dtype, _ = quantize(norm, name)
     assert torch.equal(values, norm)
     assert (scale, dtype) == (None, norm.dtype)
+    assert quantize(torch.arange(8).view(2, 4), name).scale is None, "whole numbers stay"
     assert values.untyped_storage().nbytes() == norm.nbytes < norm.untyped_storage().nbytes()
 
 

@@ -149,6 +149,15 @@ def test_a_second_pass_may_use_a_network_of_the_server(small_path: Path, tmp_pat
     assert read(engine, hires="2", hires_upscaler="Lanczos").requests[0].options.hires_esrgan is None
 
 
+def test_a_model_that_follows_instructions_starts_from_noise(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ldm_lite.serve import form
+
+    assert form.described(engine)["usual"]["strength"] == "0.75"
+    instruct = engine.library.facts(None)._replace(tasks=("img2img",))
+    monkeypatch.setattr(engine.library, "facts", lambda name: instruct)
+    assert form.described(engine)["usual"]["strength"] == "1"
+
+
 def test_fields_are_described_as_the_options_are_declared(engine: Any) -> None:
     import dataclasses
 

@@ -234,6 +234,20 @@ def test_the_quality_of_a_jpeg_is_what_is_asked_for(server: Running) -> None:
     assert len(small) < len(best)
 
 
+def test_partial_images_are_of_streams_alone(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    submit_later, partials = server.engine.submit, list[int]()
+
+    def submit_now(*args: Any, **more: Any) -> Any:
+        partials.append(more["partials"])
+        return submit_later(*args, **more)
+
+    monkeypatch.setattr(server.engine, "submit", submit_now)
+    for stream in (False, True):
+        asked = {"prompt": "x", "size": "32x32", "steps": 1, "partial_images": 2, "stream": stream}
+        assert server.ask(OPENAI, asked)[0] == 200
+    assert partials == [0, 2]
+
+
 @pytest.mark.parametrize("name", ["gpt-image-1", "gpt-image-9-any", "dall-e-3", "small.safetensors"])
 def test_the_names_that_clients_give_by_default(server: Running, name: str) -> None:
     asked = {"prompt": "x", "size": "32x32", "steps": 1, "seed": 1}

@@ -78,7 +78,6 @@ def test_an_option_without_effect_is_refused(
     ("settings", "steps", "lr", "decay"),
     [
         ({}, 10_000, 1e-5, 0.999),
-        ({"optimizer": "prodigy"}, 10_000, 1.0, 0.999),
         ({"stage": "control"}, 10_000, 1e-5, 0.999),
         ({"stage": "embedding"}, 3_000, 5e-3, 0.0),
         ({"lora_rank": 16}, 2_000, 1e-4, 0.0),
