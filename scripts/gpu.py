@@ -29,12 +29,15 @@ import threading
 import time
 import zipfile
 import zlib
+from collections.abc import Iterable
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 WHEELS = ROOT / "outputs" / "wheels"  # which git ignores
+NEEDED = ("PIL", "numpy", "safetensors", "tokenizers", "huggingface_hub", "tqdm")  # by the package that is measured
 PACKAGES = "diffusers transformers tokenizers safetensors huggingface_hub pillow pytest pytest-xdist"
 GRACE_S = 10  # between the signal that asks a stage's processes to end, and the one that ends them
 LEAST_S = 10  # that a stage begins with
@@ -98,6 +101,11 @@ def unpacked(wheels: Path, folder: Path) -> Path:
             zipfile.ZipFile(wheel).extractall(folder)
             marker.touch()
     return folder
+
+
+def missing(names: Iterable[str], paths: list[Path]) -> list[str]:
+    """Return the packages of these that are neither in the paths nor on this machine."""
+    return [name for name in names if PathFinder.find_spec(name, [*map(str, paths), *sys.path]) is None]
 
 
 # ---- stages ---------------------------------------------------------------------------------------------------------
@@ -236,6 +244,13 @@ def main() -> int:
             paths.append(unpacked(WHEELS, Path(tempfile.gettempdir()) / f"wheels-{zlib.crc32(names.encode()):x}"))
         except ValueError as error:
             print(f"going on without wheels: {error}", flush=True)
+    if lacking := missing(NEEDED, paths):  # else all stages would fail at once, and count as done
+        version = ".".join(map(str, sys.version_info[:2]))
+        parser.error(
+            f"no {', '.join(lacking)}: python scripts/gpu.py prepare --python {version}, where there is a network"
+        )
+    if lacking := missing(("diffusers", "pytest", "xdist"), paths):
+        print(f"going on without {', '.join(lacking)}: rows, or the tests, will be missing", flush=True)
     os.environ["PYTHONPATH"] = os.pathsep.join([*map(str, paths), os.environ.get("PYTHONPATH", "")]).strip(os.pathsep)
     if importlib.util.find_spec("pytest_benchmark"):  # which warns beside xdist
         os.environ["PYTEST_ADDOPTS"] = "-p no:benchmark"

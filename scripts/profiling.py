@@ -55,10 +55,6 @@ from ldm_lite.runtime.memory import keep_freed_memory, weights_channels_last
 from ldm_lite.runtime.patching import unpatch
 from ldm_lite.runtime.setup import prepare_networks
 from ldm_lite.runtime.tiling import tiled
-from ldm_lite.train.batches import Batch
-from ldm_lite.train.losses import DiffusionLoss
-from ldm_lite.train.options import TrainOptions
-from ldm_lite.train.trainer import Trainer
 from ldm_lite.zoo.families import FAMILY_ROWS
 from ldm_lite.zoo.family import build_network
 
@@ -423,6 +419,12 @@ def attention(args: argparse.Namespace) -> None:
 
 def training(args: argparse.Namespace) -> None:
     """A training step of the bundled model in bfloat16: its operators, and milliseconds; on a GPU compiled ones too."""
+    # Here, since they take seconds to import, which other measurements on a GPU do without.
+    from ldm_lite.train.batches import Batch
+    from ldm_lite.train.losses import DiffusionLoss
+    from ldm_lite.train.options import TrainOptions
+    from ldm_lite.train.trainer import Trainer
+
     device, numbers = pick_device(None), tuple(range(args.batch))
     ways: dict[str, dict[str, Any] | None] = {"plain": None}
     if device.type == "cuda":

@@ -242,6 +242,20 @@ def test_wheels_are_found_without_installing_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_machine_that_lacks_packages_is_told_before_a_stage_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All stages would fail, and a stage that failed counts as done."""
+    monkeypatch.setattr(gpu, "NEEDED", ("torch", "no_such_package"))
+    monkeypatch.setattr(gpu, "WHEELS", tmp_path / "none")
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--toy", "--out", str(tmp_path / "out")])
+    monkeypatch.setenv("LDM_LITE_TEST_DEVICE", "")
+    with pytest.raises(SystemExit):
+        gpu.main()
+    assert "has no no_such_package: run python scripts/gpu.py prepare --python 3." in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_stage_that_takes_too_long_is_ended_with_the_processes_that_it_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -205,13 +205,18 @@ def _is_plain(block: nn.Module) -> bool:
     return all(type(part) in CLASSES and is_layer_unmodified(part) for part in block.modules())
 
 
+def _has_plain_norms(block: Any) -> bool:
+    """Whether the norms of a transformer block that follow a sum are what they were made as, in one dtype."""
+    return all(
+        type(norm) is nn.LayerNorm and is_layer_unmodified(norm) and norm.weight.dtype == block.norm1.weight.dtype
+        for norm in (block.norm2, block.norm3)
+    )
+
+
 @functools.partial(kernel, is_whole=True)
 def _transformer_block(block: Any, x: Tensor, context: Tensor) -> Tensor:
     """Run a transformer block, two sums of which are computed together with the next norm."""
-    norms = block.norm2, block.norm3
-    are_plain = all(type(norm) is nn.LayerNorm and is_layer_unmodified(norm) for norm in norms)
-    same_dtype = all(norm.weight.dtype == x.dtype for norm in norms)
-    if not (are_plain and same_dtype and x.is_contiguous() and _runs(x, "layer norm", x.shape[-1])):
+    if not (_runs(x, "layer norm", x.shape[-1]) and x.is_contiguous() and _has_plain_norms(block)):
         return BasicTransformerBlock.forward(block, x, context)
 
     def after(norm: nn.LayerNorm, y: Tensor) -> tuple[Tensor, Tensor]:

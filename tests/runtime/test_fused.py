@@ -12,6 +12,7 @@ import profiling
 import pytest
 import torch
 import toy
+from random_checkpoint import SMALL
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -214,6 +215,20 @@ def test_kernels_that_do_not_work_here_are_left(
     lines = [record.getMessage() for record in caplog.records if record.name == "ldm_lite"]
     assert [line for line in lines if line.startswith(f"{what} by PyTorch: our kernel ")] == lines[:1]
     assert len(lines) == (2 if what == "layer norm" else 1), "once for each kernel"
+
+
+@pytest.mark.slow
+def test_compiled_code_has_none_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor fuses as much by itself."""
+    monkeypatch.setattr(fused, "runs_on", lambda device: True)
+    torch._dynamo.reset()
+    unet: Any = toy.network(SMALL.unet).requires_grad_(False).bfloat16()
+    weights_channels_last(unet)
+    inputs = toy.normal(1, 2, 4, 8, 8), torch.tensor([5.0, 700.0]), toy.normal(2, 2, 5, SMALL.unet.context_dim)
+    expected = unet(*inputs)
+    fused.use(unet)
+    assert torch.equal(torch.compile(unet, backend="eager", fullgraph=True)(*inputs), expected)
+    torch._dynamo.reset()
 
 
 def test_a_step_has_few_kernels_and_no_transposing_copy() -> None:
