@@ -51,12 +51,11 @@ from ldm_lite.diffusion.names import named_plan
 from ldm_lite.families.deepfloyd import IF_I_XL, IF_II_L
 from ldm_lite.formats.diffusers_names import renamed
 from ldm_lite.generate import State, denoise
-from ldm_lite.models import mmdit
 from ldm_lite.models.flux import FLUX_DEV
-from ldm_lite.models.mmdit import JointBlock, MMDiTSpec
+from ldm_lite.models.mmdit import SD3_MEDIUM, SD35_LARGE, SD35_MEDIUM, JointBlock
 from ldm_lite.models.unet import LDMUNet
 from ldm_lite.models.unet_if import IFSpec, UNetIF
-from ldm_lite.models.z_image import RELEASED, ZImageSpec
+from ldm_lite.models.z_image import Z_IMAGE
 from ldm_lite.runtime.precision import NAMED_DTYPES
 from ldm_lite.tasks.img2img import img2img
 from ldm_lite.tasks.inpaint import inpaint
@@ -355,8 +354,7 @@ def filled(network: torch.nn.Module) -> torch.nn.Module:
 
 def z_image(normal: Callable[..., Tensor], checks: Checks) -> None:
     """Z-Image of full width with one block of each kind, with the original: needs loguru."""
-    spec = RELEASED["z_image"]
-    assert isinstance(spec, ZImageSpec)
+    spec = Z_IMAGE
     module = importlib.import_module("zimage.transformer")
     with on_meta():
         ours = build_network(replace(spec, depth=1, refiner_depth=1))
@@ -405,9 +403,8 @@ def transformers(args: argparse.Namespace, checks: Checks) -> None:
 
     z_image(normal, checks)
     mmditx = importlib.import_module("mmditx")
-    for name in ("sd3_medium", "sd35_medium", "sd35_large"):
-        sd3 = mmdit.RELEASED[name]
-        assert isinstance(sd3, MMDiTSpec)
+    released = {"SD3 medium": SD3_MEDIUM, "SD3.5 medium": SD35_MEDIUM, "SD3.5 large": SD35_LARGE}
+    for name, sd3 in released.items():
         with on_meta():
             block = JointBlock(sd3, 0)
             options = {"qk_norm": "rms" if sd3.qk_norm else None, "x_block_self_attn": sd3.dual_depth > 0}

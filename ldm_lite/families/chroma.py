@@ -11,7 +11,7 @@ from ldm_lite.conditioning.plain import num_tokens, t5_states, t5_tokenizer
 from ldm_lite.conditioning.prompts import Conditioner, PromptOptions, Prompts
 from ldm_lite.core.denoise import Conditioning
 from ldm_lite.families.flux import DEV
-from ldm_lite.models.chroma import RELEASED, ChromaSpec
+from ldm_lite.models.chroma import CHROMA, ChromaSpec
 from ldm_lite.models.ops import inside
 from ldm_lite.models.t5 import T5_FILE, T5_XXL
 from ldm_lite.zoo.family import Recipe
@@ -19,7 +19,7 @@ from ldm_lite.zoo.family import Recipe
 HD = replace(
     DEV,
     title="Chroma1-HD",
-    unet=RELEASED["chroma"],
+    unet=CHROMA,
     text_encoders=(T5_XXL,),
     text_files=(T5_FILE,),
     conditioner="chroma",

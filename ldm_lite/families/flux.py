@@ -16,11 +16,11 @@ from ldm_lite.conditioning.plain import t5_states, t5_tokenizer
 from ldm_lite.conditioning.prompts import Conditioner, PromptOptions, Prompts, hidden
 from ldm_lite.core.denoise import Conditioning
 from ldm_lite.core.files import Tensors
-from ldm_lite.families.sd1 import CLIP_L_FILE, SD1
+from ldm_lite.families.sd1 import CLIP_L_FILE, TRANSFORMER
 from ldm_lite.models.clip import CLIP_L
-from ldm_lite.models.flux import RELEASED, FluxSpec
+from ldm_lite.models.flux import FLUX_DEV, FluxSpec
 from ldm_lite.models.t5 import T5_FILE, T5_XXL
-from ldm_lite.zoo.family import KL_F8_16, FamilyRow, Flow, Folder, Hint, Recipe
+from ldm_lite.zoo.family import FamilyRow, Flow, Folder, Hint, Recipe
 
 MASK = 64  # channels of Fill's mask: the 8x8 pixels of a latent position
 INPUTS = ("img_in", "diffusion_model_img_in", "lora_unet_img_in", "transformer_x_embedder")  # names of the first layer
@@ -61,22 +61,16 @@ def widened(family: FamilyRow, unet: Tensors, loras: Sequence[Any]) -> tuple[Fam
 
 
 DEV = replace(
-    SD1,
+    TRANSFORMER,
     title="FLUX.1 [dev]",
-    unet=RELEASED["flux_dev"],
-    vae=KL_F8_16,
+    unet=FLUX_DEV,
     vae_file="black-forest-labs/FLUX.1-schnell/ae.safetensors",
     text_encoders=(CLIP_L, T5_XXL),
     text_files=(CLIP_L_FILE, T5_FILE),
     conditioner="flux",
-    prediction="flow",
     noise=Flow("s", "flow", by_size=(0.5, 1.15)),
     scale_factor=0.3611,
     shift_factor=0.1159,
-    sampler="euler",
-    resolution=1024,
-    dtype="bf16",
-    vae_overflows=True,
     scale=2.5,
     with_loras=widened,
     called=r"flux(?![-_. ]?2)",
@@ -92,7 +86,7 @@ DEV = replace(
 CONTROL = replace(
     DEV,
     title="FLUX.1 Depth",
-    unet=RELEASED["flux_control"],
+    unet=replace(FLUX_DEV, in_channels=32),
     task="control_image",
     scale=10.0,
     hints=(Hint("canny", "flux_canny"),),
@@ -102,14 +96,16 @@ ROWS = {
     "flux_schnell": replace(
         DEV,
         title="FLUX.1 [schnell]",
-        unet=RELEASED["flux_schnell"],
+        unet=replace(FLUX_DEV, guidance=False),
         noise=Flow("s", "flow"),
         steps=4,
         scale=1.0,
         recipes=(),
     ),
     "flux_kontext": replace(DEV, title="FLUX.1 Kontext", task="edit", hints=()),
-    "flux_fill": replace(DEV, title="FLUX.1 Fill", unet=RELEASED["flux_fill"], task="inpaint_flux", scale=30.0),
+    "flux_fill": replace(
+        DEV, title="FLUX.1 Fill", unet=replace(FLUX_DEV, in_channels=96), task="inpaint_flux", scale=30.0
+    ),
     "flux_control": CONTROL,
     "flux_canny": replace(CONTROL, title="FLUX.1 Canny", scale=30.0, hints=()),
 }

@@ -13,8 +13,8 @@ from ldm_lite.conditioning.plain import num_tokens
 from ldm_lite.conditioning.prompts import Conditioner, PromptOptions, Prompts
 from ldm_lite.core.denoise import Conditioning
 from ldm_lite.core.layers import Shapes
-from ldm_lite.families.sd1 import SD1
-from ldm_lite.models.flux2 import KL_F16_128, RELEASED, Flux2Spec
+from ldm_lite.families.sd1 import TRANSFORMER
+from ldm_lite.models.flux2 import KL_F16_128, KLEIN, Flux2Spec
 from ldm_lite.models.ops import inside
 from ldm_lite.models.qwen3 import QWEN3_4B
 from ldm_lite.zoo.family import Flow, Folder, Recipe, References
@@ -46,24 +46,18 @@ def fitted(image: Image.Image, unit: int) -> Image.Image:
     return image.crop((left, top, left + width, top + height))
 
 
-KLEIN = replace(
-    SD1,
+DISTILLED = replace(
+    TRANSFORMER,
     title="FLUX.2 [klein]",
-    unet=RELEASED["flux2_klein"],
+    unet=KLEIN,
     vae=KL_F16_128,
     vae_file="Comfy-Org/flux2-klein/split_files/vae/flux2-vae.safetensors",
     text_encoders=(replace(QWEN3_4B, states=(9, 18, 27)),),
     text_files=("Comfy-Org/flux2-klein/split_files/text_encoders/qwen_3_4b.safetensors",),
     conditioner="flux2",
     thinks=False,
-    prediction="flow",
     noise=Flow("s", "flow_by_steps", by_size=BY_SIZE),
     scale_factor=1.0,
-    shift_factor=0.0,
-    sampler="euler",
-    resolution=1024,
-    dtype="bf16",
-    vae_overflows=True,
     steps=4,
     scale=1.0,
     called=r"flux[-_. ]?2|klein",
@@ -73,8 +67,8 @@ KLEIN = replace(
     recipes=(Recipe(r"(?<![a-z])base(?![a-z])", "black-forest-labs/FLUX.2-klein-base-4B", 50, 4.0),),
 )
 ROWS = {
-    "flux2_klein": KLEIN,
-    "flux2_klein_base": replace(KLEIN, title="FLUX.2 [klein] base", steps=50, scale=4.0, recipes=()),
+    "flux2_klein": DISTILLED,
+    "flux2_klein_base": replace(DISTILLED, title="FLUX.2 [klein] base", steps=50, scale=4.0, recipes=()),
 }
 
 

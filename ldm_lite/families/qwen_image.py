@@ -14,11 +14,11 @@ from ldm_lite.conditioning.plain import num_tokens
 from ldm_lite.conditioning.prompts import Conditioner, PromptOptions, Prompts
 from ldm_lite.core.denoise import Conditioning
 from ldm_lite.core.layers import Shapes
-from ldm_lite.families.sd1 import SD1
+from ldm_lite.families.sd1 import TRANSFORMER
 from ldm_lite.image import to_pixels
 from ldm_lite.models.qwen3 import QWEN25_7B
 from ldm_lite.models.qwen25_vl import QWEN25_VL_7B
-from ldm_lite.models.qwen_image import RELEASED, QwenImageSpec
+from ldm_lite.models.qwen_image import QWEN_IMAGE, QwenImageSpec
 from ldm_lite.models.wan_vae import WAN_VAE
 from ldm_lite.text.qwen3 import Qwen3Tokenizer
 from ldm_lite.zoo.family import FamilyRow, Flow, Folder, Hint, Recipe, References
@@ -54,23 +54,18 @@ def of_folder(folder: Folder) -> str | None:
     return f"qwen_image_edit{kind}"
 
 
-QWEN_IMAGE = replace(
-    SD1,
+PLAIN = replace(
+    TRANSFORMER,
     title="Qwen-Image",
-    unet=RELEASED["qwen_image"],
+    unet=QWEN_IMAGE,
     vae=WAN_VAE,
     vae_file="Comfy-Org/Qwen-Image_ComfyUI/split_files/vae/qwen_image_vae.safetensors",
     text_encoders=(QWEN25_7B,),
     text_files=("Comfy-Org/Qwen-Image_ComfyUI/split_files/text_encoders/qwen_2.5_vl_7b_fp8_scaled.safetensors",),
     conditioner="qwen_image",
-    prediction="flow",
     noise=Flow("s", "flow:last=0.02", by_size=(0.5, 0.5 + 0.4 * 3840 / 7936)),  # 0.5 at 256 tokens, 0.9 at 8192
     scale_factor=1.0,
-    shift_factor=0.0,
-    sampler="euler",
     resolution=1328,
-    dtype="bf16",
-    vae_overflows=True,
     steps=50,
     scale=4.0,
     norm_patch=2,
@@ -92,7 +87,7 @@ QWEN_IMAGE = replace(
     ),
 )
 EDIT = replace(
-    QWEN_IMAGE,
+    PLAIN,
     title="Qwen-Image-Edit",
     text_encoders=(QWEN25_VL_7B,),
     resolution=1024,
@@ -100,11 +95,9 @@ EDIT = replace(
     hints=(),
 )
 EDIT_2509 = replace(EDIT, title="Qwen-Image-Edit 2509", references=References(fitted, sized_by=-1), steps=40)
-EDIT_2511 = replace(
-    EDIT_2509, title="Qwen-Image-Edit 2511", unet=replace(RELEASED["qwen_image"], clean_references=True)
-)
+EDIT_2511 = replace(EDIT_2509, title="Qwen-Image-Edit 2511", unet=replace(QWEN_IMAGE, clean_references=True))
 ROWS = {
-    "qwen_image": QWEN_IMAGE,
+    "qwen_image": PLAIN,
     "qwen_image_edit": EDIT,
     "qwen_image_edit_2509": EDIT_2509,
     "qwen_image_edit_2511": EDIT_2511,

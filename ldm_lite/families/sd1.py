@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from ldm_lite.models.clip import CLIP_L
 from ldm_lite.models.unet import LDMUNetSpec
-from ldm_lite.zoo.family import KL_F8, FamilyRow, Preserving, Recipe
+from ldm_lite.zoo.family import KL_F8, KL_F8_16, FamilyRow, Preserving, Recipe
 
 CLIP_L_FILE = "comfyanonymous/flux_text_encoders/clip_l.safetensors"
 SD1 = FamilyRow(
@@ -32,21 +32,23 @@ SD1 = FamilyRow(
     text_encoders=(CLIP_L,),
     text_files=(CLIP_L_FILE,),
     conditioner="clip",
-    task="txt2img",
-    sgm=False,
     prediction="eps",
     noise=Preserving(0.00085, 0.012),
     scale_factor=0.18215,
-    shift_factor=0.0,
     sampler="ddim",
     resolution=512,
-    v_resolution=None,
-    vae_overflows=False,
     steps=50,
     scale=7.5,
-    threshold=None,
-    original_ema=False,
     base_version="sd_v1",
+)
+TRANSFORMER = replace(  # what most rectified flows have
+    SD1,
+    vae=KL_F8_16,
+    prediction="flow",
+    sampler="euler",
+    resolution=1024,
+    dtype="bf16",
+    vae_overflows=True,
 )
 VAE_FILE = "stabilityai/sd-vae-ft-mse-original/vae-ft-mse-840000-ema-pruned.safetensors"  # of 1.x and 2.x
 # Of networks and LoRAs of Stable Diffusion 1.x, 2.x and XL.

@@ -11,32 +11,27 @@ from ldm_lite.checkpoint.transformers import chosen, extra_channels
 from ldm_lite.conditioning.plain import num_tokens, t5_states, t5_tokenizer
 from ldm_lite.conditioning.prompts import Conditioner, PromptOptions, Prompts, hidden
 from ldm_lite.core.denoise import Conditioning
-from ldm_lite.families.sd1 import CLIP_L_FILE, SD1
+from ldm_lite.families.sd1 import CLIP_L_FILE, TRANSFORMER
 from ldm_lite.families.sdxl import OPEN_CLIP_G_FILE, second_tokenizer
 from ldm_lite.models.clip import CLIP_L
-from ldm_lite.models.mmdit import RELEASED, MMDiTSpec
+from ldm_lite.models.mmdit import SD3_MEDIUM, SD35_LARGE, SD35_MEDIUM, MMDiTSpec
 from ldm_lite.models.open_clip import OPEN_CLIP_G
 from ldm_lite.models.t5 import T5_FILE, T5_XXL
-from ldm_lite.zoo.family import KL_F8_16, Flow, Recipe, SkipLayers
+from ldm_lite.zoo.family import Flow, Recipe, SkipLayers
 
 SD3 = replace(
-    SD1,
+    TRANSFORMER,
     title="Stable Diffusion 3 medium",
-    unet=RELEASED["sd3_medium"],
-    vae=KL_F8_16,
+    unet=SD3_MEDIUM,
     vae_file="stabilityai/stable-diffusion-3.5-medium/vae/diffusion_pytorch_model.safetensors",
     text_encoders=(replace(CLIP_L, skip=1, norm=False), OPEN_CLIP_G, T5_XXL),
     text_files=(CLIP_L_FILE, OPEN_CLIP_G_FILE, T5_FILE),
     optional=(T5_XXL,),
     conditioner="sd3",
-    prediction="flow",
     noise=Flow("1000 s", "flow_sd3", shift=3.0),
     scale_factor=1.5305,
     shift_factor=0.0609,
     sampler="dpmpp_2m_sd3",
-    resolution=1024,
-    dtype="bf16",
-    vae_overflows=True,
     scale=5.0,
     called=r"(sd|stable[-_]diffusion)[-_ ]?v?3",
     base_version="sd3",
@@ -44,15 +39,13 @@ SD3 = replace(
 HYPER = Recipe(r"hyper[-_ ]?(sd|\d)", "ByteDance/Hyper-SD", 8, 3.0, "euler")
 SD3 = replace(SD3, recipes=(HYPER,))
 TURBO = Recipe(r"turbo", "stabilityai/stable-diffusion-3.5-large-turbo", 4, 1.0, "euler")
-LARGE = replace(
-    SD3, title="Stable Diffusion 3.5 large", unet=RELEASED["sd35_large"], steps=40, scale=4.5, recipes=(HYPER, TURBO)
-)
+LARGE = replace(SD3, title="Stable Diffusion 3.5 large", unet=SD35_LARGE, steps=40, scale=4.5, recipes=(HYPER, TURBO))
 ROWS = {
     "sd3_medium": SD3,
     "sd35_medium": replace(
         SD3,
         title="Stable Diffusion 3.5 medium",
-        unet=RELEASED["sd35_medium"],
+        unet=SD35_MEDIUM,
         skip_layers=SkipLayers((7, 8, 9), scale=2.5, start=0.01, end=0.20),
     ),
     "sd35_large": LARGE,

@@ -10,10 +10,10 @@ from ldm_lite.checkpoint.transformers import chosen
 from ldm_lite.conditioning.plain import num_tokens
 from ldm_lite.conditioning.prompts import Conditioner, PromptOptions, Prompts
 from ldm_lite.core.denoise import Conditioning
-from ldm_lite.families.sd1 import SD1
+from ldm_lite.families.sd1 import TRANSFORMER
 from ldm_lite.models.qwen3 import QWEN3_4B
-from ldm_lite.models.z_image import MULTIPLE, RELEASED, ZImageSpec
-from ldm_lite.zoo.family import KL_F8_16, Flow, Folder, Hint
+from ldm_lite.models.z_image import MULTIPLE, Z_IMAGE, ZImageSpec
+from ldm_lite.zoo.family import Flow, Folder, Hint
 
 
 def of_folder(folder: Folder) -> str | None:
@@ -23,10 +23,9 @@ def of_folder(folder: Folder) -> str | None:
 
 
 PLAIN = replace(
-    SD1,
+    TRANSFORMER,
     title="Z-Image",
-    unet=RELEASED["z_image"],
-    vae=KL_F8_16,
+    unet=Z_IMAGE,
     vae_file="Comfy-Org/z_image_turbo/split_files/vae/ae.safetensors",
     text_encoders=(QWEN3_4B,),
     text_files=("Comfy-Org/z_image_turbo/split_files/text_encoders/qwen_3_4b.safetensors",),
@@ -35,10 +34,6 @@ PLAIN = replace(
     noise=Flow("1 - s", "flow", shift=6.0),
     scale_factor=0.3611,
     shift_factor=0.1159,
-    sampler="euler",
-    resolution=1024,
-    dtype="bf16",
-    vae_overflows=True,
     steps=50,
     scale=5.0,  # 1 more than its makers'
     called=r"z[-_ ]?image",

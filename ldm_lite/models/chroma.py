@@ -12,6 +12,7 @@ Source: lodestone-rock/flow, src/models/chroma.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -30,13 +31,13 @@ class ChromaSpec(FluxSpec):
     approximator_width: int
     approximator_depth: int
 
-    @staticmethod
-    def from_shapes(shapes: Shapes) -> ChromaSpec:
+    @classmethod
+    def from_shapes(cls, shapes: Shapes) -> Self:
         """Return the spec of a network whose weights have these shapes.  Raises ValueError if they make no sense."""
         flux = FluxSpec.from_shapes({**shapes, "vector_in.in_layer.weight": (1, 1)})
         width, channels = checked_shape(shapes, "distilled_guidance_layer.in_proj.weight", 2)
         depth = count_blocks(shapes, r"distilled_guidance_layer\.layers\.(\d+)\.")
-        return ChromaSpec(**vars(flux), sinusoids=channels, approximator_width=width, approximator_depth=depth)
+        return cls(**vars(flux), sinusoids=channels, approximator_width=width, approximator_depth=depth)
 
     @property
     def other_names(self) -> dict[str, str]:
@@ -114,4 +115,3 @@ CHROMA = ChromaSpec(
     approximator_width=5120,
     approximator_depth=5,
 )
-RELEASED = {"chroma": CHROMA}

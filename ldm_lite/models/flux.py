@@ -13,8 +13,8 @@ Source: Esser et al. 2024, sec. 4 (double blocks); Su et al. 2021, eq. 15 (rotat
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import dataclass
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -59,22 +59,22 @@ class FluxSpec(TransformerSpec):
 
     theta: ClassVar[float] = 10000.0  # the slowest rotation turns by 1/theta a position
     is_gated: ClassVar[bool] = False  # MLPs are gated by a SiLU, and no layer has a bias
+    reads_pooled: ClassVar[bool] = True  # the pooled text
 
-    @staticmethod
-    def from_shapes(shapes: Shapes) -> FluxSpec:
+    @classmethod
+    def from_shapes(cls, shapes: Shapes) -> Self:
         """Return the spec of a network whose weights have these shapes.  Raises ValueError if they make no sense."""
         width, in_channels = checked_shape(shapes, "img_in.weight", 2)
-        head_dim = checked_shape(shapes, "double_blocks.0.img_attn.norm.key_norm.scale", 1)[0]
-        return FluxSpec(
-            in_channels=multiple(in_channels, 4, "the width of an image token"),
-            out_channels=multiple(
-                checked_shape(shapes, "final_layer.linear.weight", 2)[0], 4, "the width of an output token"
-            ),
+        out_channels = checked_shape(shapes, "final_layer.linear.weight", 2)[0]
+        head_dim, area = checked_shape(shapes, "double_blocks.0.img_attn.norm.key_norm.scale", 1)[0], cls.patch**2
+        return cls(
+            in_channels=multiple(in_channels, area, "the width of an image token"),
+            out_channels=multiple(out_channels, area, "the width of an output token"),
             context_dim=checked_shape(shapes, "txt_in.weight", 2)[1],
-            vector_dim=checked_shape(shapes, "vector_in.in_layer.weight", 2)[1],
+            vector_dim=checked_shape(shapes, "vector_in.in_layer.weight", 2)[1] if cls.reads_pooled else 0,
             width=width,
             heads=multiple(width, head_dim, "the width"),
-            mlp_width=checked_shape(shapes, "double_blocks.0.img_mlp.0.weight", 2)[0],
+            mlp_width=checked_shape(shapes, "double_blocks.0.img_mlp.2.weight", 2)[1],
             depth=count_blocks(shapes, r"double_blocks\.(\d+)\."),
             single_depth=count_blocks(shapes, r"single_blocks\.(\d+)\."),
             guidance="guidance_in.in_layer.weight" in shapes,
@@ -394,9 +394,3 @@ FLUX_DEV = FluxSpec(
     single_depth=38,
     guidance=True,
 )
-RELEASED = {
-    "flux_dev": FLUX_DEV,
-    "flux_schnell": replace(FLUX_DEV, guidance=False),
-    "flux_control": replace(FLUX_DEV, in_channels=32),  # depth and canny
-    "flux_fill": replace(FLUX_DEV, in_channels=96),
-}

@@ -16,13 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ldm_lite.core.layers import Shapes, checked_shape, count_blocks, sinusoids
+from ldm_lite.core.layers import Shapes, sinusoids
 from ldm_lite.core.vae import AutoencoderKL, VAESpec
 from ldm_lite.models.flux import EMBEDDER, NAMES, SINUSOIDS, FluxBlocks, FluxSpec, ModulationRows, embedder_names
 from ldm_lite.models.ops import mlp, multiple, of_blocks
@@ -38,25 +38,14 @@ class Flux2Spec(FluxSpec):
     patch: ClassVar[int] = 1
     theta: ClassVar[float] = 2000.0
     is_gated: ClassVar[bool] = True
+    reads_pooled: ClassVar[bool] = False
 
-    @staticmethod
-    def from_shapes(shapes: Shapes) -> Flux2Spec:
+    @classmethod
+    def from_shapes(cls, shapes: Shapes) -> Self:
         """Return the spec of a network whose weights have these shapes.  Raises ValueError if they make no sense."""
-        width, in_channels = checked_shape(shapes, "img_in.weight", 2)
-        head_dim = checked_shape(shapes, "double_blocks.0.img_attn.norm.key_norm.scale", 1)[0]
-        multiple(head_dim, 8, "the width of a head")
-        return Flux2Spec(
-            in_channels=in_channels,
-            out_channels=checked_shape(shapes, "final_layer.linear.weight", 2)[0],
-            context_dim=checked_shape(shapes, "txt_in.weight", 2)[1],
-            vector_dim=0,
-            width=width,
-            heads=multiple(width, head_dim, "the width"),
-            mlp_width=checked_shape(shapes, "double_blocks.0.img_mlp.2.weight", 2)[1],
-            depth=count_blocks(shapes, r"double_blocks\.(\d+)\."),
-            single_depth=count_blocks(shapes, r"single_blocks\.(\d+)\."),
-            guidance="guidance_in.in_layer.weight" in shapes,
-        )
+        spec = super().from_shapes(shapes)
+        multiple(spec.width // spec.heads, 8, "the width of a head")
+        return spec
 
     @property
     def other_names(self) -> dict[str, str]:
@@ -206,5 +195,4 @@ KLEIN = Flux2Spec(
     single_depth=20,
     guidance=False,
 )
-RELEASED = {"flux2_klein": KLEIN}
 KL_F16_128 = Flux2VAESpec(channels=128, channel_mult=(1, 2, 4, 4), num_res_blocks=2, z_channels=32, embed_dim=128)

@@ -282,8 +282,5 @@ SD3_MEDIUM = MMDiTSpec(
     qk_norm=False,
     dual_depth=0,
 )
-RELEASED = {
-    "sd3_medium": SD3_MEDIUM,
-    "sd35_medium": replace(SD3_MEDIUM, side=384, qk_norm=True, dual_depth=13),
-    "sd35_large": replace(SD3_MEDIUM, width=2432, mlp_width=9728, depth=38, qk_norm=True),
-}
+SD35_MEDIUM = replace(SD3_MEDIUM, side=384, qk_norm=True, dual_depth=13)
+SD35_LARGE = replace(SD3_MEDIUM, width=2432, mlp_width=9728, depth=38, qk_norm=True)

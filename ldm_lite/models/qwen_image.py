@@ -231,4 +231,3 @@ QWEN_IMAGE = QwenImageSpec(
     depth=60,
     clean_references=False,
 )
-RELEASED = {"qwen_image": QWEN_IMAGE}

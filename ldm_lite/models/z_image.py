@@ -259,4 +259,3 @@ Z_IMAGE = ZImageSpec(
     depth=30,
     refiner_depth=2,
 )
-RELEASED = {"z_image": Z_IMAGE}

@@ -201,20 +201,22 @@ class FamilyRow:
     vae: Spec
     text_encoders: tuple[Spec, ...]  # encoders of the prompt: text, a class, boxes, a label map
     conditioner: str  # how their outputs become the UNet's inputs: a key of CONDITIONERS, or a file of families/
-    task: str  # "txt2img" (and tasks built on it), "inpaint", ...: see job.TASKS
-    sgm: bool  # text encoders have the key names of generative-models
     prediction: AnyPrediction
     noise: Noise
     scale_factor: float  # UNet latents = scale_factor * (autoencoder latents - shift_factor); may be IN_THE_FILE
-    shift_factor: float
     sampler: str  # any name of a sampler, with its timestep spacing
     resolution: int  # pixels per side
-    v_resolution: int | None  # of the v-prediction variant, which only weights tell apart; None = no such variant
-    vae_overflows: bool  # the autoencoder overflows in float16, so it stays in float32
     steps: int
     scale: float  # classifier-free guidance, or the one that a distilled network reads
-    threshold: tuple[float, float] | None  # percentile and limit of dynamic thresholding, for pixel models
-    original_ema: bool  # the original code samples with the EMA copy: `use_ema` of its config, and its ema_scope
+    task: str = "txt2img"  # and tasks built on it; or "inpaint", ...: see job.TASKS
+    sgm: bool = False  # text encoders have the key names of generative-models
+    shift_factor: float = 0.0
+    # Of the v-prediction variant, which only weights tell apart; None = no such variant.
+    v_resolution: int | None = None
+    vae_overflows: bool = False  # the autoencoder overflows in float16, so it stays in float32
+    threshold: tuple[float, float] | None = None  # percentile and limit of dynamic thresholding, for pixel models
+    # The original code samples with the EMA copy: `use_ema` of its config, and its ema_scope.
+    original_ema: bool = False
     words: str = ""  # words of its text encoder's training, unless all: see core/words.py
     thinks: bool = True  # Qwen3's answer may begin with thoughts
     skip_layers: SkipLayers | None = None  # guidance by leaving blocks out
@@ -234,9 +236,7 @@ class FamilyRow:
     hints: tuple[Hint, ...] = ()
     recipes: tuple[Recipe, ...] = ()  # the first whose word is in a file's name sets its defaults
     predicts: Callable[[Tensors], tuple[AnyPrediction, str]] | None = None  # by a UNet's weights, with the reason
-    with_loras: Callable[[FamilyRow, Tensors, Sequence[Any]], tuple[FamilyRow, Tensors]] | None = (
-        None  # which change it
-    )
+    with_loras: Callable[[FamilyRow, Tensors, Sequence[Any]], tuple[FamilyRow, Tensors]] | None = None  # that change it
 
     @property
     def distilled(self) -> bool:

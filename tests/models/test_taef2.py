@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import ldm_lite
 from ldm_lite.checkpoint.parts import load_autoencoder
-from ldm_lite.families.flux2 import KLEIN
+from ldm_lite.families.flux2 import DISTILLED
 from ldm_lite.models.taesd import TAESD, TAESDSpec
 from ldm_lite.zoo.families import with_vae
 
@@ -83,7 +83,7 @@ def test_it_equals_its_formula(tmp_path: Path) -> None:
 
 
 def test_it_takes_the_place_of_flux2s_autoencoder_alone() -> None:
-    family = with_vae(KLEIN, SPEC, "taef2")
+    family = with_vae(DISTILLED, SPEC, "taef2")
     assert (family.scale_factor, family.shift_factor) == (1.0, 0.0)
     with pytest.raises(ValueError, match="its latents have 128 channels at 1/16 of the size"):
         with_vae(ldm_lite.zoo.families.FAMILY_ROWS["flux_dev"], SPEC, "taef2")
