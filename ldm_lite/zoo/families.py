@@ -440,10 +440,7 @@ def apply_user_metadata(family: FamilyRow, fitting: FamilyRow, told: Mapping[str
     general = {fact.name for fact in METADATA_FACTS if fact.field or fact.name == "family"}
     used = general if has_facts else set()
     used |= {fact.name for fact in METADATA_FACTS if fact.of_unets and is_unet}
-    for role, spec in family.texts.items():
-        if hasattr(spec, "skip"):  # CLIP's and OpenCLIP's
-            fact = "activation" if hasattr(spec, "activation") else "skip"
-            used |= {f"{role.replace('_encoder', '')}_{what}" for what in ("num_heads", fact)}
+    used |= {name for name, *_ in facts_of_texts(family)}
     if unused := sorted(told.keys() - used):
         raise ValueError(f"got `metadata` {unused[0]}, which {family.title} does not use: leave it out")
     return with_metadata(family, told)
@@ -457,8 +454,11 @@ def with_metadata(row: FamilyRow, metadata: Mapping[str, str]) -> FamilyRow:
             for fact in METADATA_FACTS
             if fact.field and fact.name in metadata
         }
-        texts = [_text_from_metadata(role, spec, metadata) for role, spec in row.texts.items()]
-        family = replace(row, text_encoders=tuple(texts), **values)
+        texts = row.texts
+        for name, role, field, kind in facts_of_texts(row):
+            if name in metadata:
+                texts[role] = replace(texts[role], **{field: kind(metadata[name])})
+        family = replace(row, text_encoders=tuple(texts.values()), **values)
         if isinstance(row.unet, LDMUNetSpec):
             family = replace(
                 family, unet=_unet_from_metadata(row.unet, metadata), noise=_noise_from_metadata(row.noise, metadata)
@@ -471,17 +471,16 @@ def with_metadata(row: FamilyRow, metadata: Mapping[str, str]) -> FamilyRow:
     return family
 
 
-def _text_from_metadata(role: str, spec: Any, metadata: Mapping[str, str]) -> Any:
-    """Return a text encoder's spec with the heads, and the activation or the layers left out, that metadata give."""
-    if not hasattr(spec, "skip"):  # neither CLIP's nor OpenCLIP's
-        return spec
-    name = role.replace("_encoder", "")  # "text", "text_2", ...
-    told: dict[str, Any] = {"heads": int(metadata.get(f"{name}_num_heads", spec.heads))}
-    if hasattr(spec, "activation"):
-        told["activation"] = metadata.get(f"{name}_activation", spec.activation)
-    else:
-        told["skip"] = int(metadata.get(f"{name}_skip", spec.skip))
-    return replace(spec, **told)
+def facts_of_texts(family: FamilyRow) -> Iterator[tuple[str, str, str, type]]:
+    """Yield what metadata give of text encoders: the name, the encoder's role, the field of its spec, and its type."""
+    for role, spec in family.texts.items():
+        if hasattr(spec, "skip"):  # CLIP's and OpenCLIP's
+            name = role.replace("_encoder", "")  # "text", "text_2", ...
+            yield f"{name}_num_heads", role, "heads", int
+            if hasattr(spec, "activation"):
+                yield f"{name}_activation", role, "activation", str
+            else:
+                yield f"{name}_skip", role, "skip", int
 
 
 def _unet_from_metadata(unet: LDMUNetSpec, metadata: Mapping[str, str]) -> LDMUNetSpec:
@@ -596,14 +595,10 @@ def describe(family: FamilyRow) -> dict[str, str]:
         about |= {"beta_schedule": noise.curve} if noise.values is None else {"trained_betas": json.dumps(noise.values)}
         if noise.values is None and noise.curve != COSINE:
             about |= {"beta_start": noise.start, "beta_end": noise.end}
-    for role, spec in family.texts.items():
-        name = role.replace("_encoder", "")
-        if hasattr(spec, "skip"):  # CLIP's and OpenCLIP's
-            about[f"{name}_num_heads"] = spec.heads
-        if hasattr(spec, "activation"):
-            about[f"{name}_activation"] = spec.activation
-        elif getattr(spec, "skip", None) == 0:  # otherwise the number of layers shows it
-            about[f"{name}_skip"] = 0
+    for name, role, field, _ in facts_of_texts(family):
+        value = getattr(family.texts[role], field)
+        if field != "skip" or value == 0:  # otherwise the number of layers shows it
+            about[name] = value
     return {key: str(value) for key, value in about.items() if value not in (None, IN_THE_FILE)}
 
 
