@@ -44,7 +44,7 @@ from ldm_lite.bench.measure import alternating
 from ldm_lite.checkpoint.reader import load_weights, on_meta, parts_of
 from ldm_lite.cli.options import RuntimeOptions
 from ldm_lite.core.denoise import Guided, run_row
-from ldm_lite.core.pipeline import pick_device
+from ldm_lite.core.networks import pick_device
 from ldm_lite.core.plan import NUM_REGISTERS, Row
 from ldm_lite.core.vae import AutoencoderKL
 from ldm_lite.diffusion.guidance import Conditioning

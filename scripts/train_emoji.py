@@ -47,13 +47,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ldm_lite import Pipeline
-from ldm_lite.checkpoint import hub
 from ldm_lite.checkpoint.parts import load_autoencoder
 from ldm_lite.checkpoint.reader import prefix
 from ldm_lite.cli import console
 from ldm_lite.cli.options import LoadOptions
 from ldm_lite.cli.progress import TrainingBar
-from ldm_lite.core.pipeline import pick_device
+from ldm_lite.core import files
+from ldm_lite.core.networks import pick_device
 from ldm_lite.core.tokenizer import END as EOT
 from ldm_lite.core.unet import ResBlock, SpatialTransformer
 from ldm_lite.core.vae import AutoencoderKL
@@ -399,7 +399,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     decoder.add_argument("--slopes", type=float, default=2.0, help="weight of the error of slopes (default: 2)")
     text_of = "how far the saved weights are on the way from --ckpt to the learned ones (default: 1)"
     decoder.add_argument("--beyond", type=float, default=1.0, help=text_of)
-    whole.add_argument("--vae", default=os.fspath(hub.bundled()), help="begin with this file's (default: the bundled)")
+    whole.add_argument("--vae", default=os.fspath(files.bundled()), help="begin with this file's (default: bundled)")
     whole.add_argument("--minutes", type=float, default=12.0, help="of all of it (default: 12)")
     whole.add_argument("--vae-share", type=float, default=0.2, help="of the time; 0: --vae as it is (default: 0.2)")
     whole.add_argument("--steps", type=int, default=100_000, help="the most of each part")

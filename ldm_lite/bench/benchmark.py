@@ -19,7 +19,7 @@ from ldm_lite.bench.report import AGAIN, RESULTS, Report, Table, Timing, describ
 from ldm_lite.bench.work import Cell, Cost, OutOfTime, Unavailable, cost
 from ldm_lite.bench.worker import Backend, SubprocessBackend
 from ldm_lite.cli.files import read_text
-from ldm_lite.core.pipeline import DTYPES, pick_device
+from ldm_lite.core.networks import DTYPES, pick_device
 
 log = logging.getLogger("ldm_lite")
 

@@ -15,7 +15,7 @@ import ldm_lite
 from ldm_lite.bench.checkpoints import open_model
 from ldm_lite.bench.options import BenchOptions
 from ldm_lite.bench.work import CHECK_SCALE, BenchInputs, inputs
-from ldm_lite.core.pipeline import DTYPES
+from ldm_lite.core.networks import DTYPES
 from ldm_lite.core.plan import H, X
 from ldm_lite.runtime import attention
 from ldm_lite.runtime.setup import KERNELS

@@ -14,7 +14,7 @@ from ldm_lite.bench.checkpoints import family_of, open_model
 from ldm_lite.bench.options import PEERS, BenchOptions
 from ldm_lite.bench.work import CHECK_SCALE, BenchInputs, Unavailable, inputs
 from ldm_lite.checkpoint.reader import parts_of, prefix
-from ldm_lite.core.pipeline import DTYPES
+from ldm_lite.core.networks import DTYPES
 from ldm_lite.core.tasks import noise_of
 from ldm_lite.runtime.precision import set_matmul_precision
 

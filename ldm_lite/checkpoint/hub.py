@@ -1,4 +1,4 @@
-"""Find checkpoints: local paths, files on the Hugging Face hub, and the bundled model."""
+"""Find checkpoints: local paths, and files on the Hugging Face hub."""
 
 import logging
 import os
@@ -7,8 +7,6 @@ import socket
 import urllib.parse
 import urllib.request
 from pathlib import Path
-
-from ldm_lite.core.pipeline import bundled
 
 log = logging.getLogger("ldm_lite")
 
@@ -19,14 +17,12 @@ ALIASES = {  # short names of common files
 ENDINGS = (".ckpt", ".safetensors", ".sft", ".gguf", ".pt", ".pth", ".bin", ".pt2")  # of files, not of repositories
 
 
-def resolve(source: str | os.PathLike[str] | None) -> Path:
+def resolve(source: str | os.PathLike[str]) -> Path:
     """Return the local path of a checkpoint.
 
-    `source` is None (the bundled model), a path, one of ALIASES, or "owner/repository/file" on the hub.  A file on the
-    hub is downloaded once into the hub's cache, and its path is logged.  Raises FileNotFoundError with what to do.
+    `source` is a path, one of ALIASES, or "owner/repository/file" on the hub, from which it is downloaded once into
+    the hub's cache; then its path is logged.  Raises FileNotFoundError with what to do.
     """
-    if source is None:
-        return bundled()
     if not _name(source):
         raise FileNotFoundError("got an empty checkpoint name, expected a path or a name on the Hugging Face hub")
     path = Path(os.path.expanduser(source))  # Path.expanduser raises for an unknown user
@@ -49,12 +45,12 @@ def check_there(source: str | os.PathLike[str]) -> None:
         resolve(source)
 
 
-def repository(source: str | os.PathLike[str] | None) -> str | None:
+def repository(source: str | os.PathLike[str]) -> str | None:
     """Return the name "owner/repository" if the source is a whole repository on the hub; else None.
 
     A name that has a checkpoint's extension or begins with an existing folder is a mistyped path.
     """
-    parts = [] if source is None else _name(source).split("/")
+    parts = _name(source).split("/")
     names = len(parts) == 2 and all(re.fullmatch(r"\w[\w.-]*", part) for part in parts)
     if not names or parts[1].lower().endswith(ENDINGS) or Path(*parts).exists() or Path(parts[0]).is_dir():
         return None

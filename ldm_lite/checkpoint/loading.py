@@ -19,8 +19,8 @@ from ldm_lite.checkpoint.model import CheckpointModel
 from ldm_lite.checkpoint.parts import autoencoder_spec
 from ldm_lite.checkpoint.reader import (
     SGM,
+    WITHOUT_WEIGHTS,
     Parts,
-    ema_copy,
     errors_of,
     load_weights,
     metadata_of,
@@ -31,7 +31,7 @@ from ldm_lite.checkpoint.reader import (
 )
 from ldm_lite.cli.options import LoadOptions
 from ldm_lite.core.files import Tensors, imported
-from ldm_lite.core.pipeline import pick_device
+from ldm_lite.core.networks import ema_copy, pick_device
 from ldm_lite.diffusion.schedule import NoiseSchedule
 from ldm_lite.models.clip import num_known
 from ldm_lite.runtime.memory import physical_memory
@@ -84,7 +84,7 @@ def load_model(options: LoadOptions, kind: type[M], check: Callable[[M], None] |
     for lora, _ in loras:
         imported(f"{ADAPTERS}.lora:check_base")(lora, family)
     ema = options.ema if options.ema != "original" else "auto" if family.original_ema else "no"
-    copy, weights = ema_copy(file, parts["unet"]), "main"
+    copy, weights = ema_copy(file, parts["unet"], WITHOUT_WEIGHTS), "main"
     if copy is None and ema == "yes":
         raise ValueError(f'{parts["unet"].path}: has no complete EMA copy of the UNet: use `ema="auto"`')
     if copy is not None:
@@ -110,7 +110,8 @@ def load_model(options: LoadOptions, kind: type[M], check: Callable[[M], None] |
     told = "family" in options.added_metadata or "steps" in metadata
     names = [] if told else [(name, False) for name in names_of(title, parts["unet"].path.name, metadata)]
     names = [(name, True) for lora, _ in loras for name in lora.names] + names
-    family = with_recipe(family, names, chosen={*metadata, *(["prediction"] if options.prediction else [])})
+    if names:
+        family = with_recipe(family, names, chosen={*metadata, *(["prediction"] if options.prediction else [])})
 
     # The model without weights: everything else can be checked.
     networks: dict[str, Any] = {}
@@ -225,7 +226,7 @@ def recognise_file(opened: Tensors, options: LoadOptions) -> Recognised:
         parts = imported("ldm_lite.checkpoint.transformers:placed")(networks, replaced, {**metadata, **told})
     for role, part in parts.items():  # a network's metadata come with it from its file
         metadata |= metadata_of(role, part.metadata)
-    metadata |= check_metadata(told)
+    metadata |= check_metadata(told) if told else {}
 
     with errors_of(file.path):
         shapes = {role: part.shapes for role, part in parts.items()}

@@ -24,7 +24,7 @@ from ldm_lite.checkpoint.reader import (
 )
 from ldm_lite.cli.options import RuntimeOptions
 from ldm_lite.core.files import Tensors, imported
-from ldm_lite.core.pipeline import pick_device
+from ldm_lite.core.networks import pick_device
 from ldm_lite.runtime.precision import pick_dtype
 from ldm_lite.runtime.setup import prepare_networks
 from ldm_lite.zoo.families import infer_vae, with_vae

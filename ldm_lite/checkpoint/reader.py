@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from ldm_lite.checkpoint import hub
 from ldm_lite.cli.files import open_file
 from ldm_lite.core import files
-from ldm_lite.core.files import Tensors, imported
-from ldm_lite.core.networks import WithoutInit
-from ldm_lite.core.pipeline import bundled
+from ldm_lite.core.files import Tensors, bundled, imported
+from ldm_lite.core.networks import WithoutInit, check_fit, few
 from ldm_lite.runtime.memory import MappedPages
 from ldm_lite.zoo.families import DENOISERS, stored_facts
 
@@ -286,22 +285,11 @@ def parts_of(tensors: Tensors) -> Parts:
         unused -= set(keys.values())
         parts[kind.role] = tensors.renamed(keys)
     if not parts:
-        has = _sample(sorted(tensors))
+        has = few(sorted(tensors))
         raise ValueError(f"{tensors.path}: holds no known UNet, autoencoder or text encoder (it has {has})")
     if ignored := sorted(key for key in unused if not WITHOUT_WEIGHTS.search(key)):
-        log.warning("%s: ignored %d unknown tensors: %s", tensors.path.name, len(ignored), _sample(ignored))
+        log.warning("%s: ignored %d unknown tensors: %s", tensors.path.name, len(ignored), few(ignored))
     return parts
-
-
-def ema_copy(file: Tensors, unet: Tensors) -> Tensors | None:
-    """Return the EMA copy of a UNet in the same file; None if there is none or it is incomplete.
-
-    EMA keys are "model_ema." plus the key in the Lightning module without its dots.  The dots cannot be restored, so
-    the EMA keys are built from the UNet's.
-    """
-    names = {key: EMA + f"diffusion_model.{key}".replace(".", "") for key in unet if not WITHOUT_WEIGHTS.search(key)}
-    is_whole = all(file.shapes.get(name) == unet.shapes[key] for key, name in names.items())
-    return file.renamed(names) if is_whole else None
 
 
 # ---- loading --------------------------------------------------------------------------------------------------------
@@ -344,22 +332,11 @@ def load_weights(
     With `in_blocks`, the linears whose weights a GGUF file stores in blocks keep them so, and compute in dtype.
     Raises ValueError, one line with the first differences, if names or shapes differ.
     """
-    wanted = {key: tuple(value.shape) for key, value in network.state_dict().items()}
-    got = tensors.shapes
-    missing = sorted(wanted.keys() - got.keys())
-    unexpected = sorted(key for key in got.keys() - wanted.keys() if not WITHOUT_WEIGHTS.search(key))
-    reshaped = [f"{k} {got[k]} in place of {wanted[k]}" for k in wanted if k in got and got[k] != wanted[k]]
-    problems = [
-        f"{len(keys)} tensors {what} ({_sample(keys)})"
-        for what, keys in (("missing", missing), ("unexpected", unexpected), ("of another shape", reshaped))
-        if keys
-    ]
-    if problems:
-        raise ValueError(f"{tensors.path}: the {title} does not fit: {'; '.join(problems)}")
+    check_fit(network, title, tensors, WITHOUT_WEIGHTS)
     fill_blocks = getattr(tensors, "fill_blocks", None)  # of a GGUF file
     done: set[str] = fill_blocks(network, device, dtype) if in_blocks and fill_blocks is not None else set()
     weights, pages = {}, MappedPages()
-    for key in (key for key in wanted if key not in done):
+    for key in (key for key in network.state_dict() if key not in done):
         value = read_weight(tensors, key)
         weights[key] = value.to(device=device, dtype=dtype)
         if weights[key] is not value:
@@ -368,15 +345,10 @@ def load_weights(
     network.requires_grad_(False).eval()
 
 
-def _sample(items: Iterable[str], most: int = 3) -> str:
-    items = list(items)
-    return ", ".join(items[:most]) + (", ..." if len(items) > most else "")
-
-
 def broken_weights(networks: Mapping[str, nn.Module]) -> str | None:
     """Describe the first network with non-finite weights; None if all are finite.  Explains a non-finite result."""
     for title, network in networks.items():
         bad = [key for key, value in network.state_dict().items() if not torch.isfinite(value.float()).all()]
         if bad:
-            return f"{len(bad)} of the {title}'s weights hold NaN or infinity ({_sample(bad)}): the file is damaged"
+            return f"{len(bad)} of the {title}'s weights hold NaN or infinity ({few(bad)}): the file is damaged"
     return None

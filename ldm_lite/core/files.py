@@ -46,6 +46,15 @@ class Tensors(Mapping[str, Tensor]):
         return replace(self, shapes=shapes, read=lambda new: self.read(keys[new]))
 
 
+def bundled() -> Path:
+    """The model that comes with the package: beside its modules, or in the checkout.  Raises FileNotFoundError."""
+    for folder in list(Path(__file__).parents)[:3]:
+        path = folder / "weights" / "emoji.safetensors"
+        if path.exists():
+            return path
+    raise FileNotFoundError(f"{path}: the bundled model is missing: give the path of a checkpoint")
+
+
 def open_tensors(path: Path) -> Tensors:
     """Open a checkpoint, whatever its extension, in the original layout.  No code in it is run.
 

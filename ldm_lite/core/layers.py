@@ -39,10 +39,19 @@ def explicit(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 ATTENTIONS: dict[str, AttentionFn] = {"sdpa": sdpa, "explicit": explicit}
 
 
-def attention_layers(network: nn.Module, where: str = "*") -> dict[str, nn.Module]:
+def attention_layers(network: nn.Module, where: str = "*") -> dict[str, Any]:
     """The layers of a network with an attribute `attention`, by their names that match a pattern: "*attn2", ..."""
-    layers = {name: layer for name, layer in network.named_modules() if hasattr(layer, "attention")}
+    layers = {name: layer for name, layer in network.named_modules() if callable(vars(layer).get("attention"))}
     return {name: layer for name, layer in layers.items() if fnmatch.fnmatchcase(name, where)}
+
+
+def matching_layers(network: nn.Module, where: str) -> dict[str, Any]:
+    """The same.  Raises ValueError if no layer matches."""
+    if layers := attention_layers(network, where):
+        return layers
+    if not (names := list(attention_layers(network))):
+        raise ValueError(f"{type(network).__name__} has no attention layers")
+    raise ValueError(f"no attention layer matches {where!r}: they are {', '.join(names)}")
 
 
 def use_attention(network: nn.Module, attention: str | AttentionFn, where: str = "*") -> None:
@@ -53,10 +62,7 @@ def use_attention(network: nn.Module, attention: str | AttentionFn, where: str =
     """
     if isinstance(attention, str) and attention not in ATTENTIONS:
         raise ValueError(f"unknown attention {attention!r}: expected a function, or one of {', '.join(ATTENTIONS)}")
-    layers = attention_layers(network, where)
-    if not layers:
-        names = ", ".join(list(attention_layers(network))[:3])
-        raise ValueError(f"no attention layer matches {where!r}: their names are {names}, ...")
+    layers = matching_layers(network, where)
     function = ATTENTIONS[attention] if isinstance(attention, str) else attention
     takes_place = _takes_place(function)
     layer: Any

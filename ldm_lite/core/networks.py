@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +41,7 @@ KINDS = {
         CLIPTextEncoder,
     ),
 }
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 # Keys that carry no weights: buffers, and parts of no use here.
 NO_WEIGHTS = re.compile(
     r"^(betas|alphas_cumprod\w*|(sqrt|log)_\w+|posterior_\w+|lvlb_weights|logvar|scale_factor|global_step|loss\..*)$"
@@ -60,16 +62,26 @@ def split(tensors: Tensors, ema: bool = True) -> dict[str, Tensors]:
         used |= set(keys.values())
         parts[kind] = tensors.renamed(keys)
     if not parts:
-        few = ", ".join(sorted(tensors)[:3])
-        raise ValueError(f"{tensors.path}: holds no known network, expected one of {', '.join(KINDS)} (has {few}, ...)")
+        known = ", ".join(KINDS)
+        raise ValueError(
+            f"{tensors.path}: holds no known network, expected one of {known} (has {few(sorted(tensors))})"
+        )
     if ignored := [key for key in tensors if key not in used and not NO_WEIGHTS.search(key)]:
-        log.warning("%s: ignored %d unknown tensors: %s", tensors.path.name, len(ignored), ", ".join(ignored[:3]))
+        log.warning("%s: ignored %d unknown tensors: %s", tensors.path.name, len(ignored), few(ignored))
     if ema and "unet" in parts:
-        # The copy's keys are the network's without dots, which cannot be put back: build them from the network's.
-        copy = {key: "model_ema.diffusion_model" + key.replace(".", "") for key in parts["unet"]}
-        if all(key in tensors.shapes for key in copy.values()):
-            parts["unet"] = tensors.renamed(copy)
+        parts["unet"] = ema_copy(tensors, parts["unet"]) or parts["unet"]
     return parts
+
+
+def ema_copy(file: Tensors, unet: Tensors, ignored: re.Pattern[str] = NO_WEIGHTS) -> Tensors | None:
+    """Return the EMA copy of a UNet in the same file; None if there is none or it is incomplete.
+
+    EMA keys are "model_ema." plus the key in the Lightning module without its dots.  The dots cannot be restored, so
+    the EMA keys are built from the UNet's.
+    """
+    names = {key: "model_ema.diffusion_model" + key.replace(".", "") for key in unet if not ignored.search(key)}
+    is_whole = all(file.shapes.get(name) == unet.shapes[key] for key, name in names.items())
+    return file.renamed(names) if is_whole else None
 
 
 def build(kind: str, spec: Any) -> nn.Module:
@@ -85,21 +97,34 @@ def load_network(kind: str, spec: Any, tensors: Tensors, device: torch.device, d
     Raises ValueError, one line with the first differences, if names or shapes differ.
     """
     network = build(kind, spec)
+    check_fit(network, kind, tensors)
+    weights = {key: tensors[key].to(device=device, dtype=dtype) for key in network.state_dict()}
+    network.load_state_dict(weights, assign=True)
+    return network.eval()
+
+
+def check_fit(network: nn.Module, title: str, tensors: Tensors, ignored: re.Pattern[str] = NO_WEIGHTS) -> None:
+    """Raise ValueError, one line with the first differences, unless tensors have the names and shapes of a network's.
+
+    Those whose keys have the pattern `ignored` may be there besides.
+    """
     shapes = {key: tuple(value.shape) for key, value in network.state_dict().items()}
     stored = tensors.shapes
     extra = stored.keys() - shapes.keys()
+    common = [key for key in shapes if key in stored]
     differences = {
         "missing": sorted(shapes.keys() - stored.keys()),
-        "unexpected": sorted(key for key in extra if not NO_WEIGHTS.search(key)),
-        "of another shape": [key for key in shapes if key in stored and stored[key] != shapes[key]],
+        "unexpected": sorted(key for key in extra if not ignored.search(key)),
+        "of another shape": [f"{k} {stored[k]} in place of {shapes[k]}" for k in common if stored[k] != shapes[k]],
     }
-    for what, keys in differences.items():
-        if keys:
-            few = ", ".join(keys[:3])
-            raise ValueError(f"{tensors.path}: the {kind} does not fit: {len(keys)} tensors {what} ({few})")
-    weights = {key: tensors[key].to(device=device, dtype=dtype) for key in shapes}
-    network.load_state_dict(weights, assign=True)
-    return network.eval()
+    found = [f"{len(keys)} tensors {what} ({few(keys)})" for what, keys in differences.items() if keys]
+    if found:
+        raise ValueError(f"{tensors.path}: the {title} does not fit: {'; '.join(found)}")
+
+
+def few(names: Sequence[str]) -> str:
+    """Return the first names of a list, for a message."""
+    return ", ".join(names[:3]) + ", ..." * (len(names) > 3)
 
 
 class WithoutInit(TorchFunctionMode):
@@ -109,3 +134,18 @@ class WithoutInit(TorchFunctionMode):
         if getattr(func, "__module__", None) == "torch.nn.init":
             return args[0] if args else None
         return func(*args, **(kwargs or {}))
+
+
+def pick_device(device: str | torch.device | None) -> torch.device:
+    """Return a device; None is a CUDA GPU, else Apple's, else the CPU.  Raises ValueError for one that is not there."""
+    if device is None:
+        if torch.cuda.is_available():
+            return torch.device("cuda")
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    try:
+        place = torch.device(device)
+        torch.empty(1, device=place).cpu()
+    except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
+        reason = str(error).splitlines()[0].split(". ")[0][:150]
+        raise ValueError(f"the device {str(device)!r} is not available ({reason}): leave it out, or use cpu") from error
+    return place

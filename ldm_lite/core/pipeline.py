@@ -18,18 +18,16 @@ from torch import Tensor
 from ldm_lite.core import features, saving
 from ldm_lite.core.denoise import Branch, Conditioning, Draw, Inputs, State, run_plan, run_row
 from ldm_lite.core.family import recognise, schedule_of
-from ldm_lite.core.files import Tensors, open_tensors
+from ldm_lite.core.files import Tensors, bundled, open_tensors
 from ldm_lite.core.image import open_image, pad, to_pil, to_pixels
 from ldm_lite.core.job import Result, results_of
 from ldm_lite.core.model import Model
-from ldm_lite.core.networks import load_network, split
+from ldm_lite.core.networks import DTYPES, load_network, pick_device, split
 from ldm_lite.core.plan import Plan
 from ldm_lite.core.samplers import make_plan
 from ldm_lite.core.tasks import noise_of
 
 log = logging.getLogger("ldm_lite")
-
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 class Pipeline(Model):
@@ -150,30 +148,6 @@ def _for_images(conditioning: Conditioning, count: int) -> Conditioning:
         if len(part) not in (1, count):
             raise ValueError(f"got {name} of {len(part)} prompts for {count} images, expected one or as many")
     return {name: part.expand(count, *part.shape[1:]) for name, part in conditioning.items()}
-
-
-def pick_device(device: str | torch.device | None) -> torch.device:
-    """Return a device; None is a CUDA GPU, else Apple's, else the CPU.  Raises ValueError for one that is not there."""
-    if device is None:
-        if torch.cuda.is_available():
-            return torch.device("cuda")
-        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
-    try:
-        place = torch.device(device)
-        torch.empty(1, device=place).cpu()
-    except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
-        reason = str(error).splitlines()[0].split(". ")[0][:150]
-        raise ValueError(f"the device {str(device)!r} is not available ({reason}): leave it out, or use cpu") from error
-    return place
-
-
-def bundled() -> Path:
-    """The model that comes with the package: beside its modules, or in the checkout.  Raises FileNotFoundError."""
-    for folder in list(Path(__file__).parents)[:3]:
-        path = folder / "weights" / "emoji.safetensors"
-        if path.exists():
-            return path
-    raise FileNotFoundError(f"{path}: the bundled model is missing: give the path of a checkpoint")
 
 
 def load(

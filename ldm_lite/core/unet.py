@@ -306,13 +306,12 @@ class UNet(nn.Module):
         computes in that of the weights.
         """
         emb = self.embed(t)
-        return self.forward_embedded(x.to(emb.dtype), emb, context.to(emb.dtype), residuals)
+        return self.forward_embedded(channels_last(x.to(emb.dtype)), emb, context.to(emb.dtype), residuals)
 
     def forward_embedded(
         self, x: Tensor, emb: Tensor, context: Tensor, residuals: Sequence[Tensor] | None = None
     ) -> Tensor:
         """As forward, for a timestep that is embedded already (B,E); all are in the weights' dtype."""
-        x = channels_last(x)
         skips = []
         for block in self.input_blocks:
             x = block(x, emb, context)

@@ -14,7 +14,7 @@ from pathlib import Path
 from torch import Tensor
 
 from ldm_lite.core.family import PREFIX
-from ldm_lite.core.files import Tensors, imported, open_tensors
+from ldm_lite.core.files import Tensors, bundled, open_tensors
 
 # Letters, a number, or one other character that is not punctuation, such as an emoji.
 WORD = re.compile(r"[^\W\d_]+|\d+|[^\w\s\x00-\x7f\ufe0f\u200d\u2010-\u2027]")
@@ -44,7 +44,7 @@ def main() -> int:
     """Print the words of a file, or of the bundled model; return the exit code."""
     parser = argparse.ArgumentParser(f"python -m {__package__}.words", description=__doc__)
     parser.add_argument("file", nargs="?", type=Path, help="checkpoint (default: the bundled model)")
-    path = parser.parse_args().file or imported(f"{__package__}.pipeline:bundled")()
+    path = parser.parse_args().file or bundled()
     try:
         metadata = open_tensors(path).metadata
     except (ValueError, OSError) as error:

@@ -243,7 +243,7 @@ class LDMUNet(core.UNet):
         # Networks without text ignore the context.
         context = cast(Tensor, context if context is None else context.to(emb.dtype))
         if features is None:
-            return self.forward_embedded(x.to(emb.dtype), emb, context, residuals)
+            return self.forward_embedded(channels_last(x.to(emb.dtype)), emb, context, residuals)
         *skips, x = self.down(x, emb, context, features)
         if residuals is not None:
             *skips, x = (tensor + more for tensor, more in zip([*skips, x], residuals, strict=True))

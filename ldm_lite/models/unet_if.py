@@ -151,15 +151,4 @@ class UNetIF(core.UNet):
             assert y is not None, "stage II needs y, the noise level of the smaller image"
             emb = emb + self.aug_proj(sinusoids(y, width).to(dtype))
         emb = F.gelu(emb)  # (B, E)
-        context = self.encoder_proj(context).transpose(1, 2)  # (B, E, L)
-
-        # as core.UNet.forward_embedded, but the layout of x stays
-        skips = []
-        for block in self.input_blocks:
-            x = block(x, emb, context)
-            skips.append(x)
-        x = self.middle_block(x, emb, context)
-        for block in self.output_blocks:
-            x = torch.cat([x, skips.pop()], dim=1)
-            x = block(x, emb, context, skips[-1].shape[2:] if skips else None)
-        return self.out(x)
+        return self.forward_embedded(x, emb, self.encoder_proj(context).transpose(1, 2))  # the text is (B, E, L)

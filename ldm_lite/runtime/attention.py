@@ -9,7 +9,6 @@ PyTorch's kernels for scaled dot-product attention are called as the operators t
 
 import contextlib
 import copy
-import fnmatch
 import functools
 import importlib
 from collections.abc import Callable, Iterator
@@ -19,13 +18,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ldm_lite.core.layers import AttentionFn, sdpa
+from ldm_lite.core.layers import AttentionFn, attention_layers, matching_layers, sdpa
 from ldm_lite.runtime import timing
 from ldm_lite.runtime.cpu import blocked
 from ldm_lite.runtime.patching import patch, patch_of, unpatch, unpatched
 from ldm_lite.runtime.precision import short_name
 
 AnyNetwork = TypeVar("AnyNetwork", bound=nn.Module)
+layers = attention_layers
 
 
 def vanilla(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -194,24 +194,6 @@ def _mha(layer: Any, x: Tensor, context: Tensor) -> Tensor:
     return out.transpose(0, 1)
 
 
-def layers(network: nn.Module) -> dict[str, Any]:
-    """Return the attention layers of a network by their names, which are those of the checkpoint.
-
-    Each has an attribute `attention`, the function that it calls.
-    """
-    return {name: layer for name, layer in network.named_modules() if callable(vars(layer).get("attention"))}
-
-
-def _matching(network: nn.Module, pattern: str) -> dict[str, Any]:
-    """Return the attention layers whose names match a pattern.  Raises ValueError if none does."""
-    every = layers(network)
-    if not every:
-        raise ValueError(f"{type(network).__name__} has no attention layers")
-    if chosen := {name: layer for name, layer in every.items() if fnmatch.fnmatchcase(name, pattern)}:
-        return chosen
-    raise ValueError(f"no attention layer matches {pattern!r}: they are {', '.join(every)}")
-
-
 def head_dim(layer: Any) -> int:
     """Return the number of channels of a layer's heads."""
     known: int | None = getattr(layer, "head_dim", None)
@@ -270,7 +252,7 @@ def use(
     """
     if not isinstance(attention, str) and not callable(attention):
         raise TypeError(f"got attention {attention!r}, expected a name or a function of q, k and v")
-    chosen = _matching(network, pattern)
+    chosen = matching_layers(network, pattern)
     if attention == "mha":
         if lacks := [name for name, layer in chosen.items() if not hasattr(layer, "to_q")]:
             raise ValueError(f"attention 'mha' needs layers with to_q, to_k and to_v; {lacks[0]} has none: use sdpa")
@@ -318,7 +300,7 @@ def record(network: nn.Module, pattern: str = "*") -> Iterator[dict[str, list[Te
     the first half of the batch is uncond's, the second cond's.  A map is large (N times M): choose few layers, or empty
     the lists.  For one thread at a time, since the network's own layers record.  Raises ValueError if no layer matches.
     """
-    chosen = _matching(network, pattern)
+    chosen = matching_layers(network, pattern)
     maps: dict[str, list[Tensor]] = {name: [] for name in chosen}
     before = {name: layer.attention for name, layer in chosen.items()}
     with contextlib.ExitStack() as stack:

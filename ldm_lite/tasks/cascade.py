@@ -27,7 +27,7 @@ from ldm_lite.cli.options import LoadOptions
 from ldm_lite.cli.task_options import UpscaleOptions
 from ldm_lite.conditioning.inputs import read_tensor
 from ldm_lite.core.denoise import Call, Conditioning, Draw, Inputs, InputSource
-from ldm_lite.core.pipeline import pick_device
+from ldm_lite.core.networks import pick_device
 from ldm_lite.core.tasks import noise_of
 from ldm_lite.diffusion.adjustments import thresholding
 from ldm_lite.diffusion.guidance import classifier_free

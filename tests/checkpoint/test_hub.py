@@ -98,7 +98,6 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def test_checkpoint_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert hub.resolve(None) == hub.bundled()
     assert hub.resolve(DATA) == DATA
     (tmp_path / "models").mkdir()
     monkeypatch.chdir(tmp_path)
@@ -108,7 +107,7 @@ def test_checkpoint_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(FileNotFoundError, match="got an empty checkpoint name"):
         hub.resolve("")
     mistyped = ("owner/flux.gguf", "owner/model.sft", "owner/model.SafeTensors", "models/model")
-    for name in (None, "a", "a/b/c", "a/b.ckpt", *mistyped, "./b", "~/b", "/b", "a/", tmp_path):
+    for name in ("a", "a/b/c", "a/b.ckpt", *mistyped, "./b", "~/b", "/b", "a/", tmp_path):
         assert hub.repository(name) is None
     for name in ("owner/sdxl-1.0", "stable-diffusion-v1-5/stable-diffusion-v1-5"):
         assert hub.repository(name) == name

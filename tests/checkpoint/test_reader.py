@@ -19,7 +19,8 @@ from torch import Tensor
 
 import ldm_lite
 from ldm_lite import core, txt2img
-from ldm_lite.checkpoint.reader import ema_copy, open_checkpoint, parts_of
+from ldm_lite.checkpoint.reader import open_checkpoint, parts_of
+from ldm_lite.core.networks import ema_copy
 from ldm_lite.zoo.families import FROM_FOLDERS, METADATA_KEYS
 
 METADATA = random_checkpoint.metadata(SMALL)

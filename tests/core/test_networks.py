@@ -192,7 +192,7 @@ def test_attention_is_set_where_a_pattern_matches(pipe: Pipeline) -> None:
 def test_attention_errors_are_one_line(pipe: Pipeline) -> None:
     with pytest.raises(ValueError, match="unknown attention 'flesh': expected a function, or one of sdpa, explicit"):
         pipe.with_attention("flesh")
-    with pytest.raises(ValueError, match=r"no attention layer matches 'attn3': their names are input_blocks\.1\.1\."):
+    with pytest.raises(ValueError, match=r"no attention layer matches 'attn3': they are input_blocks\.1\.1\."):
         pipe.with_attention("sdpa", where="attn3")
     with pytest.raises(ValueError, match="unknown attention"):
         use_attention(nn.Linear(1, 1), "none")

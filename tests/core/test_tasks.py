@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ldm_lite.core import Pipeline, load
 from ldm_lite.core.denoise import State, run_row
-from ldm_lite.core.pipeline import pick_device
+from ldm_lite.core.networks import pick_device
 from ldm_lite.core.schedule import Schedule
 
 GOLDEN = arrays("bundled.npz")

@@ -18,8 +18,8 @@ from render_emoji import render
 from torch import Tensor
 
 import ldm_lite
-from ldm_lite.checkpoint import hub
 from ldm_lite.checkpoint.reader import open_checkpoint, parts_of
+from ldm_lite.core import files
 
 PATH = Path(__file__).resolve().parents[1] / "data" / "bundled.npz"
 PROMPTS = ("a red apple on a blue background", "a cat on a yellow background")
@@ -37,7 +37,7 @@ def scenes() -> Tensor:
 def main() -> None:
     """Write the file."""
     family = ldm_lite.load(device="cpu").family
-    file = parts_of(open_checkpoint(hub.bundled())).file
+    file = parts_of(open_checkpoint(files.bundled())).file
     weights = {key: file.read(key).float() for key in file.shapes}
     tokenizer = ldm_lite.load(device="cpu").tokenizer  # has goldens of its own
     text, unet, vae = (build(family, weights) for build in (peers.text_encoder, peers.unet, peers.vae))

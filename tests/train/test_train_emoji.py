@@ -16,10 +16,10 @@ from torch.nn import functional as F
 from training import losses
 
 import ldm_lite
-from ldm_lite.checkpoint import hub
 from ldm_lite.checkpoint.parts import load_autoencoder
 from ldm_lite.checkpoint.reader import open_checkpoint, parts_of
 from ldm_lite.cli.options import LoadOptions
+from ldm_lite.core import files
 from ldm_lite.core.tokenizer import END as EOT
 from ldm_lite.core.tokenizer import START as SOT
 from ldm_lite.models.clip import CLIPTextModel
@@ -63,7 +63,7 @@ def tensors_of(path: Path) -> dict[str, torch.Tensor]:
 def start(renderer: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A new model around the bundled autoencoder."""
     out = tmp_path_factory.mktemp("new") / "start.safetensors"
-    return run("new", renderer, out, "--vae", str(hub.bundled()), "--scenes", "6", "--device", "cpu")
+    return run("new", renderer, out, "--vae", str(files.bundled()), "--scenes", "6", "--device", "cpu")
 
 
 def used_tokens(path: Path) -> set[int]:
@@ -88,7 +88,7 @@ def test_a_new_model_has_the_sizes_of_the_bundled_one_and_its_own_scale_factor(s
 
 
 def test_a_new_model_has_the_levels_asked_for(renderer: Path, tmp_path: Path) -> None:
-    more = ("--vae", str(hub.bundled()), "--scenes", "2", "--device", "cpu")
+    more = ("--vae", str(files.bundled()), "--scenes", "2", "--device", "cpu")
     levels = ("--model-channels", "32", "--channel-mult", "1,3", "--transformer-depth", "0,1")
     path = run("new", renderer, tmp_path / "new.safetensors", *more, *levels)
     new = ldm_lite.load(path, device="cpu")
@@ -160,7 +160,7 @@ def test_a_packed_checkpoint_is_the_same_model_with_its_words(start: Path, tmp_p
 
 @pytest.mark.slow
 def test_a_text_encoder_learns_alone(renderer: Path, tmp_path: Path) -> None:
-    bundled = str(hub.bundled())
+    bundled = str(files.bundled())
     more = ("--ckpt", bundled, "--scenes", "6", "--steps", "30", "--caption-dropout", "0", "--min-timestep", "900")
     path = run("text", renderer, tmp_path / "a", *more)
     values = losses(tmp_path / "a")
@@ -169,7 +169,7 @@ def test_a_text_encoder_learns_alone(renderer: Path, tmp_path: Path) -> None:
     run("text", renderer, tmp_path / "b", *more, "--resume")
     assert losses(tmp_path / "b") == values
     assert parts.read_bytes() == path.read_bytes()
-    before, after = tensors_of(hub.bundled()), tensors_of(path)
+    before, after = tensors_of(files.bundled()), tensors_of(path)
     assert before.keys() == after.keys()
     changed = {key for key, value in before.items() if not torch.equal(after[key], value)}
     assert changed
@@ -221,12 +221,12 @@ def test_an_autoencoder_learns(renderer: Path, tmp_path: Path, small_path: Path)
 @pytest.mark.slow
 def test_a_decoder_learns_alone(renderer: Path, tmp_path: Path) -> None:
     """A run that was stopped ends as one that was not, and latents stay."""
-    more = ("--ckpt", str(hub.bundled()), "--batch-size", "2", "--steps", "4")
+    more = ("--ckpt", str(files.bundled()), "--batch-size", "2", "--steps", "4")
     path = run("decoder", renderer, tmp_path / "a", *more)
     parts = run("decoder", renderer, tmp_path / "b", *more, "--minutes", "0")
     run("decoder", renderer, tmp_path / "b", *more, "--resume")
     assert parts.read_bytes() == path.read_bytes()
-    before, after = tensors_of(hub.bundled()), tensors_of(path)
+    before, after = tensors_of(files.bundled()), tensors_of(path)
     assert before.keys() == after.keys()
     changed = {key for key, value in before.items() if not torch.equal(after[key], value)}
     assert {key.split(".")[1] for key in changed} == {"decoder", "post_quant_conv"}
