@@ -128,10 +128,10 @@ class Tests:
         scores = {}
         for path, words in self._words.items():
             text = self._texts[path]
-            score = sum(self._weights[word] for word in around & words)
-            score += sum(self._weights[word] for word in defined & words)
+            in_common = sum(self._weights[word] for word in [*(around & words), *(defined & words)])
+            score = 16 * in_common / math.sqrt(len(words))  # a long file has words of everything
             score += 8 if imports.search(text) else 4 * any(pattern.search(text) for pattern in importers)
-            score += 8 * len(name & {*path.stem.split("_")}) / len(name)
+            score += 24 * len(name & {*path.stem.split("_")}) / len(name)
             scores[path.as_posix()] = score + 4 * (path.parent.name == file.parent.name)
         return sorted(scores, key=lambda path: (-scores[path], path))[:MOST_FILES]
 

@@ -389,6 +389,7 @@ def test_the_tests_of_a_place_are_those_that_speak_of_it() -> None:
         ("image_headers.py", "components", "test_image_files.py"),
         ("image_headers.py", "TAG_SIZES =", "test_image_files.py"),
         ("text/tokenizer.py", "len(text) > most", "text/test_limits.py"),
+        ("tasks/inpaint.py", "strength == 1 and", "test_inpaint.py"),
         ("serve/library.py", "def works", "serve/test_protection.py"),
     ):
         text = (ROOT / "ldm_lite" / file).read_text(encoding="utf-8")
