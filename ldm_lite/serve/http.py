@@ -30,18 +30,23 @@ from starlette.responses import JSONResponse, StreamingResponse
 
 from ldm_lite.cli.console import printable
 from ldm_lite.cli.pictures import text_of, write_picture
-from ldm_lite.image import decode_image, to_rgb, upright
+from ldm_lite.image import decode_image, in_8_bits, upright
 from ldm_lite.serve import ledger
-from ldm_lite.serve.ledger import ACCOUNT, CLIENT, Full, TooLarge
+from ldm_lite.serve.ledger import ACCOUNT, CLIENT, Account, Full, Ledger, TooLarge
+from ldm_lite.serve.options import LARGEST
 from ldm_lite.serve.queue import Engine
 from ldm_lite.serve.ticket import BYTES, CANCELLED, Stopping, Ticket, report
 
 BodyKind = TypeVar("BodyKind", bound="Body")
 T = TypeVar("T")
 MOST_MESSAGE = 500  # characters
-MOST_READ = 16  # times the pixels that may be made may be read
+MOST_READ = 16  # times the pixels that may be made may be read, of LARGEST if that is more
 MOST_KEPT = 4  # times those pixels stay: larger pictures are reduced when they are read
 DECODING = 10.0  # seconds that a picture may take
+# Bytes of a pixel that decoders need, measured; other formats need what the pixels take.
+DECODERS = {"WEBP": 22, "AVIF": 13, "HEIF": 13}
+PROGRESSIVE = 11  # of a JPEG
+BAND = 2**20  # pixels that are reduced at a time
 READING = 60.0  # seconds until a body has come, and then until it is read
 READERS = 4  # threads that read; a client has half of them
 SMALL = 2**16  # bytes of a body that is read though the queue is full
@@ -333,37 +338,56 @@ class _Timed(io.BytesIO):
 def open_bytes(content: bytes, name: str, most: int) -> Image.Image:
     """Decode an image, upright, of at most MOST_READ * most pixels; beyond MOST_KEPT * most it is reduced.
 
-    The request's account holds the image.  Raises ValueError, Full, TooLarge.
+    The account of the request holds what decoding needs, then what is kept.  Raises ValueError, Full, TooLarge.
     """
+    account, kept = ACCOUNT.get() or Account(Ledger(2**62), ""), MOST_KEPT * most
 
     def loaded(image: Image.Image) -> Image.Image:
         image.decodermaxblock = 2**12  # type: ignore[attr-defined]  # bytes between two checks of the time
-        if (account := ACCOUNT.get()) is not None:
-            account.add("pictures", BYTES * min(image.width * image.height, MOST_KEPT * most))
-        if image.width * image.height <= MOST_KEPT * most:
-            return upright(image)
-        if not _LARGE.acquire(timeout=DECODING):
+        pixels = image.width * image.height
+        account.add("pictures", BYTES * min(pixels, kept))
+        if pixels > kept and not _LARGE.acquire(timeout=DECODING):
             raise Full("too many large pictures are being read: try again later")
         try:
-            return reduced(image)
+            account.add("decoding", needed := pixels * _pixel_bytes(image))
+            result = upright(image) if pixels <= kept else _reduced(image, kept)
+            account.add("decoding", -needed)
+            return result
         finally:
-            _LARGE.release()
-
-    def reduced(image: Image.Image) -> Image.Image:
-        ratio = math.sqrt(MOST_KEPT * most / (image.width * image.height))
-        size = max(1, int(ratio * image.width)), max(1, int(ratio * image.height))
-        image.draft(image.mode, size)  # a JPEG is decoded smaller
-        image.load()
-        if image.mode in ("P", "PA"):
-            image = image.convert("RGBA")
-        elif image.mode not in ("L", "LA", "RGB", "RGBA", "I;16"):
-            image = to_rgb(image)
-        return upright(image.resize(size, Image.Resampling.BOX))  # a quarter of the time of Lanczos
+            if pixels > kept:
+                _LARGE.release()
 
     try:
-        return decode_image(_Timed(content), name, loaded, MOST_READ * most)
+        return decode_image(_Timed(content), name, loaded, MOST_READ * max(most, LARGEST))
     except ValueError as error:
         raise error.__cause__ if isinstance(error.__cause__, (Full, TooLarge)) else error  # noqa: B904
+
+
+def _pixel_bytes(image: Image.Image) -> int:
+    """The bytes of a pixel that decoding an image needs."""
+    if "progressive" in image.info:
+        return PROGRESSIVE
+    of_mode = 1 if image.mode in ("1", "L", "P") else BYTES
+    return DECODERS.get(image.format or "", of_mode)
+
+
+def _reduced(image: Image.Image, most: int) -> Image.Image:
+    """Return an image upright, with 8 bits, of at most so many pixels: means of squares, in bands of little memory."""
+    ratio = math.sqrt(most / (image.width * image.height))
+    image.draft(image.mode, (max(1, int(ratio * image.width)), max(1, int(ratio * image.height))))  # of a JPEG
+    image.load()
+    (width, height), bands = image.size, list[Image.Image]()
+    factor = math.ceil(math.sqrt(width * height / most))
+    rows = factor * max(1, BAND // (factor * width))
+    for top in range(0, height, rows):
+        band = in_8_bits(image.crop((0, top, width, min(top + rows, height))))
+        mode = "RGBA" if band.has_transparency_data else "L" if band.mode in ("1", "L") else "RGB"
+        bands.append(band.convert(mode).reduce(factor))
+    result = Image.new(bands[0].mode, (bands[0].width, sum(band.height for band in bands)))
+    for number, band in enumerate(bands):
+        result.paste(band, (0, number * rows // factor))
+    result.info = {name: value for name, value in image.info.items() if name != "transparency"}
+    return upright(result)
 
 
 def open_base64(text: Any, name: str, most: int) -> Image.Image:

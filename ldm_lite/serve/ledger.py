@@ -28,6 +28,7 @@ class Account:
     def __init__(self, ledger: "Ledger", client: str) -> None:
         self.client, self.parts = client, Counter[str]()
         self.drop: Callable[[Full], object] | None = None  # ends the request, if it may be ended for others
+        self.is_spare = False  # nobody waits for what it holds: it goes first, for the client's own requests too
         self.is_closed = False
         self._ledger, self._users = ledger, 0
 
@@ -104,19 +105,24 @@ class Ledger:
         """Return the accounts that have to end for an account to hold so many more bytes.  Raises Full, TooLarge."""
         account.check(count)
         held, dropped = self.held(), list[Account]()
-        mine = held[account.client] + count
-        if mine > self.share:
-            raise Full(f"your other requests hold {held[account.client] >> 20} MiB: try again later")
-        most = self.most if mine <= LITTLE * self.most else self.share
-        while held.total() + count > most:
+        while True:
+            mine = held[account.client] + count
+            most = self.most if mine <= LITTLE * self.most else self.share
+            if mine <= self.share and held.total() + count <= most:
+                return dropped
             rivals = [rival for rival in self.accounts if rival.drop and rival not in dropped]
-            rivals = [rival for rival in rivals if held[rival.client] > mine]
+            spare = [
+                rival for rival in rivals if rival.is_spare and (mine <= self.share or rival.client == account.client)
+            ]
+            if not spare and mine > self.share:
+                raise Full(f"your other requests hold {held[account.client] >> 20} MiB: try again later")
+            rivals = spare or [rival for rival in rivals if held[rival.client] > mine]
             if not rivals:
                 raise Full("the server's memory for requests is full: try again later")
             greediest = max(held[rival.client] for rival in rivals)
-            dropped.append([rival for rival in rivals if held[rival.client] == greediest][-1])  # its newest
+            of_greediest = [rival for rival in rivals if held[rival.client] == greediest]
+            dropped.append(of_greediest[0 if spare else -1])  # its oldest images, its newest request
             held[dropped[-1].client] -= dropped[-1].parts.total()
-        return dropped
 
 
 CLIENT: ContextVar[str] = ContextVar("client", default="")  # the client of the current request: clients take turns

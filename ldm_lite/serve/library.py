@@ -19,7 +19,7 @@ from ldm_lite.cli.declared import import_features
 from ldm_lite.cli.options import LoadOptions
 from ldm_lite.cli.task_options import Txt2imgOptions
 from ldm_lite.core.layers import Shapes
-from ldm_lite.serve.options import ServeOptions
+from ldm_lite.serve.options import LARGEST, ServeOptions
 
 SUFFIXES = (".safetensors", ".ckpt", ".pt", ".pth", ".bin")
 _KINDS = {  # as messages say
@@ -30,6 +30,7 @@ _KINDS = {  # as messages say
     "embeddings": "embedding",
 }
 MOST_RUNS = 16  # batches that take turns, each with its latents and texts in memory
+TILE = 64  # pixels that a network enlarges at a time on a CPU: 64 channels that become four times as large take 115 MiB
 MOST_LORAS = 32  # of a request
 Loras = tuple[tuple[str, toolkit.LoraWeight], ...]  # (name, weight)
 
@@ -42,6 +43,7 @@ class ModelFacts(NamedTuple):
     scale: float  # of guidance
     sampler: str
     tasks: tuple[str, ...]
+    words: str  # that its text encoder was trained on, "" for all
     widths: set[int]  # of its text encoders, which embeddings fit
     inputs: toolkit.ModelInputs  # what its network reads
 
@@ -95,9 +97,10 @@ class Library:
         return _inputs(dataclasses.replace(self._load, ckpt=path), path.stat().st_mtime_ns)
 
     @property
-    def is_bundled(self) -> bool:
-        """Whether the default model is the one that comes with the package."""
-        return self._load.ckpt is None
+    def most_pixels(self) -> int:
+        """How many pixels an image may have, if the options do not tell: an image of a model takes a multiple."""
+        few = 17 * self.facts(None).side ** 2
+        return LARGEST if self._options.models is not None else min(LARGEST, few)
 
     @property
     def names(self) -> list[str]:
@@ -164,7 +167,7 @@ class Library:
         """Return an ESRGAN network, which is loaded when it enlarges.  Raises ValueError for another name, OSError."""
         file = self.file("upscalers", name)
         self._check_works(file)
-        return _NamedUpscaler(self, file)
+        return _NamedUpscaler(self, file, TILE if self.device.type == "cpu" else 4 * TILE)
 
     def enlarging(self, file: Path) -> nn.Module:
         """Return a file's network, for the engine's thread; only the last one stays.  Raises ValueError, OSError."""
@@ -256,7 +259,7 @@ class Library:
         widths = {encoder.spec.width for encoder in encoders if hasattr(encoder, "spec")}
         tasks, inputs = toolkit.tasks_of(model), toolkit.inputs_of(model)
         usual = model.family.steps, model.family.scale, model.family.sampler
-        self._facts[name] = ModelFacts(model.family.resolution, *usual, tasks, widths, inputs)
+        self._facts[name] = ModelFacts(model.family.resolution, *usual, tasks, model.family.words, widths, inputs)
         self._model = self.together or model
 
     @property
@@ -290,7 +293,7 @@ class _NamedUpscaler(Upscaler):
 
     library: Library
     file: Path
-    tile: int = 256
+    tile: int
 
     @property
     def name(self) -> str:  # type: ignore[override]

@@ -22,14 +22,13 @@ from ldm_lite.cli.task_options import Img2imgOptions, InpaintOptions, Txt2imgOpt
 from ldm_lite.image import to_rgb
 from ldm_lite.serve import http
 from ldm_lite.serve.http import Body, Encoding, Refused, open_bytes, read_json, reading
-from ldm_lite.serve.ledger import CLIENT
+from ldm_lite.serve.ledger import CLIENT, Account, Full, Ledger, TooLarge
 from ldm_lite.serve.queue import Engine
 from ldm_lite.serve.ticket import Ticket
 
 # OpenAI's own models, which clients name by default: they mean the default model, unless a file has such a name.
 ALIASES = re.compile(r"(?P<dalle>dall-e-[\w.-]{1,80})|(?:chat)?gpt-image-[\w.-]{1,80}")
 LIFETIME = 3600.0  # seconds that an image can be fetched by its URL
-MOST_LINKED = 64 * 2**20  # bytes of images that have a URL; a client has half
 USAGE = {  # the clients want it; nothing is charged, so there are no tokens
     "input_tokens": 0,
     "output_tokens": 0,
@@ -85,28 +84,38 @@ class VariationRequest(EditRequest):
 class Link(NamedTuple):
     """An image that has a URL."""
 
-    client: str
+    account: Account  # of the images of its answer
     until: float  # of time.monotonic()
     content: bytes
 
 
 class Links:
-    """Images with URLs in answers, in memory: new ones replace the oldest."""
+    """Images that answers name by a URL, in memory as long as the ledger has room for them."""
 
-    def __init__(self) -> None:
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
         self._links: dict[str, Link] = {}  # by name, the oldest first
 
     def add(self, contents: list[bytes], suffix: str) -> list[str]:
-        """Return names for the images of an answer.  Raises Refused if they are more than a client may have."""
-        client, now, half = CLIENT.get(), time.monotonic(), MOST_LINKED // 2
-        if sum(map(len, contents)) > half:
-            raise Refused(422, f"got images of more than {half >> 20} MiB: give b64_json as response_format, or fewer")
-        names = [f"{secrets.token_hex(16)}.{suffix}" for _ in contents]
-        self._links |= zip(names, (Link(client, now + LIFETIME, content) for content in contents), strict=True)
-        for most, whose in ((half, client), (MOST_LINKED, None)):
-            held = [name for name, link in self._links.items() if whose in (link.client, None)]
-            while sum(len(self._links[name].content) for name in held) > most:
-                del self._links[held.pop(0)]
+        """Return names for the images of an answer.  Raises Full, TooLarge."""
+        now, names = time.monotonic(), [f"{secrets.token_hex(16)}.{suffix}" for _ in contents]
+        for name, link in list(self._links.items()):
+            if link.until < now:
+                self._ledger.close(link.account)
+                self._links.pop(name, None)
+
+        def drop(full: Exception) -> None:
+            for name in names:
+                self._links.pop(name, None)
+
+        account = Account(self._ledger, CLIENT.get())
+        account.drop, account.is_spare = drop, True
+        self._links |= zip(names, (Link(account, now + LIFETIME, content) for content in contents), strict=True)
+        try:
+            account.hold("linked", sum(map(len, contents)))
+        except (Full, TooLarge) as error:
+            drop(error)
+            raise
         return names
 
     def read(self, name: str) -> bytes:
@@ -119,7 +128,7 @@ class Links:
 
 def router(engine: Engine) -> APIRouter:
     """Return the routes."""
-    routes, links = APIRouter(prefix="/v1", tags=["OpenAI"]), Links()
+    routes, links = APIRouter(prefix="/v1", tags=["OpenAI"]), Links(engine.ledger)
     started = int(time.time())
 
     def about(name: str) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from ldm_lite.cli.options import MOST, CheckedOptions
 from ldm_lite.core.declare import option
 
 DAY = 24 * 3600
+LARGEST = 2**20 + 2**16  # pixels of an image, by default
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,12 @@ class LimitOptions(CheckedOptions):
     batch_wait: float = option(
         0.0, "seconds that an idle server waits for more requests before it begins with the first", within=(0, 60)
     )
-    max_pixels: int = option(2**20 + 2**16, "maximum pixels of an image", within=(64, 2**28))
+    max_pixels: int = option(
+        0,
+        f"maximum pixels of an image; 0: {LARGEST:,}, or less: without --models at most 17 times those that "
+        "images have that the model was trained on",
+        within=(0, 2**28),
+    )
     max_steps: int = option(150, "maximum steps of an image", within=(1, 1000))
     max_images: int = option(16, "maximum images of a request", within=(1, 1000))
     max_branches: int = option(
@@ -34,8 +40,8 @@ class LimitOptions(CheckedOptions):
     )
     max_queue: int = option(256, "images that may wait; further requests get status 429", within=(1, MOST))
     max_memory: int = option(
-        192,
-        "MiB that requests may hold: bodies, pictures, results, answers that are not sent; a client may hold three "
+        128,
+        "MiB that requests may hold: bodies, pictures, their decoding, results, unsent answers; a client has three "
         "quarters, further requests get 429, and larger ones 413",
         within=(1, MOST),
     )

@@ -62,7 +62,8 @@ class Engine:
     """
 
     def __init__(self, library: Library, limits: LimitOptions) -> None:
-        self.library, self.limits = library, limits
+        most = limits.max_pixels or library.most_pixels
+        self.library, self.limits = library, dataclasses.replace(limits, max_pixels=most)
         self.ledger = Ledger(limits.max_memory * 2**20)
         self.totals: Counter[str] = Counter()  # counts of events, by name
         self.runs: list[Run] = []

@@ -293,29 +293,42 @@ def test_urls_and_variations(start: Start, small_path: Path) -> None:
     assert varied.data[0].url.startswith(server.url)
 
 
-def test_images_with_urls_are_limited_and_expire(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_with_urls_give_way_to_requests_and_expire(monkeypatch: pytest.MonkeyPatch) -> None:
     from ldm_lite.serve import openai
     from ldm_lite.serve.http import Refused
-    from ldm_lite.serve.ledger import CLIENT
+    from ldm_lite.serve.ledger import CLIENT, Account, Full, Ledger, TooLarge
 
-    monkeypatch.setattr(openai, "MOST_LINKED", 40)
-    links, token = openai.Links(), CLIENT.set("a")
+    ledger = Ledger(80)  # of which a client has 60
+    links, token = openai.Links(ledger), CLIENT.set("a")
+
+    def add(client: str, count: int) -> str:
+        CLIENT.set(client)
+        return links.add([bytes(count)], "png")[0]
+
+    def is_there(*names: str) -> list[bool]:
+        return [name in links._links for name in names]
+
     try:
-        first, second, third = (links.add([bytes(10)], "png")[0] for _ in range(3))
-        assert links.read(second) == links.read(third) == bytes(10)
-        with pytest.raises(Refused, match="no image"):
-            links.read(first)  # a client has half
-        with pytest.raises(Refused, match="b64_json as response_format"):
-            links.add([bytes(15), bytes(6)], "png")
-        for client in "bc":
-            CLIENT.set(client)
-            links.add([bytes(10)] * 2, "png")
-        with pytest.raises(Refused, match="no image"):
-            links.read(third)
+        first, second, third = (add("a", 25) for _ in range(3))
+        assert is_there(first, second, third) == [False, True, True]  # a client's own make room, the oldest first
+        assert links.read(second) == bytes(25)
+        with pytest.raises(TooLarge, match="expected at most"):
+            add("a", 61)
+        small = add("b", 4)
+        assert ledger.held() == {"a": 50, "b": 4}
+        with Account(ledger, "c") as account:
+            account.hold("body", 30)  # those of who has most go before
+            assert is_there(second, third, small) == [False, True, True]
+            account.hold("body", 60)
+            assert is_there(third, small) == [False, False]
+            with pytest.raises(Full):
+                add("d", 20)
+        assert links._links == {}
         monkeypatch.setattr(openai, "LIFETIME", -1.0)
-        [name] = links.add([bytes(5)], "png")
         with pytest.raises(Refused, match="no image"):
-            links.read(name)
+            links.read(add("a", 5))
+        add("a", 5)
+        assert ledger.held() == {"a": 5}
     finally:
         CLIENT.reset(token)
 

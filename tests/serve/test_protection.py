@@ -16,8 +16,10 @@ from collections.abc import Callable, Iterator
 from http.client import HTTPConnection
 from typing import Any
 
+import numpy as np
 import pytest
-from PIL import Image
+from PIL import ExifTags, Image
+from PIL.PngImagePlugin import PngInfo
 from serving import Full, Running, engine_of, finished, form, library_of, submit
 from waiting import wait_for
 
@@ -29,7 +31,7 @@ from ldm_lite import Control
 from ldm_lite.cli.task_options import Img2imgOptions, InpaintOptions
 from ldm_lite.serve import http, queue, server
 from ldm_lite.serve.http import Refused, open_bytes, validated
-from ldm_lite.serve.ledger import CLIENT, Account, TooLarge
+from ldm_lite.serve.ledger import ACCOUNT, CLIENT, Account, Ledger, TooLarge
 from ldm_lite.serve.ticket import Ticket, report
 
 OPENAI, TXT2IMG, IMG2IMG = "/v1/images/generations", "/sdapi/v1/txt2img", "/sdapi/v1/img2img"
@@ -239,14 +241,49 @@ def test_a_large_body_is_not_read_for_a_full_queue(start: Callable[..., Running]
 # ---- pictures -------------------------------------------------------------------------------------------------------
 
 
-def test_a_large_picture_is_reduced_when_it_is_read() -> None:
+def test_a_large_picture_is_reduced_when_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     for mode in ("RGB", "RGBA", "L", "P", "1", "I;16"):
         image = open_bytes(picture(200, mode=mode), "image", 100 * 100)
         assert image.size == (200, 200)
         image = open_bytes(picture(300, mode=mode), "image", 100 * 100)
-        assert image.size == (200, 200)
+        assert image.size == (150, 150)
+    monkeypatch.setattr(http, "LARGEST", 100 * 100)
     with pytest.raises(ValueError, match="expected at most"):
         open_bytes(picture(500), "image", 100 * 100)
+
+
+def test_a_picture_is_reduced_in_bands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Upright, with 8 bits and its text, as if in one piece."""
+    pixels = np.random.default_rng(0).integers(0, 255, (50, 75, 4), dtype=np.uint8)
+    image = Image.fromarray(pixels).resize((301, 203))
+    monkeypatch.setattr(http, "BAND", 301 * 3 * 5)
+    for mode in ("RGB", "L", "RGBA"):
+        file, converted = io.BytesIO(), image.convert(mode)
+        exif, text = Image.Exif(), PngInfo()
+        exif[ExifTags.Base.Orientation] = 6
+        text.add_text("parameters", "a text")
+        converted.save(file, "PNG", exif=exif, pnginfo=text)
+        reduced = open_bytes(file.getvalue(), "image", 2000)
+        expected = converted.reduce(3).transpose(Image.Transpose.ROTATE_270)
+        assert (reduced.mode, reduced.info["parameters"]) == (mode, "a text")
+        assert np.array_equal(np.asarray(reduced), np.asarray(expected))
+    file = io.BytesIO()
+    Image.fromarray(np.full((300, 300), 65535, dtype=np.uint16)).save(file, "PNG")
+    assert open_bytes(file.getvalue(), "image", 2000).getextrema() == (255, 255)
+
+
+def test_what_decoding_needs_is_held_while_it_lasts() -> None:
+    """A WebP's decoder takes 22 bytes a pixel, a PNG's the 4 of the pixels."""
+    account = Account(Ledger(2**20), "a")
+    token = ACCOUNT.set(account)
+    try:
+        with account:
+            open_bytes(picture(200), "image", 2**20)
+            assert account.parts == {"pictures": 4 * 200 * 200, "decoding": 0}
+            with pytest.raises(TooLarge, match=r"expected at most 1 \(`max_memory`\)"):
+                open_bytes(picture(200, "WEBP"), "image", 2**20)
+    finally:
+        ACCOUNT.reset(token)
 
 
 def test_decoding_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ from ldm_lite.models.unet import LDMUNet
 from ldm_lite.runtime.patching import is_unmodified, kernel, patch
 from ldm_lite.runtime.together import Together
 from ldm_lite.serve.ledger import CLIENT
+from ldm_lite.serve.options import LARGEST
 
 
 def options(prompt: str = "a car", seed: int = 1, **more: Any) -> dict[str, Any]:
@@ -242,6 +243,13 @@ def test_limits_of_a_request(library: Any, wrong: dict[str, Any], message: str) 
     engine = engine_of(library, max_pixels=64 * 64, max_steps=10, max_images=4)
     with pytest.raises(ValueError, match=message):
         submit(engine, "txt2img", options(**wrong))
+
+
+def test_the_default_size_of_images_follows_the_model(library: Any, tmp_path: Path) -> None:
+    """Unless there are others."""
+    assert engine_of(library).limits.max_pixels == 17 * library.facts(None).side ** 2
+    assert engine_of(library, max_pixels=100).limits.max_pixels == 100
+    assert engine_of(library_of(models=str(tmp_path))).limits.max_pixels == LARGEST
 
 
 def test_the_queue_has_a_limit(library: Any) -> None:
