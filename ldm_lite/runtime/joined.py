@@ -12,6 +12,7 @@ import functools
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -24,104 +25,6 @@ from ldm_lite.core.unet import Attention, BasicTransformerBlock, ResBlock
 from ldm_lite.runtime.patching import kernel, patch, patch_of, unpatch
 
 MOST_SHARED = 2**27  # numbers of a shared weight: in larger networks products are not bound by their start
-
-
-class Memory:
-    """The memory of three weights: a tensor (3C, C) of which they are views.  A copy of a layer has none."""
-
-    def __init__(self, qkv: Tensor | None) -> None:
-        self.qkv = qkv
-
-    def __deepcopy__(self, memo: object) -> "Memory":
-        return Memory(None)
-
-
-def use(network: nn.Module) -> None:
-    """Join the weights of a network's linears that read the same.  Other layers are left as they are."""
-    texts, timesteps = list[Any](), list[Any]()
-    for block in network.modules():
-        if type(block) is BasicTransformerBlock and type(block.attn1) is type(block.attn2) is Attention:
-            join_projections(block.attn1)
-            texts += [block.attn2.to_k, block.attn2.to_v]
-        elif type(block) is ResBlock:
-            timesteps.append(block.emb_layers[1])
-    share(texts)
-    share(timesteps)
-
-
-def join_projections(layer: Attention) -> None:
-    """Move the weights of a self-attention layer's queries, keys and values into one memory."""
-    projections = layer.to_q, layer.to_k, layer.to_v
-    weights = [projection.weight for projection in projections]
-    if len({weight.shape for weight in weights}) > 1 or not all(map(_is_plain, projections)):
-        return
-    if is_joined(layer):
-        return
-    with torch.no_grad():
-        joined = torch.cat([weight.detach() for weight in weights])
-    for weight, view in zip(weights, joined.chunk(3), strict=True):
-        weight.data = view
-    vars(layer)["joined"] = Memory(joined)
-    patch(layer, _forward)
-
-
-def joined_layers(network: nn.Module) -> Iterator[Any]:
-    """Yield the layers of a network that were joined, even if they no longer are."""
-    return (layer for layer in network.modules() if "joined" in vars(layer))
-
-
-def is_joined(layer: Any) -> bool:
-    """Whether a layer still holds the joined memory, and it only runs three plain products."""
-    qkv = memory_of(layer)
-    projections = layer.to_q, layer.to_k, layer.to_v
-    return qkv is not None and all(
-        _is_plain(projection)
-        and projection.weight.data_ptr() == rows.data_ptr()
-        and projection.weight.dtype == rows.dtype
-        for projection, rows in zip(projections, qkv.chunk(3), strict=True)
-    )
-
-
-def memory_of(layer: Any) -> Tensor | None:
-    """Return the tensor that holds a layer's joined weights, if there is one."""
-    memory: Memory | None = vars(layer).get("joined")
-    return None if memory is None else memory.qkv
-
-
-def come_apart(layer: Any) -> None:
-    """Make a layer use three products again, and free the joined memory."""
-    vars(layer).pop("joined", None)
-    if patch_of(layer) is _forward:
-        unpatch(layer)
-
-
-@functools.partial(kernel, is_whole=True)
-def _forward(layer: Any, x: Tensor, context: Tensor) -> Tensor:
-    if not _is_usable(layer) or context is not x:
-        return Attention.forward(layer, x, context)
-    q, k, v = F.linear(x, layer.joined.qkv).chunk(3, dim=-1)  # (B, N, C)
-    q, k, v = (split_heads(part, layer.num_heads) for part in (q, k, v))  # (B, H, N, D)
-    return layer.to_out(merge_heads(layer.attention(q, k, v)))
-
-
-def _is_usable(layer: Any) -> bool:
-    if torch.compiler.is_compiling():  # addresses are unknown here: CompiledStep checks them before each call
-        return layer.joined.qkv is not None and not torch.is_grad_enabled()
-    if not is_joined(layer):
-        come_apart(layer)
-        return False
-    return not (torch.is_grad_enabled() and layer.to_q.weight.requires_grad)
-
-
-def _is_plain(layer: nn.Linear) -> bool:
-    """Whether a layer only multiplies by its weight."""
-    changed = "forward" in vars(layer) or layer._forward_hooks or layer._forward_pre_hooks
-    return type(layer) is nn.Linear and layer.bias is None and not changed
-
-
-# ---- linears of several layers --------------------------------------------------------------------------------------
-# The first of them multiplies for all, the others take their part of its product if their input is the same tensor, and
-# the last forgets it.  If the weight of one was replaced, all come apart.
 
 
 class Shared:
@@ -146,6 +49,110 @@ class Part:
         """Return these rows, or columns."""
         return whole.narrow(dim, self.start, self.end - self.start)
 
+    def is_held_by(self, linear: nn.Linear) -> bool:
+        """Whether the weight and the bias of a linear are still in the shared memory."""
+        if self.shared.weight is None:
+            return False
+        pairs = (linear.weight, self.shared.weight), (linear.bias, self.shared.bias)
+        return all(
+            tensor is whole
+            if tensor is None or whole is None
+            else tensor.data_ptr() == self.of(whole).data_ptr() and tensor.dtype == whole.dtype
+            for tensor, whole in pairs
+        )
+
+
+def _in_one_memory(linears: Sequence[nn.Linear]) -> tuple[Part, ...]:
+    """Move the weights of linears, and their biases, into one memory; return the part of each."""
+    with torch.no_grad():
+        weight = torch.cat([linear.weight.detach() for linear in linears])
+        biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
+        shared = Shared(weight, torch.cat(biases) if biases else None)
+    ends = list(accumulate(linear.out_features for linear in linears))
+    parts = tuple(Part(shared, end - linear.out_features, end) for linear, end in zip(linears, ends, strict=True))
+    for linear, part in zip(linears, parts, strict=True):
+        linear.weight.data = part.of(weight)
+        if shared.bias is not None:
+            linear.bias.data = part.of(shared.bias)
+    return parts
+
+
+def use(network: nn.Module) -> None:
+    """Join the weights of a network's linears that read the same.  Other layers are left as they are."""
+    texts, timesteps = list[Any](), list[Any]()
+    for block in network.modules():
+        if type(block) is BasicTransformerBlock and type(block.attn1) is type(block.attn2) is Attention:
+            join_projections(block.attn1)
+            texts += [block.attn2.to_k, block.attn2.to_v]
+        elif type(block) is ResBlock:
+            timesteps.append(block.emb_layers[1])
+    share(texts)
+    share(timesteps)
+
+
+def join_projections(layer: Attention) -> None:
+    """Move the weights of a self-attention layer's queries, keys and values into one memory."""
+    projections = layer.to_q, layer.to_k, layer.to_v
+    if len({linear.weight.shape for linear in projections}) > 1 or not all(map(_is_plain, projections)):
+        return
+    if not is_joined(layer):
+        vars(layer)["joined"] = _in_one_memory(projections)
+        patch(layer, _forward)
+
+
+def joined_layers(network: nn.Module) -> Iterator[Any]:
+    """Yield the layers of a network that were joined, even if they no longer are."""
+    return (layer for layer in network.modules() if "joined" in vars(layer))
+
+
+def is_joined(layer: Any) -> bool:
+    """Whether a layer still holds the joined memory, and it only runs three plain products."""
+    parts, projections = vars(layer).get("joined", ()), (layer.to_q, layer.to_k, layer.to_v)
+    pairs = list(zip(parts, projections, strict=False))
+    return bool(pairs) and all(_is_plain(linear) and part.is_held_by(linear) for part, linear in pairs)
+
+
+def memory_of(layer: Any) -> Tensor | None:
+    """Return the tensor that holds a layer's joined weights, if there is one."""
+    weight: Tensor | None = layer.joined[0].shared.weight if "joined" in vars(layer) else None
+    return weight
+
+
+def come_apart(layer: Any) -> None:
+    """Make a layer use three products again, and free the joined memory."""
+    vars(layer).pop("joined", None)
+    if patch_of(layer) is _forward:
+        unpatch(layer)
+
+
+@functools.partial(kernel, is_whole=True)
+def _forward(layer: Any, x: Tensor, context: Tensor) -> Tensor:
+    if not _is_usable(layer) or context is not x:
+        return Attention.forward(layer, x, context)
+    q, k, v = F.linear(x, layer.joined[0].shared.weight).chunk(3, dim=-1)  # (B, N, C)
+    q, k, v = (split_heads(part, layer.num_heads) for part in (q, k, v))  # (B, H, N, D)
+    return layer.to_out(merge_heads(layer.attention(q, k, v)))
+
+
+def _is_usable(layer: Any) -> bool:
+    if torch.compiler.is_compiling():  # addresses are unknown here: CompiledStep checks them before each call
+        return layer.joined[0].shared.weight is not None and not torch.is_grad_enabled()
+    if not is_joined(layer):
+        come_apart(layer)
+        return False
+    return not (torch.is_grad_enabled() and layer.to_q.weight.requires_grad)
+
+
+def _is_plain(layer: nn.Linear) -> bool:
+    """Whether a layer only multiplies by its weight."""
+    changed = "forward" in vars(layer) or layer._forward_hooks or layer._forward_pre_hooks
+    return type(layer) is nn.Linear and layer.bias is None and not changed
+
+
+# ---- linears of several layers --------------------------------------------------------------------------------------
+# The first of them multiplies for all, the others take their part of its product if their input is the same tensor, and
+# the last forgets it.  If the weight of one was replaced, all come apart.
+
 
 class _Products(threading.local):
     """Of this thread: the input and the product of shared weights, while a network runs."""
@@ -165,16 +172,7 @@ def share(linears: Sequence[nn.Linear]) -> None:
         return
     if any("forward" in vars(linear) for linear in linears):  # shared before, or patched
         return
-    with torch.no_grad():
-        weight = torch.cat([linear.weight.detach() for linear in linears])
-        biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
-        shared, start = Shared(weight, torch.cat(biases) if biases else None), 0
-    for linear in linears:
-        part = Part(shared, start, start + linear.out_features)
-        start = part.end
-        linear.weight.data = part.of(weight)
-        if shared.bias is not None:
-            linear.bias.data = part.of(shared.bias)
+    for linear, part in zip(linears, _in_one_memory(linears), strict=True):
         vars(linear)["part"] = part
         patch(linear, _part)
 
@@ -182,15 +180,7 @@ def share(linears: Sequence[nn.Linear]) -> None:
 def is_shared(linear: Any) -> bool:
     """Whether a linear still has its part of the shared memory."""
     part: Part | None = vars(linear).get("part")
-    if part is None or part.shared.weight is None:
-        return False
-    return _is_part(linear.weight, part, part.shared.weight) and _is_part(linear.bias, part, part.shared.bias)
-
-
-def _is_part(tensor: Tensor | None, part: Part, whole: Tensor | None) -> bool:
-    if tensor is None or whole is None:
-        return tensor is whole
-    return tensor.data_ptr() == part.of(whole).data_ptr() and tensor.dtype == whole.dtype
+    return part is not None and part.is_held_by(linear)
 
 
 @kernel
@@ -198,7 +188,7 @@ def _part(linear: nn.Linear, x: Tensor) -> Tensor:
     if torch.compiler.is_compiling() or torch.is_grad_enabled():
         return nn.Linear.forward(linear, x)
     part: Any = vars(linear).get("part")
-    if part is None or not is_shared(linear):
+    if part is None or not part.is_held_by(linear):
         if part is not None:
             part.shared.weight = part.shared.bias = None
             del linear.part
