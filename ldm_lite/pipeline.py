@@ -74,12 +74,12 @@ def load(
     and runtime options: attention=, compile=, compiled=, matmul_precision=, offload=, storage=, vae_tiling=.
     Raises FileNotFoundError or ValueError, one line that says what to do.
     """
-    named: dict[str, Any] = dict(options)
+    named: dict[str, Any] = dict(options) if source is None else {"source": source, **options}
     if isinstance(named.get("metadata"), Mapping):
         named["metadata"] = tuple(f"{key}={value}" for key, value in named["metadata"].items())
     place = {"device": None if device is None else str(device)}
     place["dtype"] = short_name(dtype) if isinstance(dtype, torch.dtype) else dtype
-    return load_model(_options(LoadOptions, "load", {"source": source, **place, **named}), Pipeline)
+    return load_model(_options(LoadOptions, "load", {**place, **named}), Pipeline)
 
 
 class Pipeline(CheckpointModel):
@@ -428,8 +428,7 @@ def _prepared(
     """
     if features.FEATURES:
         option_rows(kind)  # refuses names that clash
-    names = {field.name for field in dataclasses.fields(kind)}
-    theirs = {name: value for name, value in arguments.items() if name in features.FEATURES and name not in names}
+    theirs = {name: value for name, value in arguments.items() if name in features.FEATURES}
     rest = {name: value for name, value in arguments.items() if name not in theirs}
     on_step, progress = rest.pop("on_step", None), rest.pop("progress", False)
     options = _options(kind, function, rest, ["progress", "on_step", *features.FEATURES])

@@ -322,6 +322,8 @@ def test_options_are_checked_before_the_refiner_is_loaded(pipe: Pipeline) -> Non
 def test_an_argument_is_not_given_twice(pipe: Pipeline) -> None:
     with pytest.raises(TypeError, match=r"img2img\(\) got 'image' and 'init_img', which are the same"):
         pipe.img2img("a cat", toy.photo(), init_img=toy.photo())
+    with pytest.raises(TypeError, match=r"img2img\(\) got 'image' and 'input', which are the same"):
+        pipe.img2img("a cat", toy.photo(), input=toy.photo())  # type: ignore[call-arg]
 
 
 def test_load_refuses_what_it_cannot_use(small_path: Path) -> None:
