@@ -37,10 +37,10 @@ from ldm_lite.runtime.precision import short_name
 from ldm_lite.runtime.tiling import out_of_memory
 from ldm_lite.runtime.together import Together
 from ldm_lite.tasks import img2img, inpaint, txt2img, upscale
-from ldm_lite.tasks.checks import TASKS, check, read_prompts
+from ldm_lite.tasks.checks import TASKS, read_prompts
 from ldm_lite.tasks.cost import Cost, cost_of
 from ldm_lite.tasks.existing import contents
-from ldm_lite.tasks.features import with_networks
+from ldm_lite.tasks.features import check_options, with_networks
 from ldm_lite.tasks.image_inputs import joined
 from ldm_lite.tasks.job import PromptEncoder, Task, TaskJob
 from ldm_lite.tasks.joined import are_alike, join_batches
@@ -199,7 +199,7 @@ def estimate_cost(options: Txt2imgOptions, steps: int) -> Estimate:
     Raises ValueError for options that are wrong whatever the model.
     """
     images = int(_BY_OPTIONS[type(options)].count(options))
-    options, _ = check(options)
+    options, _ = check_options(options)
     cost, syntax, steps = cost_of(options), options.prompt_syntax, options.steps or steps
     prompts = tuple(filter(None, (*read_prompts(options), *options.negative_prompts, *cost.texts)))
     parts = [parts_of(prompt, "a1111" if cost.joins_parts else syntax) for prompt in set(prompts)]

@@ -13,7 +13,7 @@ from ldm_lite import Pipeline
 from ldm_lite.cli.task_options import Txt2imgOptions
 from ldm_lite.diffusion.names import SAMPLERS, has
 from ldm_lite.diffusion.noise import is_brownian
-from ldm_lite.tasks.features import check_features, without_loading
+from ldm_lite.tasks.features import check_options, without_loading
 
 # Options with a key in the text, each with values to draw from.
 VALUES: dict[str, list[Any]] = {
@@ -100,7 +100,7 @@ def test_options_that_only_a_loaded_network_uses_are_left_out_before_it_is_loade
     options = Txt2imgOptions("a", control=("n.safetensors:i.png",), image_embedding="e.npy", noise_level=5)
     without = without_loading(options)
     assert (without.control, without.image_embedding, without.noise_level) == ((), "e.npy", 5)  # type: ignore[attr-defined]
-    check_features(without)
+    check_options(without)
     options = Txt2imgOptions("a", refiner="r.safetensors", aesthetic_score=7.0, original_size="64x64")
     without = without_loading(options)
     assert (without.refiner, without.aesthetic_score) == (None, None)  # type: ignore[attr-defined]

@@ -13,7 +13,7 @@ from ldm_lite import txt2img
 from ldm_lite.cli.options import given
 from ldm_lite.cli.task_options import Img2imgOptions, InpaintOptions, Txt2imgOptions, UpscaleOptions
 from ldm_lite.tasks import xy
-from ldm_lite.tasks.features import check_features
+from ldm_lite.tasks.features import check_options
 from ldm_lite.tasks.xy import Axis, cells, changed, draw, read_axis
 from ldm_lite.text.parameters import parameters, parse_parameters
 
@@ -240,5 +240,5 @@ def test_a_plot_of_a_picture_s_settings_keeps_those_that_are_no_axis(tmp_path: P
     path = texts.save(tmp_path / "picture.png", parameters("a (red:1.2) apple", None, entries))
     cell = changed(Txt2imgOptions(from_png=path, clip_skip=1), {"steps": 3})
     assert given(cell) == {"from_png", "clip_skip", "steps"}
-    options, _ = check_features(cell)
+    options, _ = check_options(cell)
     assert (options.seed, options.prompt_syntax, options.clip_skip, options.steps) == (77, "a1111", 1, 3)

@@ -1,20 +1,14 @@
-"""Checks of a task's options: what is wrong whatever the model, and what does not fit a task's images."""
+"""Which models a task can use, and checks of its prompts and of what its images have."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
 
 from ldm_lite.checkpoint.model import CheckpointModel
 from ldm_lite.cli.task_options import Txt2imgOptions
 from ldm_lite.conditioning.prompts import conditioner_of
-from ldm_lite.core.features import Feature
-from ldm_lite.diffusion.names import resolve
-from ldm_lite.tasks.features import check_features
 from ldm_lite.text.prompt import parse
 from ldm_lite.text.tokenizer import check_length
-
-TaskOptions = TypeVar("TaskOptions", bound=Txt2imgOptions)
 
 TASKS = {  # a family's task -> the functions that can do it
     "cascade": ("cascade",),
@@ -28,17 +22,6 @@ TASKS = {  # a family's task -> the functions that can do it
     "inpaint_ldm": ("inpaint",),
     "inpaint_flux": ("inpaint",),
 }
-
-
-def check(options: TaskOptions) -> tuple[TaskOptions, list[Feature]]:
-    """Return the options as their features read them, with these features.
-
-    Raises ValueError and TypeError for options that are wrong whatever the model.
-    """
-    options, features = check_features(options)
-    if options.sampler is not None:
-        resolve(options.sampler)
-    return options, features
 
 
 def check_counts(options: Txt2imgOptions, prompts: Sequence[str], num_images: int = 1) -> None:

@@ -17,6 +17,7 @@ from ldm_lite.cli.options import changed
 from ldm_lite.cli.task_options import Txt2imgOptions
 from ldm_lite.core.features import STAGES, Feature, check_together
 from ldm_lite.core.files import imported
+from ldm_lite.diffusion.names import resolve
 
 TaskOptions = TypeVar("TaskOptions", bound=Txt2imgOptions)
 
@@ -33,7 +34,7 @@ def used(options: Txt2imgOptions) -> Iterator[Feature]:
 # ---- before a model is loaded ---------------------------------------------------------------------------------------
 
 
-def check_features(options: TaskOptions) -> tuple[TaskOptions, list[Feature]]:
+def check_options(options: TaskOptions) -> tuple[TaskOptions, list[Feature]]:
     """Return the options as the features that they use read them, and these features.
 
     Raises ValueError for options that are wrong whatever the model, or exclude each other; OSError for files.
@@ -51,6 +52,8 @@ def check_features(options: TaskOptions) -> tuple[TaskOptions, list[Feature]]:
         options = feature.check(options)
         names = in_use(options)
         features.append(feature)
+    if options.sampler is not None:
+        resolve(options.sampler)
     return options, features
 
 

@@ -12,8 +12,9 @@ from ldm_lite.checkpoint.model import CheckpointModel
 from ldm_lite.cli.task_options import Img2imgOptions
 from ldm_lite.core.features import Feature
 from ldm_lite.image import resize_image
-from ldm_lite.tasks import checks, job
+from ldm_lite.tasks import job
 from ldm_lite.tasks.checks import check_counts, read_prompts
+from ldm_lite.tasks.features import check_options
 from ldm_lite.tasks.image_inputs import (
     FromImage,
     Source,
@@ -83,7 +84,7 @@ def prepare(model: CheckpointModel, options: Img2imgOptions) -> Task:
 
 def check(options: Img2imgOptions) -> tuple[Img2imgOptions, list[Feature]]:
     """Return the options as features read them.  Raises ValueError for those that are wrong whatever the model."""
-    options, features = checks.check(options)
+    options, features = check_options(options)
     if options.resolution is not None and (options.height is not None or options.width is not None or options.compat):
         raise ValueError("`resolution` sets both sides: leave out `height`, `width` and `compat`, or it")
     return options, features

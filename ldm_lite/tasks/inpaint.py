@@ -30,8 +30,9 @@ from ldm_lite.image import (
     to_pil,
     to_pixels,
 )
-from ldm_lite.tasks import checks, job
+from ldm_lite.tasks import job
 from ldm_lite.tasks.checks import check_counts, read_prompts
+from ldm_lite.tasks.features import check_options
 from ldm_lite.tasks.image_inputs import (
     FromImage,
     NamedImage,
@@ -109,7 +110,7 @@ def _warn_of_idle(options: InpaintOptions) -> None:
 
 def check(options: InpaintOptions) -> tuple[InpaintOptions, list[Feature]]:
     """Return the options as features read them.  Raises ValueError for those that are wrong whatever the model."""
-    options, features = checks.check(options)
+    options, features = check_options(options)
     if isinstance(options.noise, str) and options.noise in ("diffusers", "comfy"):
         raise ValueError(f"`noise={options.noise}` is for txt2img and img2img: inpainting draws noise in another order")
     if options.compat and (options.only_masked is not None or options.masked_content != "original"):

@@ -1,6 +1,6 @@
 """From the options of a task to its images, the same way for all tasks, in the order of this file.
 
-1. prepare() checks the options (checks.py), lets features change them and the model, and reads the prompts: a Task.
+1. prepare() checks the options, lets features (features.py) change them and the model, and reads the prompts: a Task.
 2. The task (txt2img.py, img2img.py, inpaint.py, upscale.py) adds its plan (plans.py), and a Part for each image to
    start from.
 3. Task.job() makes the Job of a part, with slots that features replace: the core's Job, for models of any family.
@@ -16,7 +16,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import islice
-from typing import NamedTuple, TypedDict, TypeVar, Unpack
+from typing import NamedTuple, TypedDict, Unpack
 
 from torch import Tensor
 
@@ -34,7 +34,7 @@ from ldm_lite.diffusion.guidance import Guidance, ScaleOrFunction, conditioning_
 from ldm_lite.diffusion.plan import Plan
 from ldm_lite.generate import check_conditioning
 from ldm_lite.tasks.checks import TASKS, read_prompts
-from ldm_lite.tasks.features import change_options
+from ldm_lite.tasks.features import TaskOptions, change_options
 from ldm_lite.tasks.picture_text import settings_of
 from ldm_lite.tasks.plans import guidance_of
 from ldm_lite.tasks.results import Result
@@ -42,7 +42,6 @@ from ldm_lite.text.parameters import parameters
 
 log = logging.getLogger("ldm_lite")
 
-TaskOptions = TypeVar("TaskOptions", bound=Txt2imgOptions)
 OnStep = Callable[[State], object]
 FirstLatents = Callable[["TaskJob", Sequence[Item], Draw], tuple[Tensor, Constraint]]
 Wrapper = Callable[[InputSource, "TaskJob"], InputSource]  # (inputs, job) -> inputs

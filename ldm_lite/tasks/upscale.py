@@ -16,8 +16,9 @@ from ldm_lite.cli.task_options import UpscaleOptions
 from ldm_lite.core.features import Feature
 from ldm_lite.image import to_pixels
 from ldm_lite.runtime.tiled_unet import TiledUNet
-from ldm_lite.tasks import checks, job
+from ldm_lite.tasks import job
 from ldm_lite.tasks.checks import check_counts
+from ldm_lite.tasks.features import check_options
 from ldm_lite.tasks.image_inputs import NamedImage, Source, open_source, sources
 from ldm_lite.tasks.job import OnStep, Part, Task, TaskJob, results
 from ldm_lite.tasks.plans import plan_of_options
@@ -78,7 +79,7 @@ def check(options: UpscaleOptions) -> tuple[UpscaleOptions, list[Feature]]:
     for name in ("compat", "from_file", "fixed_code", "control", "refiner", "seamless", "dynamic", "wildcards"):
         if getattr(options, name):
             raise ValueError(f"upscale has no `{name}`: leave it out")
-    options, features = checks.check(options)
+    options, features = check_options(options)
     if not isinstance(options.prompt, (str, type(None))) or options.cond is not None:
         raise ValueError("upscale takes one prompt for all images: give a text")
     if options.height is not None or options.width is not None:
