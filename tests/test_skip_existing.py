@@ -188,7 +188,7 @@ def test_blocks_from_all_of_a_large_file_count(tmp_path: Path, monkeypatch: pyte
         if changed is not None:
             content[changed] = 1
         file.write_bytes(content)
-        digests.add(existing._file(str(file)))
+        digests.add(contents(file))
     assert len(digests) == 5
 
 

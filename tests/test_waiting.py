@@ -4,10 +4,11 @@ import ast
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
-from waiting import wait_for
+from waiting import at_once, wait_for
 
 SOURCES = {
     path: path.read_text(encoding="utf-8") for path in Path(__file__).parent.rglob("*.py") if path != Path(__file__)
@@ -22,6 +23,13 @@ def test_what_does_not_come_is_named() -> None:
         with pytest.raises(TimeoutError, match="the process ended, with status 3, before there was a light"):
             wait_for(lambda: False, "a light", process=process)
         assert wait_for(lambda: "late", "what it did last", process=process) == "late"
+
+
+def test_works_run_at_once_and_what_one_raises_is_raised() -> None:
+    both = threading.Barrier(2)
+    assert sorted(at_once(*[lambda: both.wait(60)] * 2)) == [0, 1]
+    with pytest.raises(ZeroDivisionError):
+        at_once(int, lambda: 1 // 0)
 
 
 def test_only_wait_for_polls() -> None:

@@ -3,6 +3,7 @@
 import copy
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from random_checkpoint import SMALL
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
+from waiting import at_once
 
 from ldm_lite.core.unet import Attention, BasicTransformerBlock
 from ldm_lite.runtime import joined, patching
@@ -291,20 +293,15 @@ def test_a_forward_that_fails_leaves_nothing_to_the_next(unets: Any) -> None:
 @torch.no_grad()
 def test_threads_do_not_read_the_products_of_one_another(unets: Any) -> None:
     shared, plain, _ = unets
-    turn, results = threading.Barrier(2), dict[int, Tensor]()
+    turn = threading.Barrier(2)
     for block in (shared.input_blocks[1], shared.middle_block):
         block.register_forward_pre_hook(lambda *args: print(turn.wait(60)))
 
-    def work(seed: int) -> None:
+    def work(seed: int) -> Tensor:
         with torch.no_grad():
-            results[seed] = shared(*INPUTS, seed * TEXT)
+            return shared(*INPUTS, seed * TEXT)
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in (1, 2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for seed, result in results.items():
+    for seed, result in enumerate(at_once(partial(work, 1), partial(work, 2)), 1):
         torch.testing.assert_close(result, plain(*INPUTS, seed * TEXT), rtol=1e-4, atol=1e-5)
 
 
