@@ -210,6 +210,6 @@ def _check_tags(file: BinaryIO, size: int) -> None:
                     f"tag and {2 * MOST_NUMBERS} in all: save it again"
                 )
             if total_bytes > size + 2**18:  # one or two damaged tags in a photo may hold anything
-                raise ValueError(f"got tags of more bytes than the {size} of the file, expected each stored once")
+                raise ValueError(f"got tags that take more bytes than the file's {size}: save it again")
             if tag in DIRECTORIES:
                 places.append(value)

@@ -59,9 +59,9 @@ def chosen(
     metadata: Mapping[str, str],
     variant: Callable[[Any], object] = extra_channels,
 ) -> FamilyRow:
-    """Return the row of a network, with the spec that its shapes show: one of the same variant, whatever its size.
+    """Return the row of a network's variant, with the spec that the network's shapes show.
 
-    Several rows may have the same one (FLUX.1 dev and Kontext; 3.5 large and its Turbo): the metadata's "family"
+    Several rows may have the same variant (FLUX.1 dev and Kontext; 3.5 large and its Turbo): the metadata's "family"
     decides, otherwise the first is used.  Raises ValueError if there is none.
     """
     spec = spec_of(unet)

@@ -123,7 +123,7 @@ def written(name: str, spacing: str | Spacing | None, theirs_too: bool = True) -
     """Return the entries of a PNG's text for a sampler by any of its names, and a spacing (None: the sampler's own).
 
     If A1111 can make this trajectory, they are its names for it; otherwise, or without `theirs_too` (of rectified
-    flows), none that it would take for its own.
+    flows), none that A1111 would take for its own.
     """
     key, named = resolve(name)
     used = spacing or named or parameters_of(SAMPLERS[key])["spacing"].default

@@ -148,7 +148,7 @@ class Order:
         return int(self._group[1][position - (group_ends[group - 1] if group else 0)])
 
     def _shuffled_shards(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the shards in the order of an epoch, and where each MIXED of them end."""
+        """Return the shards in the order of an epoch, and the end of each group of MIXED shards."""
         assert self.ends is not None
         shards = np.random.default_rng([2, *self.key, epoch]).permutation(len(self.ends))
         ends = np.cumsum(np.diff(self.ends, prepend=0)[shards])
