@@ -326,6 +326,12 @@ def test_an_argument_is_not_given_twice(pipe: Pipeline) -> None:
         pipe.img2img("a cat", toy.photo(), input=toy.photo())  # type: ignore[call-arg]
 
 
+def test_the_first_argument_of_load_has_other_names(small_path: Path) -> None:
+    assert ldm_lite.load(ckpt=small_path, device="cpu").name == small_path.stem  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"load\(\) got 'source' and 'ckpt', which are the same"):
+        ldm_lite.load(small_path, ckpt=small_path, device="cpu")  # type: ignore[call-arg]
+
+
 def test_load_refuses_what_it_cannot_use(small_path: Path) -> None:
     for options in ({"dtype": 16}, {"lora": [("a", 0.5)]}, {"attention": 3}, {"zero_snr": "no"}):
         with pytest.raises(TypeError, match="got `"):
