@@ -30,7 +30,7 @@ from waiting import at_once
 import ldm_lite
 from ldm_lite import Pipeline
 from ldm_lite.adapters.lora import Lora
-from ldm_lite.runtime import aot, attention, cuda_graphs, tiling
+from ldm_lite.runtime import aot, attention, cuda_graphs, fused, tiling
 from ldm_lite.runtime.compile import CompiledStep
 from ldm_lite.runtime.precision import set_matmul_precision
 from ldm_lite.runtime.quantization import STORAGES
@@ -185,6 +185,26 @@ def test_loading_leaves_the_processs_settings(small_path: Path, device: torch.de
         assert settings() == before
     finally:
         set_matmul_precision("highest")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("group norm", (320, 32, 257)),  # channels, groups, positions: two kernels
+        ("group norm", (2560, 32, 256)),  # one
+        ("group norm", (32, 32, 64)),
+        ("layer norm", (1280, 1, 1)),
+        ("GEGLU", (2560, 1, 1)),
+    ],
+)
+def test_kernels_in_triton_run_and_are_right(
+    name: str, sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> None:
+    """Else PyTorch's would run in their place, with a line in the log."""
+    if device.type != "cuda":
+        pytest.skip("Triton's kernels: only on a GPU")
+    assert fused._computes(name, device, dtype, *sizes)
 
 
 # ---- jobs -----------------------------------------------------------------------------------------------------------
