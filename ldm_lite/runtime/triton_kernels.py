@@ -23,7 +23,7 @@ PROGRAMS = 256  # of a kernel, about: two for each multiprocessor of a large GPU
 
 
 @triton.jit(do_not_specialize=["P", "S", "ROWS", "SHIFTED"])
-def _statistics(x, shift, bias, parts, P, S, ROWS, SHIFTED, C: tl.constexpr, R: tl.constexpr, G: tl.constexpr,
+def _norm_statistics(x, shift, bias, parts, P, S, ROWS, SHIFTED, C: tl.constexpr, R: tl.constexpr, G: tl.constexpr,
                 WIDE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Write the mean, and the sum of squared differences from it, of each group in ROWS positions of an image."""
     image, part = tl.program_id(0), tl.program_id(1)
@@ -56,7 +56,7 @@ def _statistics(x, shift, bias, parts, P, S, ROWS, SHIFTED, C: tl.constexpr, R: 
 
 
 @triton.jit(do_not_specialize=["P", "S", "ROWS", "SHIFTED", "LAST", "SILU"])
-def _result(x, shift, bias, parts, P, S, ROWS, SHIFTED, weight, offset, out, eps, LAST, SILU, C: tl.constexpr,
+def _norm_result(x, shift, bias, parts, P, S, ROWS, SHIFTED, weight, offset, out, eps, LAST, SILU, C: tl.constexpr,
             R: tl.constexpr, G: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, MOST: tl.constexpr):  # fmt: skip
     """Write LAST normalised positions of an image, whose statistics are in S parts, MOST at most."""
     image = tl.program_id(0)
@@ -91,7 +91,7 @@ def _result(x, shift, bias, parts, P, S, ROWS, SHIFTED, weight, offset, out, eps
 
 
 @triton.jit(do_not_specialize=["P", "SHIFTED", "SILU"])
-def _small(x, shift, bias, P, SHIFTED, weight, offset, out, eps, SILU, C: tl.constexpr, R: tl.constexpr,
+def _norm_small(x, shift, bias, P, SHIFTED, weight, offset, out, eps, SILU, C: tl.constexpr, R: tl.constexpr,
            WIDE: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
     """Write a normalised group of an image, of P positions, ROWS at most."""
     image, group = tl.program_id(0), tl.program_id(1)
@@ -161,7 +161,7 @@ def group_norm(
         rows = triton.next_power_of_2(positions)
         warps = min(16, max(1, rows * wide // 1024))
         arguments = x, shift, bias, positions, is_shifted, weight, offset, out, eps, int(silu)
-        _small[(images, groups)](*arguments, **sizes, ROWS=rows, num_warps=warps)
+        _norm_small[(images, groups)](*arguments, **sizes, ROWS=rows, num_warps=warps)
         return out
     sizes |= {"G": groups, "BLOCK": max(1, LANES // (groups * wide))}
     rows = triton.cdiv(positions, max(1, min(PROGRAMS // images, MOST_PARTS, max(64, positions // 512))))
@@ -169,9 +169,9 @@ def group_norm(
     last = max(sizes["BLOCK"], triton.next_power_of_2(triton.cdiv(positions, max(1, 2 * PROGRAMS // images))))
     parts = torch.empty(images * num_parts * 2 * groups, device=x.device, dtype=torch.float32)
     arguments = x, shift, bias, parts, positions, num_parts, rows, is_shifted
-    _statistics[(images, num_parts)](*arguments, **sizes)
+    _norm_statistics[(images, num_parts)](*arguments, **sizes)
     grid = images, triton.cdiv(positions, last)
-    _result[grid](*arguments, weight, offset, out, eps, last, int(silu), **sizes, MOST=MOST_PARTS)
+    _norm_result[grid](*arguments, weight, offset, out, eps, last, int(silu), **sizes, MOST=MOST_PARTS)
     return out
 
 

@@ -4,7 +4,9 @@ import copy
 import functools
 import importlib
 import os
+import re
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -229,6 +231,13 @@ def test_compiled_code_has_none_of_them(monkeypatch: pytest.MonkeyPatch) -> None
     fused.use(unet)
     assert torch.equal(torch.compile(unet, backend="eager", fullgraph=True)(*inputs), expected)
     torch._dynamo.reset()
+
+
+def test_profiles_sum_our_kernels_by_class() -> None:
+    """By their names, which are those of the functions."""
+    text = (Path(fused.__file__).parent / "triton_kernels.py").read_text()
+    names = re.findall(r"^@triton.jit.*\ndef (\w+)", text, re.MULTILINE)
+    assert [profiling.class_of(name) for name in names] == ["norms"] * 4 + ["pointwise"] * 2
 
 
 def test_a_step_has_few_kernels_and_no_transposing_copy() -> None:
