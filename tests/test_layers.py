@@ -214,13 +214,13 @@ def run(code: str) -> str:
     return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=ROOT).stdout
 
 
-@pytest.mark.slow
 def test_tasks_and_features_name_their_types() -> None:
     paths = [*(PACKAGE / "tasks").glob("*.py"), *(PACKAGE / "features").glob("*.py")]
     lines = [line for path in paths for line in path.read_text().splitlines() if not line.startswith("from ")]
     assert sum(bool(re.search(r"\bAny\b", line)) for line in lines) <= 40
 
 
+@pytest.mark.slow
 def test_importing_touches_nothing() -> None:
     """`import ldm_lite` and --help do not import torch; nothing imports the peers, nor initialises CUDA."""
     assert run("import sys, ldm_lite, ldm_lite.txt2img; print('torch' in sys.modules)").strip() == "False"
