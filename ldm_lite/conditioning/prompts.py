@@ -56,9 +56,8 @@ class Conditioner:
     """How the prompts of some families become their networks' inputs."""
 
     encode: Callable[[CheckpointModel, Prompts, PromptOptions], Parts]
-    tokenizer: Callable[[CheckpointModel], TextTokenizer | None] = lambda model: (
-        model.tokenizer
-    )  # the one that reads most of a prompt
+    # Returns the one that reads most of a prompt.
+    tokenizer: Callable[[CheckpointModel], TextTokenizer | None] = lambda model: model.tokenizer
     reads: str = "text"  # what a prompt is: "text", "files" (the name of one), or "none"
     has_weights: bool = True  # False: its text encoders, T5 and Qwen3, read plain text
     without_clip_skip: str = ""  # why clip_skip has no layers to choose from

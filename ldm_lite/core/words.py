@@ -64,9 +64,8 @@ def main() -> int:
 # A model that was trained on few words has learned few of CLIP's 49408 token vectors: its file holds these rows alone,
 # and their numbers.
 
-ROW_NUMBERS = (
-    "token_embedding.rows"  # (N,): the numbers of the rows that token_embedding.weight (N,D) holds; others are zero
-)
+# (N,): the numbers of the rows that token_embedding.weight (N,D) holds; others are zero.
+ROW_NUMBERS = "token_embedding.rows"
 MOST_ROWS = 2**20
 
 

@@ -42,9 +42,8 @@ from ldm_lite.models.ops import (
 
 SINUSOIDS = 256
 THETA = 10000.0  # the slowest rotation turns by 1/THETA a position
-REFERENCES_AT_ZERO = (
-    "__index_timestep_zero__"  # the key by which ComfyUI's files of Edit 2511 say that references are at time 0
-)
+# The key by which ComfyUI's files of Edit 2511 say that references are at time 0.
+REFERENCES_AT_ZERO = "__index_timestep_zero__"
 
 
 @dataclass(frozen=True)

@@ -192,9 +192,7 @@ class TaskJob(Job):
     plain: InputSource | None = None  # for these: the inputs before the first of them
     image_scale: float | None = None  # three-way guidance, for networks that follow instructions
     skipped: int = 0  # steps before those of the plan
-    follow: Callable[[Tensor], TaskJob] | None = (
-        None  # latents of all steps (B,C,h,w) -> the job that continues from them
-    )
+    follow: Callable[[Tensor], TaskJob] | None = None  # latents after all steps (B,C,h,w) -> the job that goes on
     truncated: bool = False  # 8 bits of results are cut off, not rounded
     keys: Mapping[int, str] = field(default_factory=dict)  # number of an item -> Result.key
 

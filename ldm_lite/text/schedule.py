@@ -148,11 +148,9 @@ def _parse(prompt: str, calls: Calls, ends: set[int]) -> _Text | None:
 
 def _unclosed(opened: list[_Open]) -> _Text | None:
     """Open brackets as ordinary text, or None if there is a | among them, which makes all of the prompt ordinary."""
-    return (
-        None
-        if any("|" in bracket.marks for bracket in opened)
-        else [part for bracket in opened for part in bracket.literal()]
-    )
+    if any("|" in bracket.marks for bracket in opened):
+        return None
+    return [part for bracket in opened for part in bracket.literal()]
 
 
 def _closed(bracket: _Open, mark: str, calls: Calls, ends: set[int]) -> _Text | None:
