@@ -20,6 +20,7 @@ def test_a_mode_makes_the_image_and_measures_it() -> None:
     assert results[1].weights < 0.5 * results[0].weights
     assert all(result.step_s > 0 and result.decode_s > 0 for result in results)
     assert results[0].peak is None or results[0].peak > results[0].weights
+    assert results[0].reserved is results[0].context is None, "they are a GPU's"
 
 
 def test_rows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,6 +113,11 @@ def test_settings_behind_a_sampler_are_those_of_its_own_spacing(sd: Pipeline) ->
             sd.plan(name, 5)
 
 
+def test_an_unknown_setting_of_a_spacing_lists_its_own(sd: Pipeline) -> None:
+    with pytest.raises(ValueError, match=r"its settings are discard, sigma_min=, sigma_max=, rho=$"):
+        sd.plan("euler karras:pho=5", 5)
+
+
 def test_a_name_like_nothing_lists_all(sd: Pipeline) -> None:
     with pytest.raises(ValueError, match=r"unknown sampler '###': expected one of ddim, plms, euler, .*ddpm, "):
         sd.plan("###", 10)

@@ -185,7 +185,6 @@ def test_sizes_are_stored_in_the_image(files: Callable[[str], Path], tmp_path: P
     assert 'Original size: 96x80, Crop top left: "8,4"' in told
 
 
-@pytest.mark.slow
 def test_the_vector_of_unclip_is_that_of_diffusers(load: Load) -> None:
     pipe, options = load("sd2_unclip_h"), {"image_embedding": toy.normal(10, 1, 24), "noise_level": 300}
     assert toy.relative_error(pipe.encode_prompt(["a", "b"], **options).y[1:], GOLDEN["unclip.y"]) < 1e-5
