@@ -13,11 +13,6 @@ from ldm_lite import Pipeline
 SMALL = {"height": 16, "width": 16, "prompt_syntax": "a1111", "negative_prompt": "bad"}
 
 
-@pytest.fixture(scope="module")
-def pipe(small_path: Any) -> Pipeline:
-    return ldm_lite.load(small_path, device="cpu")
-
-
 def texts_read(pipe: Pipeline, calls: list[Call], branch: int, known: list[str]) -> list[str]:
     """Which of some texts a branch of guidance, of one image, read at each call."""
     encoded = {text: pipe.encode_prompt(text).context[0] for text in known}

@@ -148,11 +148,6 @@ def test_trainers_flags_with_our_meaning_are_taken() -> None:
 # ---- Python ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def pipe(small_path: Path) -> Pipeline:
-    return ldm_lite.load(small_path, device="cpu")
-
-
 METHODS = {"txt2img": Txt2imgOptions, "img2img": Img2imgOptions, "inpaint": InpaintOptions, "load": LoadOptions}
 
 
