@@ -248,7 +248,7 @@ def test_files_that_are_damaged_or_of_another_kind_are_named(pipe: Pipeline, fol
         ("image_proj.proj.weight", "is an unsupported kind of IP-Adapter"),
         ("lllite_unet_input_blocks_4_1_transformer_blocks_0_attn1_to_k.down.0.weight", "is a ControlNet-LLLite"),
         ("controlnet_blocks.0.weight", "is a ControlNet for a diffusion transformer"),
-        ("controlnet_cond_embedding.conv_in.weight", "is a ControlNet in the format of diffusers, of a kind"),
+        ("controlnet_cond_embedding.conv_in.weight", "is an unsupported kind of ControlNet in diffusers' format"),
     ):
         refused(pipe, folder, {key: tensor, "transformer_blocks.0.weight": tensor}, message)
 
