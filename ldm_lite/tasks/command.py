@@ -64,7 +64,7 @@ def make(options: Txt2imgOptions, load: LoadOptions, save: SaveOptions, original
     original are the values of the original scripts' own flags.
     """
     module = _TASKS[type(options)]
-    count, saver = module.count(options), Saver(save, module.__name__.rpartition(".")[2])
+    count, saver = module.count(options), Saver(save, options.task)
     if isinstance(options, UpscaleOptions) and is_upscaler(load.ckpt):
         return _enlarge(options, load, saver)
     if save.skip_existing and options.compat:

@@ -59,9 +59,8 @@ def count(options: Img2imgOptions) -> int:
 def prepare(model: CheckpointModel, options: Img2imgOptions) -> Task:
     """Return the task, whose images are read one by one.  Raises ValueError as img2img does."""
     task = job.prepare(model, options, "img2img", check)
-    model, changed = task.model, task.options
-    assert isinstance(changed, Img2imgOptions)
-    options = changed
+    assert isinstance(task.options, Img2imgOptions)
+    model, options = task.model, task.options
     instructed = model.family.task == "instruct"
     if options.image_scale is not None and not instructed:
         raise ValueError(f"got `image_scale`, but {model.name} is not InstructPix2Pix: leave it out")
@@ -76,7 +75,7 @@ def prepare(model: CheckpointModel, options: Img2imgOptions) -> Task:
     return replace(
         task,
         parts=(
-            Part(task.items(place), partial(_job, task, source, strength, start), (source,))
+            Part(task.items(place), partial(_job, task, options, source, strength, start), (source,))
             for place, source in enumerate(images)
         ),
     )
@@ -103,10 +102,9 @@ def kontext_size(size: tuple[int, int]) -> tuple[int, int]:
     return min(KONTEXT, key=lambda side: abs(side[0] / side[1] - size[0] / size[1]))
 
 
-def _job(task: Task, source: Source, strength: float, start: Start) -> TaskJob:
+def _job(task: Task, options: Img2imgOptions, source: Source, strength: float, start: Start) -> TaskJob:
     """Return the job of the images that start from one input image."""
-    model, options = task.model, task.options
-    assert isinstance(options, Img2imgOptions)
+    model = task.model
     name, image = named = open_source(source, plain=options.compat)
     if options.resolution is not None:
         size = edit_size(image.size, options.resolution)

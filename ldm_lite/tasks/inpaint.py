@@ -91,7 +91,7 @@ def prepare(model: CheckpointModel, options: InpaintOptions) -> Task:
     return replace(
         task,
         parts=(
-            Part(task.items(place), partial(_job, task, pair, strength, start), pair)
+            Part(task.items(place), partial(_job, task, options, pair, strength, start), pair)
             for place, pair in enumerate(images)
         ),
     )
@@ -170,10 +170,9 @@ def _masked_channels(model: CheckpointModel, pixels: Tensor, hole: Tensor, laten
     return None
 
 
-def _job(task: Task, pair: Pair, strength: float, start: Start) -> TaskJob:
+def _job(task: Task, options: InpaintOptions, pair: Pair, strength: float, start: Start) -> TaskJob:
     """Return the job of the images that start from one input image."""
-    model, options = task.model, task.options
-    assert isinstance(options, InpaintOptions)
+    model = task.model
     name, whole, whole_mask = _opened(options, *pair)
     area = None
     if options.only_masked is None:
