@@ -112,12 +112,6 @@ def is_joined(layer: Any) -> bool:
     return bool(pairs) and all(_is_plain(linear) and part.is_held_by(linear) for part, linear in pairs)
 
 
-def memory_of(layer: Any) -> Tensor | None:
-    """Return the tensor that holds a layer's joined weights, if there is one."""
-    weight: Tensor | None = layer.joined[0].shared.weight if "joined" in vars(layer) else None
-    return weight
-
-
 def come_apart(layer: Any) -> None:
     """Make a layer use three products again, and free the joined memory."""
     vars(layer).pop("joined", None)
