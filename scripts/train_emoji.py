@@ -6,7 +6,8 @@
     python -m ldm_lite.train --ckpt start.safetensors --renderer scripts/render_emoji.py --out run ...
     python scripts/train_emoji.py text --ckpt run/model.safetensors --out text ...
     python scripts/train_emoji.py words --ckpt text/model.safetensors --out words.safetensors
-    python scripts/train_emoji.py decoder --ckpt words.safetensors --out crisp ...
+    python scripts/train_emoji.py characters --ckpt words.safetensors --out characters.safetensors
+    python scripts/train_emoji.py decoder --ckpt characters.safetensors --out crisp ...
     python scripts/train_emoji.py pack --ckpt crisp/model.safetensors --out emoji.safetensors
     python scripts/train_emoji.py whole --out emoji --minutes 12                          # all of it, on a GPU
 
@@ -14,7 +15,7 @@
 alone, so that latents do not change).  `reconstruct` tells how well it does on scenes, and draws them.  `new` writes a
 checkpoint with new weights, whose scale factor gives the latents unit variance.  `text` trains the text encoder of a
 finished model alone, on captions in other words for instance: all that the UNet can draw stays as it is.  `words` adds
-other words for what it knows, and changes nothing else.  `decoder`
+other words for what it knows, `characters` the emoji themselves, and both change nothing else.  `decoder`
 trains the decoder of a finished model alone: images become crisp, and latents stay.  `pack` keeps of the token table
 the rows that were learned, and lists the words.  Runs are stopped and continued
 (--resume) as those of `python -m ldm_lite.train`.
@@ -41,6 +42,7 @@ os.environ.update(threads.settings())  # before torch is loaded
 
 import numpy as np
 import torch
+from emoji_characters import with_characters
 from emoji_words import kinds_of, other_names, reworded, word_list
 from render_emoji import VOCABULARY, contact_sheet
 from torch import Tensor, nn
@@ -267,13 +269,16 @@ def copy_words(
 
 
 def aligned(ids: list[int], others: list[int]) -> list[int]:
-    """Return the place of the token of `others` that stands for each of `ids`: words that differ end together."""
+    """Return the place of the token of `others` that stands for each of `ids`: words that differ end together.
+
+    For the first tokens of a word that has more of them here, it is the place before the word.
+    """
     end, other_end = ids.index(EOT), others.index(EOT)
     places: list[int] = []
     for _, first, last, other_first, other_last in SequenceMatcher(
         None, ids[:end], others[:other_end], autojunk=False
     ).get_opcodes():
-        places += [max(other_first, other_last - (last - place)) for place in range(first, last)]
+        places += [max(other_first - 1, other_last - (last - place)) for place in range(first, last)]
     return places + [min(other_end + place, len(others) - 1) for place in range(len(ids) - end)]
 
 
@@ -359,13 +364,19 @@ FEW_STEPS = {"batch_size": 4, "warmup": 20, "lr": 2.5e-4, "weight_decay": 0.0, "
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = ("autoencoder", "reconstruct", "new", "text", "words", "decoder", "pack", "whole")
+    names = ("autoencoder", "reconstruct", "new", "text", "words", "characters", "decoder", "pack", "whole")
     commands = parser.add_subparsers(required=True, metavar=" | ".join(names))
-    autoencoder, look, new, text, words, decoder, packer, whole = (commands.add_parser(name) for name in names)
-    bodies = train_autoencoder, reconstruct, write_new, train_text, teach_words, train_decoder, pack, train_whole
-    for command, body in zip((autoencoder, look, new, text, words, decoder, packer, whole), bodies, strict=True):
+    parsers = [commands.add_parser(name) for name in names]
+    autoencoder, look, new, text, words, characters, decoder, packer, whole = parsers
+    bodies = (
+        *(train_autoencoder, reconstruct, write_new, train_text, teach_words, teach_characters, train_decoder, pack),
+        train_whole,
+    )
+    for command, body in zip(parsers, bodies, strict=True):
         command.set_defaults(body=body)
-        command.add_argument("--out", required=True, help="the checkpoint to write (new, words, pack), or the folder")
+        command.add_argument(
+            "--out", required=True, help="the checkpoint to write (new, words, characters, pack), or the folder"
+        )
         command.add_argument("--renderer", default=os.fspath(Path(__file__).with_name("render_emoji.py")))
         command.add_argument("--renderer-options", default="{}", help="arguments of its scenes(), as JSON")
         several = (
@@ -391,9 +402,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         text_of = f"of the UNet's levels, such as 1,2,4 (default: {getattr(EMOJI.unet, name)})"
         new.add_argument(f"--{name.replace('_', '-')}", type=whole_numbers, metavar="N,N", help=text_of)
     new.add_argument("--model-channels", type=int, metavar="N", help="of the UNet's highest level")
-    for command in (text, words, decoder, packer):
+    for command in (text, words, characters, decoder, packer):
         command.add_argument("--ckpt", required=True, help="the checkpoint")
     words.add_argument("--steps", type=int, default=2000, help="of 64 captions (default: 2000)")
+    characters.add_argument("--steps", type=int, default=500, help="of 128 captions (default: 500)")
     text.add_argument("--min-timestep", type=int, default=200, help="the first: later ones read more (default: 200)")
     text.add_argument("--caption-dropout", type=float, default=0.1)
     decoder.add_argument("--slopes", type=float, default=2.0, help="weight of the error of slopes (default: 2)")
@@ -468,12 +480,27 @@ def write_new(args: argparse.Namespace, options: TrainOptions) -> None:
 def teach_words(args: argparse.Namespace, options: TrainOptions) -> None:
     """Write a checkpoint whose text encoder reads other words for what it knows, such as "kitten" and emoji."""
     model = load_model(LoadOptions(ckpt=args.ckpt, device="cpu", dtype="fp32"))
-    dataset = open_scenes(options, 16)
-    order = Order(dataset, args.seed)
-    captions = [dataset.example(order[k]).caption for k in range(args.scenes or CAPTIONS)]
-    copy_words(model, captions, args.steps, args.seed)
+    copy_words(model, captions_to_reword(args, options), args.steps, args.seed)
     write_tensors(Path(args.out), *checkpoint(model, {}))
     print(args.out)
+
+
+def teach_characters(args: argparse.Namespace, options: TrainOptions) -> None:
+    """Write a checkpoint whose text encoder reads emoji as it reads their names."""
+    model = load_model(LoadOptions(ckpt=args.ckpt, device="cpu", dtype="fp32"))
+    encoder, tokenizer, captions = model.text_encoder, model.tokenizer, captions_to_reword(args, options)
+    assert isinstance(encoder, CLIPTextModel)
+    assert isinstance(tokenizer, FixingCLIPTokenizer)
+    wide = with_characters(encoder.requires_grad_(False), tokenizer, captions, aligned, args.steps, args.seed)
+    write_tensors(Path(args.out), *checkpoint(model.with_networks(text_encoder=wide), {}))
+    print(args.out)
+
+
+def captions_to_reword(args: argparse.Namespace, options: TrainOptions) -> list[str]:
+    """Return the captions of the first scenes."""
+    dataset = open_scenes(options, 16)
+    order = Order(dataset, args.seed)
+    return [dataset.example(order[k]).caption for k in range(args.scenes or CAPTIONS)]
 
 
 def pack(args: argparse.Namespace, options: TrainOptions) -> None:

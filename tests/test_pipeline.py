@@ -64,7 +64,7 @@ def test_only_pixels_of_whole_latents_are_encoded(bundled: Pipeline) -> None:
 
 
 def test_the_description_says_what_was_loaded(bundled: Pipeline) -> None:
-    for word in ("emoji.safetensors", "v prediction", "main weights", "19 M parameters", "fp32 on cpu"):
+    for word in ("emoji.safetensors", "v prediction", "main weights", "20 M parameters", "fp32 on cpu"):
         assert word in bundled.description
 
 

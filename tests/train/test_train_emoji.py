@@ -6,6 +6,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
+import emoji_characters
 import numpy as np
 import pytest
 import texts
@@ -24,6 +25,7 @@ from ldm_lite.core.tokenizer import END as EOT
 from ldm_lite.core.tokenizer import START as SOT
 from ldm_lite.models.clip import CLIPTextModel
 from ldm_lite.pipeline import Pipeline
+from ldm_lite.text.tokenizer import FixingCLIPTokenizer
 from ldm_lite.train.batches import Batch, Draws
 from ldm_lite.train.options import TrainOptions
 from ldm_lite.train.run import train
@@ -77,7 +79,7 @@ def test_a_new_model_has_the_sizes_of_the_bundled_one_and_its_own_scale_factor(s
     assert (new.unet.spec, new.vae.spec, new.text_encoder.spec) == (
         bundled.unet.spec,
         bundled.vae.spec,
-        bundled.text_encoder.spec,
+        replace(bundled.text_encoder.spec, mlp_width=448),  # the rest was added for emoji
     )
     assert new.family.scale_factor != bundled.family.scale_factor
     assert torch.equal(new.vae.decoder.conv_in.weight, bundled.vae.decoder.conv_in.weight)
@@ -110,7 +112,7 @@ def test_tokens_that_no_caption_has_stay_zero(start: Path, renderer: Path, tmp_p
 
 def test_other_words_stand_where_the_usual_ones_did() -> None:
     assert train_emoji.aligned([SOT, 5, 6, 7, 9, EOT, EOT, EOT], [SOT, 5, 8, 9, EOT, EOT, EOT, EOT]) == [
-        *(0, 1, 2, 2, 3, 4, 5, 6)
+        *(0, 1, 1, 2, 3, 4, 5, 6)
     ]
     assert train_emoji.aligned([SOT, 5, 9, EOT, EOT, EOT], [SOT, 5, 6, 8, 9, EOT]) == [0, 1, 4, 5, 5, 5]
     assert train_emoji.aligned([SOT, 7, EOT, EOT], [SOT, 5, 6, EOT]) == [0, 2, 3, 3]
@@ -134,6 +136,35 @@ def test_other_words_are_copied_from_the_usual_ones_which_stay(bundled: Pipeline
         assert torch.equal(encoder(usual_ids), usual)
     table, known = encoder.embeddings.token_embedding.weight, before.any(dim=1)
     assert torch.equal(table[known], before[known])
+
+
+def test_an_emoji_has_its_number_at_its_last_token_and_another_at_an_end_after_it() -> None:
+    texts = torch.tensor([[SOT, 5, 6, 7, EOT], [SOT, 8, 5, 6, EOT], [SOT, 6, 5, EOT, EOT]])
+    numbers = emoji_characters.numbered(texts, {(5, 6): 0, (8, 5): 1})
+    assert numbers.tolist() == [[-1, -1, 0, -1, -1], [-1, -1, 1, 0, 2], [-1, -1, -1, -1, -1]]
+
+
+def test_emoji_that_share_tokens_are_read_as_their_names_and_all_else_as_before(
+    bundled: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoder, tokenizer = copy.deepcopy(bundled.text_encoder), bundled.tokenizer
+    assert isinstance(encoder, CLIPTextModel)
+    assert isinstance(tokenizer, FixingCLIPTokenizer)
+    monkeypatch.setattr(emoji_characters, "forms", lambda: {"🦊": "fox", "🦉": "owl", "🐧": "penguin", "🐙": "octopus"})
+    captions = [f"a {name} on a {colour} background" for name in ("cat", "fox", "owl") for colour in ("red", "blue")]
+    with torch.no_grad():  # it reads them already
+        encoder.embeddings.token_embedding.weight[tokenizer(["🦊🦉🐧🐙"])[0, 1:9]] = 0
+    wide = emoji_characters.with_characters(encoder, tokenizer, captions, train_emoji.aligned, 80, seed=0)
+    texts, names, plain = (
+        tokenizer([f"{word} on red" for word in words])
+        for words in ("🦊🦉🐧🐙", ("fox", "owl", "penguin", "octopus"), ("cat", "bus"))
+    )
+    with torch.no_grad():
+        former, usual = encoder(texts)[:, 2], encoder(names)[:, 1]
+        assert torch.cdist(wide(texts)[:, 2], usual).argmin(1).tolist() == [0, 1, 2, 3]
+        assert F.mse_loss(wide(texts)[:, 2], usual) < 0.1 * F.mse_loss(former, usual)
+        assert torch.allclose(wide(plain), encoder(plain), atol=0.02)
+    assert wide.spec.mlp_width == encoder.spec.mlp_width + 8
 
 
 @pytest.mark.needs("emoji font")
