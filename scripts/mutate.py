@@ -42,7 +42,7 @@ Change = tuple[int, int, str]  # start and end in the text as bytes, and what is
 
 
 def changes_of(source: bytes) -> Iterator[Change]:
-    """Every change of one place, but in annotations, messages, logging and text."""
+    """Every change of one place, but in annotations, messages, logging and text, and in what a GPU alone can run."""
     starts = [0]
     for line in source.splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
@@ -61,6 +61,8 @@ def changes_of(source: bytes) -> Iterator[Change]:
     def visit(node: ast.AST) -> Iterator[Change]:
         quiet = isinstance(node, ast.Expr) and ast.unparse(node).startswith(("log.", "warnings.", "print("))
         if quiet or isinstance(node, ast.Raise | ast.JoinedStr | ast.Assert | ast.Import | ast.ImportFrom):
+            return
+        if any("triton.jit" in ast.unparse(decorator) for decorator in getattr(node, "decorator_list", ())):
             return
         if isinstance(node, ast.Compare) and len(node.ops) == 1:
             yield from operator(node.ops[0], node.left, node.comparators[0])

@@ -367,6 +367,10 @@ def f(a: int, b: int = 2) -> int:
         raise ValueError(f"got {a + 1}")
     a += 1
     return a * b
+
+@triton.jit
+def kernel(a):
+    return a // 7
 '''
     changed = [source[:start] + text.encode() + source[end:] for start, end, text in mutate.changes_of(source)]
     assert len({*changed}) == len(changed)
@@ -374,6 +378,7 @@ def f(a: int, b: int = 2) -> int:
         compile(text, "f", "exec")
         assert b'"""1 < 2"""\n    log.info("%d", 1 + 1)' in text
         assert b"got {a + 1}" in text
+        assert b"return a // 7" in text
     for part in (b"a <= b", b"or a != 3", b"    pass\n", b"a / b", b"b: int = 3", b"not (a < b and a != 3)", b"a == 3"):
         assert any(part in text for text in changed), part
 
