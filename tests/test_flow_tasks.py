@@ -209,7 +209,7 @@ def test_other_programs_noise_of_stochastic_samplers_is_another_here(
     program: str, sampler: str, warned: bool, pipes: dict[str, Pipeline], caplog: pytest.LogCaptureFixture
 ) -> None:
     pipes["flux_dev"].txt2img("a", noise=program, sampler=sampler, height=32, width=32, steps=1)
-    assert (f"{sampler}: other programs draw its noise in another way here" in caplog.text) is warned
+    assert (f"{sampler}: other programs draw its noise differently" in caplog.text) is warned
 
 
 @pytest.mark.parametrize(

@@ -160,7 +160,7 @@ def costly() -> dict[str, tuple[bytes, str]]:
         return gif[:colours] + blocks + gif[colours:]
 
     return {
-        "EXIF of one segment": (with_segments(segment(0xE1, exif[0])), "more bytes than the 40010"),
+        "EXIF of one segment": (with_segments(segment(0xE1, exif[0])), "more bytes than the file.s 40010"),
         "EXIF of many tags": (with_segments(segment(0xE1, exif[1])), "5000 tags, expected at most 1000"),
         "EXIF of many segments": (with_segments(*[segment(0xE1, exif[2])] * 20), "bytes of EXIF data"),
         "small segments": (with_segments(*[segment(0xE1, b"Exif\0\0x")] * 9999), "more than 2000 segments"),

@@ -105,7 +105,7 @@ def test_what_does_not_apply_to_a_model_is_refused(small_path: Path, flow_path: 
         ({"zero_snr": True}, "is a rectified flow, which has no SNR to zero: leave out `zero_snr`"),
         ({"metadata": {"prediction": "v"}}, f"got `metadata` prediction, {uses}"),
         ({"metadata": {"beta_end": "0.02"}}, f"got `metadata` beta_end, {uses}"),
-        ({"metadata": {"family": "sd1"}}, "got `metadata` family=sd1, whose networks are others than this file's"),
+        ({"metadata": {"family": "sd1"}}, "got `metadata` family=sd1, whose networks differ from this file's"),
     ):
         with pytest.raises(ValueError, match=message):
             ldm_lite.load(flow_path, device="cpu", **options)
@@ -121,7 +121,7 @@ def test_what_does_not_apply_to_a_model_is_refused(small_path: Path, flow_path: 
 def test_a_family_that_fits_nothing_is_refused() -> None:
     """Of networks that are known, and what the user tells of them is not the row's."""
     sd1, lcm, told = FAMILY_ROWS["sd1"], {"family": "lcm"}, {"resolution": "768", "steps": "8"}
-    with pytest.raises(ValueError, match="got `metadata` family=lcm, whose networks are others than this file's"):
+    with pytest.raises(ValueError, match="got `metadata` family=lcm, whose networks differ from this file's"):
         apply_user_metadata(sd1, sd1, lcm)
     assert apply_user_metadata(sd1, sd1, {"family": "sd1"}) == sd1
     assert apply_user_metadata(sd1, sd1, told) == replace(sd1, resolution=768, steps=8)

@@ -54,7 +54,7 @@ def test_every_file_and_name_exists() -> None:
     table = README[README.index("## Files") : README.index("## Ten changes")]
     named = set(re.findall(r"`(\w+\.py)`", table))
     assert named == {path.name for path in PACKAGE.glob("*.py")} - {"__init__.py"}
-    way = README[README.index("A prompt becomes pixels") : README.index("A table cannot express")]
+    way = README[README.index("How a prompt becomes pixels") : README.index("A table cannot express")]
     for owner, name in re.findall(r"(?<!\w)(\w+)\.([a-z]\w*)", way):
         kind = {"Pipeline": Pipeline, "Job": Job}.get(owner)
         module = importlib.import_module(f"{ldm_lite.core.__name__}.{owner}") if kind is None else None
