@@ -94,7 +94,7 @@ CASES = {
     "8 bits": Case(model="int8"),
     "blocks in turn": Case(model="sequential"),
     "FLUX.1": Case(FLOW, model="flux_dev", refused=NO_GUIDANCE | NOT_A_UNET),
-    "SD 3.5": Case(FLOW, model="sd35_medium", refused=NOT_A_UNET | {"APG": "or the skipping"}),
+    "SD 3.5": Case(FLOW, model="sd35_medium", refused=NOT_A_UNET | {"APG": "or `skip_layer_scale`"}),
     "original script": Case(
         COMPAT, refused=dict.fromkeys(TRICKS, "does not go with `compat`") | {"AYS": "the original script has no"}
     ),

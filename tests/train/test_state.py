@@ -190,7 +190,7 @@ def test_a_state_beyond_the_last_step_and_other_settings(
     again = resumed(tmp_path)
     assert again.step == 2
     assert again.optimizer.param_groups[0]["weight_decay"] == 0.01
-    assert 'with other settings than before: {"steps": 4, "lr": 0.001}' in caplog.text
+    assert 'with changed settings: {"steps": 4, "lr": 0.001}' in caplog.text
 
 
 def test_a_damaged_log_keeps_its_whole_lines(
