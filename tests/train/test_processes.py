@@ -69,6 +69,13 @@ def children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+def test_only_an_error_of_the_exchange_means_a_process_that_is_gone() -> None:
+    with pytest.raises(ChildProcessError, match="process 0 of 1 lost the others"), distributed.reported_peers():
+        raise RuntimeError("gloo: Connection closed by peer")
+    with pytest.raises(RuntimeError, match="shapes do not fit"), distributed.reported_peers():
+        raise RuntimeError("shapes do not fit")
+
+
 def test_two_processes_sum_tell_and_wait(tmp_path: Path) -> None:
     """Over gloo: the second one does not pass the barrier before the first, which comes late."""
 
