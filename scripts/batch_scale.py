@@ -1,6 +1,6 @@
 """Measure batch jobs: images a second of processes and of Ray's workers, in turn, and memory over a long job.
 
-    python scripts/batch_scale.py                        # one process and two, Ray with 1 worker and 2; three rounds
+    python scripts/batch_scale.py                        # one process, also on one core, two, Ray; three rounds
     python scripts/batch_scale.py --engines "one process" "two processes"  # without Ray
     python scripts/batch_scale.py --memory --rows 10000  # the memory of one process, while it makes many images
 
@@ -11,6 +11,7 @@ starting Python, Ray and the model does not count.
 import argparse
 import json
 import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from pathlib import Path
 
 ENGINES = {  # the workers of each, and the arguments of each process
     "one process": (1, [[]]),
+    "one process on one core": (1, [[]]),
     "two processes": (2, [["--shard", "1/2"], ["--shard", "2/2"]]),
     "Ray, 1 worker": (1, [["--engine", "ray", "--workers", "1"]]),
     "Ray, 2 workers": (2, [["--engine", "ray", "--workers", "2"]]),
@@ -37,15 +39,23 @@ def start(folder: Path, options: argparse.Namespace, more: list[str]) -> "subpro
     return subprocess.Popen(list(map(str, argv)), stderr=subprocess.PIPE, env={**os.environ, **threads})
 
 
-def rate(options: argparse.Namespace, engine: str) -> float:
-    """Run a job, and return its images a second."""
+def rate(options: argparse.Namespace, engine: str) -> tuple[float, float]:
+    """Run a job, and return its images a second, and the milliseconds of a core that each took, the start included."""
     first, processes = ENGINES[engine]  # the workers' first shards, whose time includes their start
+    before, cores = resource.getrusage(resource.RUSAGE_CHILDREN), os.sched_getaffinity(0)
     with tempfile.TemporaryDirectory() as name:
-        for job in [start(Path(name), options, more) for more in processes]:
+        if engine.endswith("one core"):
+            os.sched_setaffinity(0, [min(cores)])  # of those that it starts, too
+        jobs = [start(Path(name), options, more) for more in processes]
+        os.sched_setaffinity(0, cores)
+        for job in jobs:
             _, errors = job.communicate()
             assert job.returncode == 0, errors.decode()
         times = sorted(path.stat().st_mtime for path in (Path(name) / "out").glob("*.tar"))
-        return (len(times) - first) * options.shard_size / (times[-1] - times[first - 1])
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    images = (len(times) - first) * options.shard_size
+    return images / (times[-1] - times[first - 1]), 1000 * seconds / options.rows
 
 
 def speed(options: argparse.Namespace) -> None:
@@ -53,8 +63,9 @@ def speed(options: argparse.Namespace) -> None:
     rates: dict[str, list[float]] = {name: [] for name in options.engines}
     for number in range(options.rounds):
         for name in options.engines if number % 2 == 0 else reversed(options.engines):
-            rates[name].append(rate(options, name))
-            print(f"{name}: {rates[name][-1]:.2f} images/s, load {os.getloadavg()[0]:.1f}", flush=True)
+            images_s, cost = rate(options, name)
+            rates[name].append(images_s)
+            print(f"{name}: {images_s:.2f} images/s, {cost:.0f} ms of a core an image", flush=True)
     alone = statistics.median(rates["one process"])
     print("\n| engine | images/s, median | of linear |\n|---|---:|---:|")
     for name, engine_rates in rates.items():

@@ -19,8 +19,6 @@ from PIL import Image
 from pydantic import Field
 from starlette.responses import Response, StreamingResponse
 
-from ldm_lite import Control
-from ldm_lite.image import to_pil
 from ldm_lite.serve import form, http
 from ldm_lite.serve.http import Body, PictureRequest, Refused, encoded, event, open_base64, read_json, reading
 from ldm_lite.serve.queue import Engine
@@ -203,8 +201,7 @@ def _hint(engine: Engine, asked: HintRequest) -> str:
         image = open_base64(asked.image, "the picture", engine.limits.max_pixels)
         times = min(1.0, MOST_HINT / max(image.size))
         size = max(1, round(image.width * times)), max(1, round(image.height * times))
-        pixels = Control("", image, preprocess=asked.preprocess).pixels(size)
-    return encoded(to_pil(pixels[0] * 2 - 1))
+        return http.hint(image, asked.preprocess, size)
 
 
 # ---- events ---------------------------------------------------------------------------------------------------------

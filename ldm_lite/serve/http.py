@@ -28,9 +28,10 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, StreamingResponse
 
+from ldm_lite import Control
 from ldm_lite.cli.console import printable
 from ldm_lite.cli.pictures import text_of, write_picture
-from ldm_lite.image import decode_image, in_8_bits, upright
+from ldm_lite.image import decode_image, in_8_bits, to_pil, upright
 from ldm_lite.serve import ledger
 from ldm_lite.serve.ledger import ACCOUNT, CLIENT, Account, Full, Ledger, TooLarge
 from ldm_lite.serve.options import LARGEST
@@ -320,6 +321,7 @@ async def read_form(request: Request) -> tuple[dict[str, str], dict[str, list[by
 
 
 _LARGE = threading.Lock()  # pictures that are reduced are decoded one by one
+_HINT = threading.Lock()  # edges of a million pixels need 100 MiB
 
 
 class _Timed(io.BytesIO):
@@ -410,6 +412,13 @@ def encoded(image: Image.Image, kind: str = "png", quality: int = 95) -> str:
     file = io.BytesIO()
     write_picture(image, file, kind.upper(), text_of(image), quality=quality)
     return base64.b64encode(file.getvalue()).decode()
+
+
+def hint(image: Image.Image, preprocess: str, size: tuple[int, int]) -> str:
+    """Return what a ControlNet sees of an image at a size, as a PNG in base64: one at a time.  Raises ValueError."""
+    with _HINT:
+        pixels = Control("", image, preprocess=preprocess).pixels(size)
+    return encoded(to_pil(pixels[0] * 2 - 1))
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from PIL import Image, ImageOps
 from pydantic import Field
 
 from ldm_lite import Control
-from ldm_lite.image import to_pil, to_rgb
-from ldm_lite.serve.http import Body, encoded, open_base64, read_json, reading
+from ldm_lite.image import to_rgb
+from ldm_lite.serve.http import Body, hint, open_base64, read_json, reading
 from ldm_lite.serve.queue import Engine
 
 MODULES = {"none": "none", "canny": "canny", "inpaint": "inpaint", "inpaint_only": "inpaint"}  # of ControlNets
@@ -124,7 +124,7 @@ def _detected(engine: Engine, asked: DetectRequest) -> list[str]:
         ratio = max(asked.controlnet_processor_res, 1) / min(image.size)
         ratio = min(ratio, math.sqrt(engine.limits.max_pixels / (image.width * image.height)))
         size = max(1, int(image.width * ratio)), max(1, int(image.height * ratio))
-        answers.append(encoded(to_pil(Control("", image, preprocess=way).pixels(size)[0] * 2 - 1)))
+        answers.append(hint(image, way, size))
     return answers
 
 
