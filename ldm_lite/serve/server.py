@@ -38,7 +38,8 @@ FEWEST_FILES = 32  # of these, if the system allows no more
 MOST_FEW = 8  # connections, whatever the system allows
 KEPT = 8  # connections for the routes that need no key, besides the others
 LOOK = 1.0  # seconds between two checks of a connection
-ARENA_MAX = -8  # M_ARENA_MAX of glibc's malloc.h
+ARENA_MAX, MMAP_THRESHOLD = -8, -3  # of glibc's malloc.h, where they begin with M_
+LARGE_BLOCK = 2**23  # bytes
 KERNELS_KEPT = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "0", "LRU_CACHE_CAPACITY": "1"}
 TRIM = 2.0  # seconds after which freed memory goes back to the system
 
@@ -233,12 +234,17 @@ def _spare_memory() -> None:
 
 
 def _trim() -> None:
-    """From time to time give back freed memory, which glibc would keep."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    while trim is not None:
+    """From time to time give back freed memory, which glibc would keep.
+
+    Large blocks, as of a body that grows, are no part of the heap, where each would leave a gap as it moves; a model
+    that is loaded changes that for the sake of its speed.
+    """
+    libc = ctypes.CDLL(None)
+    while hasattr(libc, "malloc_trim"):
+        libc.mallopt(MMAP_THRESHOLD, LARGE_BLOCK)
         time.sleep(TRIM)
         gc.collect()  # an answer that is given up is a cycle, with its images
-        trim(0)
+        libc.malloc_trim(0)
 
 
 def allow_files(connections: int) -> tuple[int, int]:
