@@ -626,7 +626,7 @@ def test_stopping_answers_what_runs_and_what_waits(start: Start) -> None:
     threads = [threading.Thread(target=ask, args=(steps,)) for steps in (150, 149)]
     for thread in threads:
         thread.start()
-        wait_for(lambda: server.engine.running, "a request that runs")
+        wait_for(lambda: [t for t in server.engine.running if t.state == "running"], "a request that runs")
     wait_for(lambda: server.engine.waiting, "a request that waits")
     server.engine.stop()
     server.close()

@@ -426,7 +426,7 @@ def test_what_is_queued_too_late_is_given_up(running: Running, monkeypatch: pyte
 )
 def test_a_request_has_one_budget(library: Any, more: dict[str, Any], message: str) -> None:
     """Checked before anything is built: it takes neither time nor memory."""
-    engine = engine_of(library)
+    engine = engine_of(library, max_pixels=2**20)
     tracemalloc.start()
     try:
         with pytest.raises(ValueError, match=message):
