@@ -333,10 +333,11 @@ def load_weights(
     Raises ValueError, one line with the first differences, if names or shapes differ.
     """
     check_fit(network, title, tensors, WITHOUT_WEIGHTS)
+    keys = list(network.state_dict())  # before blocks are filled, which have keys of their own
     fill_blocks = getattr(tensors, "fill_blocks", None)  # of a GGUF file
     done: set[str] = fill_blocks(network, device, dtype) if in_blocks and fill_blocks is not None else set()
     weights, pages = {}, MappedPages()
-    for key in (key for key in network.state_dict() if key not in done):
+    for key in (key for key in keys if key not in done):
         value = read_weight(tensors, key)
         weights[key] = value.to(device=device, dtype=dtype)
         if weights[key] is not value:
