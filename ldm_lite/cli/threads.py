@@ -1,4 +1,4 @@
-"""How long PyTorch's threads spin, and how many there are: what has to be in the environment before torch is loaded.
+"""What PyTorch's libraries read in the environment: how long threads spin, how many there are, what is kept.
 
 At each of some 10,000 barriers of an image, threads of OpenMP spin until the last one comes: GNU's 300,000 times,
 Intel's and LLVM's for 200 ms.  On a busy machine they occupy the core that the last one needs.
@@ -12,13 +12,21 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 SPIN = {"GOMP_SPINCOUNT": "1000", "KMP_BLOCKTIME": "0"}  # docs/performance.md has the measurements
+# By oneDNN, and by PyTorch's layer above it.
+KERNELS_KEPT = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "0", "LRU_CACHE_CAPACITY": "1"}
 _SPIN_OF_USERS = (*SPIN, "OMP_WAIT_POLICY", "KMP_LIBRARY")
 _THREADS_OF_USERS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 def prepare() -> None:
-    """Set them for this process and for those that it starts."""
+    """Set spins and threads for this process and for those that it starts, before it loads torch."""
     os.environ.update(settings())
+
+
+def keep_no_kernels() -> None:
+    """Keep no kernels of layers that have run, of which each library keeps 1024, unless the user has set a number."""
+    for name, kernels in KERNELS_KEPT.items():
+        os.environ.setdefault(name, kernels)
 
 
 def settings(

@@ -17,6 +17,7 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol  # unlike httptools it limits the length of headers
 
+from ldm_lite.cli import threads
 from ldm_lite.cli.console import as_flags, printable
 from ldm_lite.cli.options import LoadOptions
 from ldm_lite.serve.app import PUBLIC_ROUTES, make_app
@@ -40,7 +41,6 @@ KEPT = 8  # connections for the routes that need no key, besides the others
 LOOK = 1.0  # seconds between two checks of a connection
 ARENA_MAX, MMAP_THRESHOLD = -8, -3  # of glibc's malloc.h, where they begin with M_
 LARGE_BLOCK = 2**23  # bytes
-KERNELS_KEPT = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "0", "LRU_CACHE_CAPACITY": "1"}
 TRIM = 2.0  # seconds after which freed memory goes back to the system
 
 
@@ -223,12 +223,11 @@ def log_lines() -> None:
 def _spare_memory() -> None:
     """Keep freed memory together, so that it goes back to the system; to be called before the model is loaded.
 
-    Threads that begin later allocate from one arena: glibc gives nothing of the ends of the others back.  Nothing is
-    kept of layers that have run: oneDNN and PyTorch keep 1024 kernels each, with their working memory, among what
-    images have taken.  Images of twelve sizes left 55 MiB, and half of what was freed could not be used again.
+    Threads that begin later allocate from one arena: glibc gives nothing of the ends of the others back.  Kernels of
+    layers that have run lie among what images have taken.  Those of images of twelve sizes held 55 MiB, and half of
+    what was freed could not be used again.
     """
-    for name, kernels in KERNELS_KEPT.items():
-        os.environ.setdefault(name, kernels)
+    threads.keep_no_kernels()
     if (set_option := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
         set_option(ARENA_MAX, 1)
 
