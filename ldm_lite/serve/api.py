@@ -35,7 +35,7 @@ HEADERS = {  # the page runs only its own files, and contacts no other host
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 LOOK = 0.1  # seconds between two events of progress
 MOST_SINGLE = 64  # images of a plot that are sent besides the plot
-MOST_HINT = 1024  # pixels on the long side of a hint
+MOST_HINT = 512  # pixels on the long side of a hint: edges of 1024 x 1024 would take 160 MiB
 
 
 # ---- requests -------------------------------------------------------------------------------------------------------
