@@ -221,6 +221,7 @@ def test_bodies_that_come_at_once_have_a_limit(running: Running, monkeypatch: py
     monkeypatch.setattr(ledger, "share", 30)
     assert running.refused("/sdapi/v1/png-info", b'{"image": "........"}')[0] == 413, "it is held twice when it is read"
     monkeypatch.undo()
+    wait_for(lambda: not running.server.server_state.tasks, "the end of both requests")
     with Account(ledger, "127.0.0.1") as account:
         account.hold("body", ledger.share - 8)
         assert running.refused(TXT2IMG, SMALL)[0] == 429
