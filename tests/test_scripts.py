@@ -252,7 +252,7 @@ def test_a_machine_that_lacks_packages_is_told_before_a_stage_begins(
     monkeypatch.setenv("LDM_LITE_TEST_DEVICE", "")
     with pytest.raises(SystemExit):
         gpu.main()
-    assert "has no no_such_package: run python scripts/gpu.py prepare --python 3." in capsys.readouterr().err
+    assert "no no_such_package: python scripts/gpu.py prepare --python 3." in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
