@@ -101,7 +101,7 @@ class Model:
             raise ValueError(f"got prompt={prompt!r}, expected a text, or a list of texts")
         for text in dict.fromkeys(prompts):
             if dropped := self.family.tokenizer.dropped(text):
-                log.warning("the prompt is too long, dropped: %s", dropped)
+                log.warning("the prompt is too long, dropped: %s", dropped[:100] + "..." * (len(dropped) > 100))
             if unknown := unknown_words(text, self.family.words):
                 log.warning("%s %s", self.name, unknown)
         return self.family.condition(self, prompts)

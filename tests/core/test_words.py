@@ -98,3 +98,14 @@ def test_the_command_lists_words(
     with pytest.raises(SystemExit, match="0"):
         main()
     assert "usage: python -m ldm_lite.core.words [-h] [file]" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("words", "end"), [(76, "dropped: apple"), (2000, "apple appl...")])
+def test_the_end_of_a_prompt_that_is_too_long_is_shown_in_part(
+    words: int, end: str, small: Pipeline, caplog: pytest.LogCaptureFixture
+) -> None:
+    small.encode_prompt(" ".join(["apple"] * words))
+    [message] = caplog.messages
+    assert message.startswith("the prompt is too long, dropped: apple")
+    assert message.endswith(end)
+    assert len(message) < 200
