@@ -63,17 +63,17 @@ def first_layer(encoder: CLIPTextModel, ids: Tensor, table: Tensor) -> tuple[Ten
 
 def numbered(ids: Tensor, numbers: dict[tuple[int, ...], int]) -> Tensor:
     """Token ids (B,T) -> (B,T): at the last token of an emoji its number, at an end after it as many further, or -1."""
-    found = torch.full_like(ids, -1)
+    neurons = torch.full_like(ids, -1)
     for row, tokens in enumerate(ids.tolist()):
         for place in range(1, len(tokens)):
             for first in range(max(1, place - 3), place + 1):
                 number = numbers.get(tuple(tokens[first : place + 1]))
                 if number is not None:
-                    found[row, place] = number
+                    neurons[row, place] = number
                     if place + 1 < len(tokens) and tokens[place + 1] == END:
-                        found[row, place + 1] = number + len(numbers)
+                        neurons[row, place + 1] = number + len(numbers)
                     break
-    return found
+    return neurons
 
 
 def with_characters(
@@ -141,10 +141,10 @@ def fit_neurons(
         table = former.index_copy(0, tokens, rows)
         response = first_layer(encoder, torch.cat([ids[chosen], plain[others]]), table)[1] @ weight.T + bias
         at = numbers >= 0
-        own = response[at].gather(1, numbers[at][:, None])
+        at_its_neuron = response[at].gather(1, numbers[at][:, None])
         wrong = F.softplus(response + 1)
         at_emoji = wrong[at].scatter(1, numbers[at][:, None], 0.0).sum(1).mean()
-        loss = 20 * F.softplus(2 - own).mean() + at_emoji + 20 * wrong[~at].sum(1).mean()
+        loss = 20 * F.softplus(2 - at_its_neuron).mean() + at_emoji + 20 * wrong[~at].sum(1).mean()
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()

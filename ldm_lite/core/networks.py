@@ -117,9 +117,9 @@ def check_fit(network: nn.Module, title: str, tensors: Tensors, ignored: re.Patt
         "unexpected": sorted(key for key in extra if not ignored.search(key)),
         "of another shape": [f"{k} {stored[k]} in place of {shapes[k]}" for k in common if stored[k] != shapes[k]],
     }
-    found = [f"{len(keys)} tensors {what} ({few(keys)})" for what, keys in differences.items() if keys]
-    if found:
-        raise ValueError(f"{tensors.path}: the {title} does not fit: {'; '.join(found)}")
+    problems = [f"{len(keys)} tensors {what} ({few(keys)})" for what, keys in differences.items() if keys]
+    if problems:
+        raise ValueError(f"{tensors.path}: the {title} does not fit: {'; '.join(problems)}")
 
 
 def few(names: Sequence[str]) -> str:

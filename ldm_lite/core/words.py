@@ -40,12 +40,6 @@ def unknown_words(text: str, words: str) -> str:
     return f"was not trained with {named}, which mean nothing to it{hint}; {advice}"
 
 
-def things(words: str) -> list[str]:
-    """The things of a list: the first name in each line, without a symbol before it; not what has a heading."""
-    names = (line.partition(",")[0] for line in words.splitlines() if ":" not in line)
-    return [name for line in names if (name := re.sub(r"^\W+", "", line))]
-
-
 def main() -> int:
     """Print the words of a file, or of the bundled model; return the exit code."""
     parser = argparse.ArgumentParser(f"python -m {__package__}.words", description=__doc__)

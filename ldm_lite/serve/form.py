@@ -16,7 +16,6 @@ from ldm_lite.cli.declared import option_rows, registered
 from ldm_lite.cli.flags import sections
 from ldm_lite.cli.options import changed, names_files
 from ldm_lite.cli.task_options import HiresOptions, Img2imgOptions, InpaintOptions, Txt2imgOptions, UpscaleOptions
-from ldm_lite.core.words import things
 from ldm_lite.diffusion.names import SAMPLERS, label
 from ldm_lite.diffusion.schedule import SPACINGS, number
 from ldm_lite.serve.http import Refused, open_base64, refusal
@@ -116,7 +115,7 @@ def described(engine: Engine) -> dict[str, Any]:
             }
         )
     facts = library.facts(None)
-    known = things(facts.words)
+    known = _things(facts.words)
     usual = {"steps": facts.steps, "scale": facts.scale, "width": facts.side, "height": facts.side}
     usual["strength"] = 1.0 if facts.tasks[0] == "img2img" else 0.75
     return {
@@ -139,6 +138,12 @@ def _kind(field: dataclasses.Field[Any]) -> str:
     if "bool" in kind:
         return "flag"
     return "text" if "tuple" in kind else "number" if "float" in kind else "integer" if "int" in kind else "text"
+
+
+def _things(words: str) -> list[str]:
+    """Return what a model draws: the first name, without a symbol before it, of each line that has no heading."""
+    names = (line.partition(",")[0] for line in words.splitlines() if ":" not in line)
+    return [name for line in names if (name := re.sub(r"^\W+", "", line))]
 
 
 def axes(task: str) -> list[str]:

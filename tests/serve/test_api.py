@@ -241,8 +241,8 @@ def test_settings_and_hints(server: Running) -> None:
     assert expected.items() <= answer["values"].items()
     info = PngInfo()
     info.add_text("parameters", image["parameters"].replace("Model: small", "Model: another"))
-    other = b64(Image.new("RGB", (8, 8)), pnginfo=info)
-    assert "model" not in server.ask("/api/settings", {"image": other})[1]["values"]
+    of_other_program = b64(Image.new("RGB", (8, 8)), pnginfo=info)
+    assert "model" not in server.ask("/api/settings", {"image": of_other_program})[1]["values"]
     assert "holds no text" in server.refused("/api/settings", {"image": b64(Image.new("RGB", (8, 8)))})[1]
     square = Image.new("RGB", (64, 48), "white")
     ImageDraw.Draw(square).rectangle((16, 16, 48, 32), "black")
