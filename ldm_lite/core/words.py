@@ -6,6 +6,7 @@ Other words mean nothing to it, and a model warns about them.  This prints those
 import argparse
 import difflib
 import functools
+import itertools
 import re
 import sys
 from dataclasses import replace
@@ -19,21 +20,32 @@ from ldm_lite.core.files import Tensors, bundled, open_tensors
 # Letters, a number, or one other character that is not punctuation, such as an emoji.
 WORD = re.compile(r"[^\W\d_]+|\d+|[^\w\s\x00-\x7f\ufe0f\u200d\u2010-\u2027]")
 MOST_UNKNOWN = 5
+NUMBER = re.compile(r"\d+|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|dozen")
 
 
 @functools.lru_cache(maxsize=8)
 def _known(words: str) -> frozenset[str]:
-    return frozenset(WORD.findall(words.lower()))
+    """Return the words of a list; of numbers those that stand alone, and others with the word after them: "8 ball"."""
+    known = set(WORD.findall(words.lower()))
+    for number in filter(NUMBER.fullmatch, tuple(known)):
+        known |= {f"{number} {word}" for word in re.findall(rf"\b{number}\W+(\w+)", words.lower())}
+        if not re.search(rf"(^|[,:\n] *){number} *(,|\n|$)", words.lower()):
+            known.remove(number)
+    return frozenset(known)
 
 
 def unknown_words(text: str, words: str) -> str:
     """Say which words of a text are not in a list, and which are spelled like them; "" if there is no list, or none."""
     known = _known(words)
-    unknown = [word for word in dict.fromkeys(WORD.findall(text)) if word.lower() not in known]
+    pairs = itertools.pairwise([*WORD.findall(text), ""])
+    outside = (word for word, after in pairs if known.isdisjoint({word.lower(), f"{word} {after}".lower()}))
+    unknown = list(dict.fromkeys(outside))
     if not known or not unknown:
         return ""
     named = ", ".join(map(repr, unknown[:MOST_UNKNOWN])) + ", ..." * (len(unknown) > MOST_UNKNOWN)
-    alike = (difflib.get_close_matches(word.lower(), known, n=2, cutoff=0.75) for word in unknown[:MOST_UNKNOWN])
+    words_alone = [word for word in known if " " not in word]
+    spelled = [word.lower() for word in unknown[:MOST_UNKNOWN] if not NUMBER.fullmatch(word.lower())]
+    alike = (difflib.get_close_matches(word, words_alone, n=2, cutoff=0.75) for word in spelled)
     nearest = ", ".join(dict.fromkeys(word for words_alike in alike for word in words_alike))
     hint = f"; nearest: {nearest}" if nearest else ""
     advice = f"`python -m {__package__}.words` lists what it knows"

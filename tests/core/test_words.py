@@ -14,12 +14,18 @@ from ldm_lite.core import Pipeline, load
 from ldm_lite.core.family import PREFIX
 from ldm_lite.core.words import main, unknown_words
 
-LIST = "🍎 red apple, apple\n🌶 chili pepper\ncolours: white\nbesides: a, on, 2, t-shirt"
+LIST = (
+    "🍎 red apple, apple\n🌶 chili pepper\n🎱 8 ball, eight ball\n🍀 four-leaf clover\n"
+    "colours: white\nbesides: a, on, 2, t-shirt"
+)
 TABLE = f"{CLIP_PREFIX}embeddings.token_embedding.weight"
 ROWS = TABLE.replace("weight", "rows")
 
 
-@pytest.mark.parametrize("text", ["", "A red APPLE, on white!", "🍎🍎 (2)", "🌶️", "🌶", "a T-shirt -- on"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "A red APPLE, on white!", "🍎🍎 (2)", "🌶️", "🌶", "a T-shirt -- on", "2 Eight ball", "a four leaf clover"],
+)
 def test_words_of_the_list_are_known(text: str) -> None:
     assert unknown_words(text, LIST) == ""
     assert unknown_words(f"{text} zeppelin", "") == "", "without a list nothing is known of words"
@@ -30,6 +36,10 @@ def test_words_of_the_list_are_known(text: str) -> None:
     [
         ("Albert Einstein on an aple", ["'Albert', 'Einstein', 'an', 'aple'", "nearest: apple"]),
         ("12 apple", ["'12'"]),
+        (
+            "eight apple, 8 on a ball of four",
+            ["with 'eight', '8', 'of', 'four', which"],
+        ),  # known beside other words alone
         ("🍎🧬", ["with '🧬', which"]),
         ("été, 猫", ["'été', '猫'"]),
         ("b c d e f g", ["'f', ..., which"]),
