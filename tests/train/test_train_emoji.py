@@ -27,6 +27,7 @@ from ldm_lite.models.clip import CLIPTextModel
 from ldm_lite.pipeline import Pipeline
 from ldm_lite.text.tokenizer import FixingCLIPTokenizer
 from ldm_lite.train.batches import Batch, Draws
+from ldm_lite.train.losses import DiffusionLoss
 from ldm_lite.train.options import TrainOptions
 from ldm_lite.train.run import train
 
@@ -210,6 +211,34 @@ def test_a_text_encoder_learns_alone(renderer: Path, tmp_path: Path) -> None:
     assert (tmp_path / "a" / "loss.png").exists() == (importlib.util.find_spec("matplotlib") is not None)
 
 
+@pytest.mark.slow
+def test_the_unet_learns_other_words_with_the_text_encoder(renderer: Path, tmp_path: Path) -> None:
+    more = ("--ckpt", str(files.bundled()), "--scenes", "6", "--steps", "2", "--with-unet", "--reworded", "0.5")
+    before, after = tensors_of(files.bundled()), tensors_of(run("text", renderer, tmp_path, *more))
+    changed = {key.split(".")[0] for key, value in before.items() if not torch.equal(after[key], value)}
+    assert changed == {"cond_stage_model", "model"}
+
+
+@torch.no_grad()
+def test_a_share_of_captions_has_other_words(bundled: Pipeline) -> None:
+    """Which ones, and what they say, depends on an example's number alone."""
+    scenes = torch.randint(0, 256, (3, 3, 128, 128), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    captions, numbers = ["a cat", "two red apples", "a rocket on teal"], (4, 5, 6)
+    plain = DiffusionLoss(bundled, {"unet": bundled.unet})
+
+    def error(share: float, rows: slice) -> float:
+        batch = Batch(scenes[rows], captions[rows], None, numbers[rows])
+        return float(train_emoji.RewordedLoss(plain, share)(batch, Draws(0, numbers[rows])))
+
+    usual, other = ([error(share, slice(row, row + 1)) for row in range(3)] for share in (0.0, 1.0))
+    batch = Batch(scenes, captions, None, numbers)
+    assert error(0.0, slice(None)) == pytest.approx(float(plain(batch, Draws(0, numbers))), rel=1e-5)
+    assert error(1.0, slice(None)) == pytest.approx(sum(other) / 3, rel=1e-3)
+    assert any(abs(a - b) > 1e-3 * a for a, b in zip(usual, other, strict=True))
+    half = [error(0.5, slice(row, row + 1)) for row in range(3)]
+    assert all(min(abs(h - a), abs(h - b)) < 1e-5 for h, a, b in zip(half, usual, other, strict=True))
+
+
 def test_reconstructions_are_measured_and_drawn(
     renderer: Path, tmp_path: Path, small_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -283,6 +312,16 @@ def test_slopes_are_compared_wherever_edges_lie_and_as_steep_as_they_are() -> No
     assert train_emoji.slopes(x)[2][0, 0, -1, -1] == -2
 
 
+def test_details_are_what_a_blur_takes_away() -> None:
+    x = torch.rand(2, 3, 9, 7, generator=torch.Generator().manual_seed(0))
+    assert train_emoji.details(x.mean((2, 3), keepdim=True).expand_as(x)).abs().max() < 1e-6
+    stripes = torch.tensor([1.0, -1.0]).repeat(1, 1, 8, 4)  # as fine as can be: nothing is left of them
+    torch.testing.assert_close(train_emoji.details(stripes)[..., 1:-1], stripes[..., 1:-1])
+    edge = torch.zeros(1, 1, 3, 8)
+    edge[..., 4:] = 1
+    assert train_emoji.details(edge)[0, 0, 1].tolist() == [0, 0, 0, -0.25, 0.25, 0, 0, 0]  # added, it makes it steeper
+
+
 @pytest.fixture
 def decoder_loss(bundled: Pipeline) -> train_emoji.DecoderLoss:
     """Of a copy of the bundled model, all of which is frozen otherwise."""
@@ -299,6 +338,24 @@ def test_the_loss_of_a_decoder_reaches_it_alone(decoder_loss: train_emoji.Decode
         for name, parameter in network.named_parameters():
             learns = role == "vae" and name.startswith(("decoder.", "post_quant_conv."))
             assert (parameter.grad is not None) == learns, (role, name)
+
+
+def test_a_decoder_learns_what_an_unsharp_mask_adds(decoder_loss: train_emoji.DecoderLoss) -> None:
+    scenes = torch.randint(0, 256, (2, 3, 128, 128), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    batch, draws = Batch(scenes, ["a cat", "a dog"], None, (0, 1)), Draws(0, (0, 1))
+    same, sharper = (train_emoji.SharpenLoss(decoder_loss.model, 0.0, share=share) for share in (0.0, 0.5))
+    assert same(batch, draws).item() == 0, "it is what it was"
+    before = sharper(batch, draws)
+    before.backward()
+    learned = [p for p in sharper.vae.parameters() if p.requires_grad]
+    optimiser = torch.optim.AdamW(learned, 2e-6)
+    for _ in range(3):
+        optimiser.step()
+        optimiser.zero_grad()
+        after = sharper(batch, draws)
+        after.backward()
+    assert after < 0.97 * before
+    assert all(p.grad is None for p in sharper.former.parameters())
 
 
 def test_latents_that_are_noised_a_little_come_back_nearly_as_they_were(decoder_loss: train_emoji.DecoderLoss) -> None:
@@ -349,6 +406,7 @@ def test_the_decoder_alone(renderer: Path, tmp_path: Path, small_path: Path) -> 
         (("autoencoder", "--batch-size", "0"), "got --batch-size 0, expected 1 to"),
         (("new", "--vae", "none.safetensors"), "none.safetensors: no such file"),
         (("text", "--ckpt", "none.safetensors"), "none.safetensors: no such file"),
+        (("text", "--ckpt", "none.safetensors", "--reworded", "2"), "got --reworded 2.0, expected a share from 0 to 1"),
         (("decoder", "--ckpt", "none.safetensors", "--batch-size", "1"), "got --batch-size 1, expected 2 or more"),
     ],
 )
