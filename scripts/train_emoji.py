@@ -8,7 +8,8 @@
     python scripts/train_emoji.py words --ckpt text/model.safetensors --out words.safetensors
     python scripts/train_emoji.py characters --ckpt words.safetensors --out characters.safetensors
     python scripts/train_emoji.py decoder --ckpt characters.safetensors --out crisp ...
-    python scripts/train_emoji.py pack --ckpt crisp/model.safetensors --out emoji.safetensors
+    python scripts/train_emoji.py sharpen --ckpt crisp/model.safetensors --out sharp.safetensors
+    python scripts/train_emoji.py pack --ckpt sharp.safetensors --out emoji.safetensors
     python scripts/train_emoji.py whole --out emoji --minutes 12                          # all of it, on a GPU
 
 `autoencoder` trains a KL autoencoder on reconstruction, a new one or that of a file (--freeze-encoder: its decoder
@@ -17,8 +18,8 @@ checkpoint with new weights, whose scale factor gives the latents unit variance.
 finished model alone, on captions in other words for instance: all that the UNet can draw stays as it is; with
 --with-unet it trains both.  `words` adds other words for what the model knows, `characters` the emoji themselves, and
 both change nothing else.  `decoder` trains the decoder of a finished model alone: images become crisp, and latents
-stay.  `pack` keeps of the token table the rows that were learned, and lists the words.  Runs are stopped and continued
-(--resume) as those of `python -m ldm_lite.train`.
+stay.  `sharpen` folds an unsharp mask into its last layer.  `pack` keeps of the token table the rows that were
+learned, and lists the words.  Runs are stopped and continued (--resume) as those of `python -m ldm_lite.train`.
 
 `whole` is for a GPU that is there for minutes: all of it, from the autoencoder of --vae on.  A fifth of the time goes
 to the autoencoder, on scenes that are drawn anew; then --scenes are drawn and encoded once, and the
@@ -31,7 +32,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from difflib import SequenceMatcher
 from pathlib import Path
@@ -108,6 +109,7 @@ DATA = (
     '"jitter":0.5,"split":"train"}'
 )
 CAPTIONS = 3000  # that are reworded
+SHARPENED = 192  # scenes whose latents tell how
 MEASURED = 512  # images whose latents give the scale factor, and whose captions the tokens that begin above 0
 
 
@@ -382,26 +384,29 @@ class DecoderLoss:
         return x0 / factor
 
 
-@dataclass
-class SharpenLoss(DecoderLoss):
-    """What sharpens the images of a decoder: they become what an unsharp mask makes of those that it made before.
+@torch.no_grad()
+def sharpen(vae: AutoencoderKL, batches: Iterable[Tensor], share: float) -> None:
+    """Change the last convolution of a decoder so that it adds a share of an unsharp mask to its images, in place.
 
-    Where an edge is not known exactly, a loss by pixels blurs it; this one knows what it wants.
+    A loss by pixels blurs an edge that is not known exactly, and unlearns slowly what it has blurred.  What the mask
+    adds is known, so here least squares find it in what the convolution reads of batches of latents (B,C,h,w).
     """
-
-    share: float = 0.0  # of what a blur over 3 x 3 pixels takes away: so much is added
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.former = copy.deepcopy(self.vae).requires_grad_(False)
-
-    def __call__(self, batch: Batch, draws: Draws) -> Tensor:
-        """Return the loss of one batch."""
-        z = self.latents(batch, draws)
-        with torch.no_grad():
-            former = self.former.decode(z).float()
-        y, wanted = self.vae.decode(z).float(), former + self.share * details(former)
-        return F.l1_loss(y, wanted) + F.mse_loss(y, wanted) + edge_error(y, wanted)
+    last, inputs = vae.decoder.conv_out, list[Tensor]()
+    size = last.weight[0].numel() + 1
+    squares = torch.zeros(size, size, dtype=torch.float64)
+    products = torch.zeros(size, last.out_channels, dtype=torch.float64)
+    hook = last.register_forward_pre_hook(lambda module, read: inputs.append(read[0].float()))
+    for z in batches:
+        added = share * details(vae.decode(z).float())
+        read = F.unfold(inputs.pop(), last.kernel_size, padding=last.padding)  # (B,C*9,H*W)
+        rows = torch.cat([read, torch.ones_like(read[:, :1])], dim=1).transpose(1, 2).flatten(0, 1).double()
+        squares += rows.T @ rows
+        products += rows.T @ added.flatten(2).transpose(1, 2).flatten(0, 1).double()
+    hook.remove()
+    ridge = 1e-6 * squares.diagonal().mean() * torch.eye(size)
+    solution = torch.linalg.solve(squares + ridge, products).T.float()
+    last.weight += solution[:, :-1].reshape(last.weight.shape)
+    last.bias += solution[:, -1]
 
 
 # ---- runs -----------------------------------------------------------------------------------------------------------
@@ -416,19 +421,17 @@ FEW_STEPS = {"batch_size": 8, "warmup": 20, "lr": 2.5e-4, "weight_decay": 0.0, "
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = ("autoencoder", "reconstruct", "new", "text", "words", "characters", "decoder", "pack", "whole")
+    names = ("autoencoder", "reconstruct", "new", "text", "words", "characters", "decoder", "sharpen", "pack", "whole")
     commands = parser.add_subparsers(required=True, metavar=" | ".join(names))
     parsers = [commands.add_parser(name) for name in names]
-    autoencoder, look, new, text, words, characters, decoder, packer, whole = parsers
+    autoencoder, look, new, text, words, characters, decoder, sharper, packer, whole = parsers
     bodies = (
-        *(train_autoencoder, reconstruct, write_new, train_text, teach_words, teach_characters, train_decoder, pack),
-        train_whole,
+        *(train_autoencoder, reconstruct, write_new, train_text, teach_words, teach_characters, train_decoder),
+        *(sharpen_decoder, pack, train_whole),
     )
     for command, body in zip(parsers, bodies, strict=True):
         command.set_defaults(body=body)
-        command.add_argument(
-            "--out", required=True, help="the checkpoint to write (new, words, characters, pack), or the folder"
-        )
+        command.add_argument("--out", required=True, help="the checkpoint to write, or the folder of a run")
         command.add_argument("--renderer", default=os.fspath(Path(__file__).with_name("render_emoji.py")))
         command.add_argument("--renderer-options", default="{}", help="arguments of its scenes(), as JSON")
         several = (
@@ -454,7 +457,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         text_of = f"of the UNet's levels, such as 1,2,4 (default: {getattr(EMOJI.unet, name)})"
         new.add_argument(f"--{name.replace('_', '-')}", type=whole_numbers, metavar="N,N", help=text_of)
     new.add_argument("--model-channels", type=int, metavar="N", help="of the UNet's highest level")
-    for command in (text, words, characters, decoder, packer):
+    for command in (text, words, characters, decoder, sharper, packer):
         command.add_argument("--ckpt", required=True, help="the checkpoint")
     words.add_argument("--steps", type=int, default=2000, help="of 64 captions (default: 2000)")
     characters.add_argument("--steps", type=int, default=500, help="of 128 captions (default: 500)")
@@ -463,8 +466,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     text.add_argument("--with-unet", action="store_true", help="train the UNet too")
     text.add_argument("--reworded", type=float, default=0.0, help="share of captions with other names (default: 0)")
     decoder.add_argument("--slopes", type=float, default=0.5, help="weight of the error of slopes (default: 0.5)")
-    text_of = "learn to add this share of an unsharp mask (1,2,1) to images, and nothing else (0.3, for instance)"
-    decoder.add_argument("--sharpen", type=float, metavar="SHARE", help=text_of)
+    sharper.add_argument(
+        "--share", type=float, default=0.3, help="of the mask: (1,2,1) in both directions (default: 0.3)"
+    )
     whole.add_argument("--vae", default=os.fspath(files.bundled()), help="begin with this file's (default: bundled)")
     whole.add_argument("--minutes", type=float, default=12.0, help="of all of it (default: 12)")
     whole.add_argument("--vae-share", type=float, default=0.2, help="of the time; 0: --vae as it is (default: 0.2)")
@@ -623,9 +627,27 @@ def train_decoder(args: argparse.Namespace, options: TrainOptions) -> None:
         check_model(options, model)
         for network in model.networks.values():
             network.requires_grad_(False).eval()
-        loss = DecoderLoss(model, args.slopes) if args.sharpen is None else SharpenLoss(model, 0.0, share=args.sharpen)
         scenes = open_scenes(options, model.family.resolution)
-        fit(options, loss, scenes, lambda ema: checkpoint(model, ema))
+        fit(options, DecoderLoss(model, args.slopes), scenes, lambda ema: checkpoint(model, ema))
+
+
+def sharpen_decoder(args: argparse.Namespace, options: TrainOptions) -> None:
+    """Write a checkpoint whose images are sharper by an unsharp mask."""
+    model = load_model(LoadOptions(ckpt=args.ckpt, device="cpu", dtype="fp32"))
+    loss, dataset = DecoderLoss(model, 0.0), open_scenes(options, model.family.resolution)
+    order, size = Order(dataset, args.seed), 8
+
+    def latents() -> Iterator[Tensor]:
+        for first in range(0, args.scenes or SHARPENED, size):
+            numbers = tuple(range(first, first + size))
+            examples = [dataset.example(order[number]) for number in numbers]
+            pixels = torch.stack([example.pixels for example in examples])
+            batch = Batch(pixels, [example.caption for example in examples], None, numbers)
+            yield loss.latents(batch, Draws(args.seed, numbers))
+
+    sharpen(loss.vae, latents(), args.share)
+    write_tensors(Path(args.out), *checkpoint(model, {}))
+    print(args.out)
 
 
 def train_whole(args: argparse.Namespace, options: TrainOptions) -> None:
