@@ -464,6 +464,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     text.add_argument("--min-timestep", type=int, default=200, help="the first: later ones read more (default: 200)")
     text.add_argument("--caption-dropout", type=float, default=0.1)
     text.add_argument("--with-unet", action="store_true", help="train the UNet too")
+    text_of = "how far the saved weights are on the way from --ckpt to the learned ones: less forgets less (default: 1)"
+    text.add_argument("--way", type=float, default=1.0, help=text_of)
     text.add_argument("--reworded", type=float, default=0.0, help="share of captions with other names (default: 0)")
     decoder.add_argument("--slopes", type=float, default=0.5, help="weight of the error of slopes (default: 0.5)")
     sharper.add_argument(
@@ -613,8 +615,17 @@ def train_text(args: argparse.Namespace, options: TrainOptions) -> None:
             networks["unet"] = model.unet
         for network in networks.values():
             network.requires_grad_(True)
+        before = {role: copy.deepcopy(network.state_dict()) for role, network in networks.items()}
+
+        def content(ema: Mapping[str, nn.Module]) -> Content:
+            between = {role: copy.deepcopy(network) for role, network in ema.items()}
+            for role, network in between.items():
+                after = network.state_dict()
+                network.load_state_dict({key: old.lerp(after[key], args.way) for key, old in before[role].items()})
+            return checkpoint(model, between)
+
         loss = DiffusionLoss(model, networks, args.caption_dropout, timesteps=(args.min_timestep, 1000))
-        fit(options, RewordedLoss(loss, args.reworded), dataset, lambda ema: checkpoint(model, ema))
+        fit(options, RewordedLoss(loss, args.reworded), dataset, content)
 
 
 def train_decoder(args: argparse.Namespace, options: TrainOptions) -> None:
