@@ -20,14 +20,14 @@ from ldm_lite.core.files import Tensors, bundled, open_tensors
 # Letters, a number, or one other character that is not punctuation, such as an emoji.
 WORD = re.compile(r"[^\W\d_]+|\d+|[^\w\s\x00-\x7f\ufe0f\u200d\u2010-\u2027]")
 MOST_UNKNOWN = 5
-NUMBER = re.compile(r"\d+|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|dozen")
+NUMBER_WORD = re.compile(r"\d+|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|dozen")
 
 
 @functools.lru_cache(maxsize=8)
 def _known(words: str) -> frozenset[str]:
     """Return the words of a list; of numbers those that stand alone, and others with the word after them: "8 ball"."""
     known = set(WORD.findall(words.lower()))
-    for number in filter(NUMBER.fullmatch, tuple(known)):
+    for number in filter(NUMBER_WORD.fullmatch, tuple(known)):
         known |= {f"{number} {word}" for word in re.findall(rf"\b{number}\W+(\w+)", words.lower())}
         if not re.search(rf"(^|[,:\n] *){number} *(,|\n|$)", words.lower()):
             known.remove(number)
@@ -44,7 +44,7 @@ def unknown_words(text: str, words: str) -> str:
         return ""
     named = ", ".join(map(repr, unknown[:MOST_UNKNOWN])) + ", ..." * (len(unknown) > MOST_UNKNOWN)
     words_alone = [word for word in known if " " not in word]
-    spelled = [word.lower() for word in unknown[:MOST_UNKNOWN] if not NUMBER.fullmatch(word.lower())]
+    spelled = [word.lower() for word in unknown[:MOST_UNKNOWN] if not NUMBER_WORD.fullmatch(word.lower())]
     alike = (difflib.get_close_matches(word, words_alone, n=2, cutoff=0.75) for word in spelled)
     nearest = ", ".join(dict.fromkeys(word for words_alike in alike for word in words_alike))
     hint = f"; nearest: {nearest}" if nearest else ""

@@ -3,7 +3,8 @@
     pip install diffusers
     python tests/goldens/make_pag_goldens.py
 
-Ten steps of DDIM in float32, with and without guidance: its attention processor and mixing, our noise and texts.
+To be run again whenever the bundled model changes.  Ten steps of DDIM in float32, with and without guidance: its
+attention processor and mixing, our noise and texts.
 """
 
 import types
