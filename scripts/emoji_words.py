@@ -245,8 +245,11 @@ def _names() -> tuple[re.Pattern[str], dict[str, tuple[str, str]]]:
     ), names
 
 
-def reworded(caption: str, rng: np.random.Generator) -> str:
-    """A caption with other words for what it shows, at random: "a cat and a dog" -> "a kitten and a 🐶"."""
+def reworded(caption: str, rng: np.random.Generator, kept: float = SHARE_KEPT) -> str:
+    """A caption with other words for what it shows, at random: "a cat and a dog" -> "a kitten and a 🐶".
+
+    A share of `kept` captions stays as it is.
+    """
 
     def any_of(choices: tuple[str, ...]) -> str:
         return choices[int(rng.integers(len(choices)))]
@@ -269,7 +272,7 @@ def reworded(caption: str, rng: np.random.Generator) -> str:
         return with_article(name) if match["article"] else name
 
     pattern, names = _names()
-    return caption if rng.random() < SHARE_KEPT else pattern.sub(other, caption)
+    return caption if rng.random() < kept else pattern.sub(other, caption)
 
 
 # What captions say besides names.

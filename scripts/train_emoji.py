@@ -303,10 +303,10 @@ class RewordedLoss:
 
     def __call__(self, batch: Batch, draws: Draws) -> Tensor:
         """Return the loss of one batch; an example's words depend on its number alone."""
-        captions = []
-        for caption, number in zip(batch.captions, batch.numbers, strict=True):
-            rng = np.random.default_rng([draws.seed, 0x5EB, number])
-            captions.append(reworded(caption, rng) if rng.random() < self.share else caption)
+        captions = [
+            reworded(caption, np.random.default_rng([draws.seed, 0x5EB, number]), kept=1 - self.share)
+            for caption, number in zip(batch.captions, batch.numbers, strict=True)
+        ]
         return self.loss(replace(batch, captions=captions), draws)
 
 
